@@ -1,0 +1,73 @@
+"""Catalog: the schedules that come with Penstock, a line each. A new one is a builder and an entry here."""
+
+from __future__ import annotations
+
+from penstock.planning.hanayo import hanayo
+from penstock.planning.v_shapes import v_half, v_min, zb_v
+from penstock.planning.zb_limited import zb_1p, zb_2p
+from penstock.schedule.chimera import chimera
+from penstock.schedule.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.gpipe import gpipe
+from penstock.schedule.interleaved import interleaved_1f1b
+from penstock.schedule.looped_bfs import looped_bfs
+from penstock.schedule.one_f_one_b import build_1f1b
+from penstock.schedule.pipedream import pipedream, pipedream_2bw
+from penstock.schedule.registry import Entry
+from penstock.schedule.zero_bubble import zb_h1, zb_h2
+
+__all__ = ["CATALOG"]
+
+_PIPEDREAM = "Narayanan et al. 2019 (PipeDream)"
+_2BW = "Narayanan et al. 2021 (PipeDream-2BW)"
+_MEGATRON = "Narayanan et al. 2021 (Megatron-LM)"
+_ZERO_BUBBLE = "Qi et al. 2024 (Zero Bubble)"
+_MEMORY = "Qi et al. 2024 (Controllable Memory)"
+_CUT_IN_HALF = "Qi et al. 2025 (Cut-in-half DualPipe)"
+
+CATALOG: tuple[Entry, ...] = (
+    Entry("gpipe", gpipe, "all forwards, then all backwards", "Huang et al. 2019", 1),
+    Entry("1f1b", build_1f1b, "one forward, one backward in turn: memory of lanes, not of micro-batches", _2BW, 1),
+    Entry("interleaved_1f1b", interleaved_1f1b, "1f1b over several stages a lane: less bubble", _MEGATRON),
+    Entry("looped_bfs", looped_bfs, "every micro-batch through a stage before the lane's next", "Lamy-Poirier 2023"),
+    Entry("zb_h1", zb_h1, "1f1b with weight gradients moved into the bubble, at its memory", _ZERO_BUBBLE, 1),
+    Entry("zb_h2", zb_h2, "twice the warm-up of zb_h1: almost no bubble, twice the memory", _ZERO_BUBBLE, 1),
+    Entry("zb_1p", zb_1p, "searched for the given costs, within the memory of 1f1b", _ZERO_BUBBLE, 1),
+    Entry("zb_2p", zb_2p, "searched for the given costs, within twice the memory of 1f1b", _ZERO_BUBBLE, 1),
+    Entry("zb_v", zb_v, "two stages a lane as a V: no bubble at 1f1b's memory where F = I = W", _ZERO_BUBBLE, 2),
+    Entry("v_half", v_half, "a V with half the memory of 1f1b", _MEMORY, 2),
+    Entry("v_min", v_min, "a V with a third of the memory of 1f1b", _MEMORY, 2),
+    Entry(
+        "dualpipe",
+        dualpipe,
+        "two ways at once, forwards and backwards overlapped; weights twice",
+        "DeepSeek-AI 2024 (DeepSeek-V3)",
+        1,
+        doubles_weights=True,
+    ),
+    Entry("dualpipe_v", dualpipe_v, "dualpipe folded in the middle: weights once, two stages a lane", _CUT_IN_HALF, 2),
+    Entry(
+        "chimera",
+        chimera,
+        "two 1f1b pipelines towards each other; weights twice",
+        "Li and Hoefler 2021",
+        1,
+        doubles_weights=True,
+    ),
+    Entry("hanayo", hanayo, "1f1b in waves there and back over the lanes; weights once", "Liu et al. 2023"),
+    Entry(
+        "pipedream",
+        pipedream,
+        "asynchronous: updates after every backward, old weights stashed",
+        _PIPEDREAM,
+        1,
+        trains_exactly=False,
+    ),
+    Entry(
+        "pipedream_2bw",
+        pipedream_2bw,
+        "asynchronous: updates in groups, two versions of the weights",
+        _2BW,
+        1,
+        trains_exactly=False,
+    ),
+)

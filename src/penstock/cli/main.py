@@ -1,0 +1,55 @@
+"""penstock: the command and its subcommands. Whatever is wrong with the input gets one message and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.cli.demo import demo
+from penstock.cli.simulate import simulate
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="penstock",
+    help="Pipeline parallelism for PyTorch that keeps every device full.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(simulate)
+app.command()(demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from penstock import __version__
+
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Pipeline parallelism for PyTorch that keeps every device full."""
+
+
+def run() -> None:
+    """Run the command line; the package's own errors become one message and exit code 2."""
+    from penstock.errors import PenstockError
+
+    try:
+        app()
+    except PenstockError as error:
+        typer.secho(f"Error: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader went away, as `| head` does
+        sys.stderr.close()
+        sys.exit(0)

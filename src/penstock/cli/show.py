@@ -1,0 +1,108 @@
+"""Show: the tables, charts and notes of the command line, through rich."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.job import Job, Result
+from penstock.report.format import show_bytes, show_seconds, show_share
+from penstock.report.text import draw_text
+from penstock.schedules import describe, names
+
+__all__ = ["charts", "list_schedules", "note", "run_with_progress", "table"]
+
+_MOST_CHARTS = 4
+
+
+def list_schedules(*, as_json: bool) -> None:
+    """List all schedules, each with a line and its paper."""
+    entries = [describe(name) for name in names()]
+    if as_json:
+        rows = [{"name": e.name, "summary": e.summary, "paper": e.paper, "options": list(e.options)} for e in entries]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid.add_column("schedule", no_wrap=True, style="cyan")
+    grid.add_column("what it does")
+    grid.add_column("from", style="dim")
+    for entry in entries:
+        grid.add_row(entry.name, entry.summary, entry.paper)
+    Console().print(grid)
+
+
+def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
+    """Run every schedule of a job; in a terminal show which one is being worked on."""
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=len(job.schedules))
+        results = []
+        for name in job.schedules:
+            progress.update(task, description=f"{name}: build, verify, simulate")
+            results.append(job.run(name))
+            progress.advance(task)
+    return results
+
+
+def table(results: list[Result]) -> None:
+    """Print the figures of all schedules, each beside the first."""
+    grid = Table(header_style="bold")
+    grid.add_column("schedule", style="cyan", no_wrap=True)
+    for heading in (
+        "step",
+        "bubble over\nthe makespan",
+        "bubble over the\nlongest lane span",
+        "peak held,\nmicro-batches",
+    ):
+        grid.add_column(heading, justify="right")
+    has_bytes = any(max(result.timeline.peak_bytes) > 0 for result in results)
+    if has_bytes:
+        grid.add_column("peak held,\nbytes", justify="right")
+    if len(results) > 1:
+        grid.add_column(f"step over\n{results[0].schedule.name}'s", justify="right")
+    for result in results:
+        grid.add_row(*_cells(result, results[0], has_bytes=has_bytes, has_ratio=len(results) > 1))
+    Console().print(grid)
+
+
+def charts(results: list[Result]) -> None:
+    """Draw the lanes of the first few schedules."""
+    console = Console()
+    colored = console.is_terminal and not console.no_color
+    for result in results[:_MOST_CHARTS]:
+        typer.echo("")
+        typer.echo(draw_text(result.timeline, width=console.width, color=colored))
+
+
+def note(text: str) -> None:
+    """Print a line that says where something is."""
+    Console().print(Text(text, style="bold"), soft_wrap=True)
+
+
+def _cells(result: Result, first: Result, *, has_bytes: bool, has_ratio: bool) -> list[str]:
+    timeline = result.timeline
+    cells = [
+        result.schedule.name,
+        show_seconds(timeline.step_seconds),
+        show_share(timeline.bubble),
+        show_share(timeline.span_bubble),
+        f"{result.peak_mbs:g}",
+    ]
+    if has_bytes:
+        cells.append(show_bytes(max(timeline.peak_bytes)))
+    if has_ratio:
+        base = first.timeline.step_seconds
+        cells.append(f"{timeline.step_seconds / base:.3f}" if base else "–")
+    return cells

@@ -1,0 +1,63 @@
+"""The exceptions Penstock raises on purpose.
+
+PenstockError                    everything below; catch this to catch them all
+├── UsageError (ValueError)      an argument or option that cannot be right
+├── ScheduleError (ValueError)   a schedule that cannot be built, read or run
+│   └── VerifyError              a schedule with faults; carries all of them
+├── CostError (ValueError)       costs that are not finite, not positive or not as many as stages
+├── OutputError (OSError)        a file that cannot be written
+└── SolverError                  the exact solver is missing, or gave no answer in its time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "CostError",
+    "OutputError",
+    "PenstockError",
+    "ScheduleError",
+    "SolverError",
+    "UsageError",
+    "VerifyError",
+]
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises on purpose."""
+
+
+class UsageError(PenstockError, ValueError):
+    """An argument or option that cannot be right."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule that cannot be built, read or run."""
+
+
+class VerifyError(ScheduleError):
+    """A schedule with faults; `faults` holds all of them, in the order of the lanes."""
+
+    def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+
+
+class CostError(PenstockError, ValueError):
+    """Costs that are not finite, not positive, or not as many as the schedule's stages."""
+
+
+class OutputError(PenstockError, OSError):
+    """A file that cannot be written; nothing is left half written."""
+
+
+class SolverError(PenstockError):
+    """The exact solver is not installed, or found nothing in the time it was given."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the hint " Did you mean 'x'?" for a misspelt word, or an empty string."""
+    close = get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

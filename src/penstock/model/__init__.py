@@ -1,0 +1,1 @@
+"""WHAT: what a stage costs in time and memory."""

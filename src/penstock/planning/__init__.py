@@ -1,0 +1,1 @@
+"""CHOOSE: simulate a schedule, and make one from costs and a memory limit."""

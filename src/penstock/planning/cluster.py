@@ -1,0 +1,74 @@
+"""Cluster: what the lanes run on: how fast each device is, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CostError
+
+__all__ = ["Cluster", "Link"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes: its latency, its bandwidth, and what other links it shares both with.
+
+    Attributes:
+        latency_seconds: from the last byte sent to when it is seen.
+        bytes_per_second: how fast bytes leave; a link sends one value after the other.
+        shared_as: links of the same name are one wire: their values queue for it.
+    """
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = math.inf
+    shared_as: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise CostError(f"latency_seconds: {self.latency_seconds} must be finite and not negative")
+        if not self.bytes_per_second > 0:
+            raise CostError(f"bytes_per_second: {self.bytes_per_second} must be above zero")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices and links that a schedule's lanes run on.
+
+    >>> Cluster(speed=[1.0, 0.5]).speeds(2)
+    array([1. , 0.5])
+
+    Attributes:
+        speed: how fast each lane's device is; at 2.0 a stage takes half of its cost.
+        link: the link between any two lanes that `links` does not name.
+        links: for (from lane, to lane), the link that is different.
+        host_link: between each lane and its host memory, for offload and fetch, one each way.
+    """
+
+    speed: float | Sequence[float] = 1.0
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    host_link: Link = Link()
+
+    def __post_init__(self) -> None:
+        given = self.speed if isinstance(self.speed, Sequence) else [self.speed]
+        for number in given:
+            if not (math.isfinite(number) and number > 0):
+                raise CostError(f"speed: {number} must be finite and above zero")
+
+    def speeds(self, num_lanes: int) -> NDArray[np.float64]:
+        """Return one speed a lane."""
+        if isinstance(self.speed, Sequence) and len(self.speed) != num_lanes:
+            raise CostError(f"speed must be one number or one for each of {num_lanes} lanes; given: {len(self.speed)}")
+        unknown = sorted({lane for pair in self.links for lane in pair if not 0 <= lane < num_lanes})
+        if unknown:
+            raise CostError(f"links name lanes that do not exist: {unknown}; lanes: {num_lanes}")
+        return np.array(np.broadcast_to(np.asarray(self.speed, dtype=np.float64), num_lanes))
+
+    def between(self, source: int, target: int) -> Link:
+        """Return the link from one lane to another."""
+        return self.links.get((source, target), self.link)

@@ -1,0 +1,250 @@
+"""Greedy: write a schedule action by action, as a clock runs, choosing on each lane what to run next.
+
+This is list scheduling. Whenever a lane is free it looks at the actions whose needs are met, and at the
+arrivals that are already on their way, and follows a `Policy`:
+
+    1  an input gradient that is ready goes first: it frees memory and feeds the lane before
+    2  else a forward that is ready, if memory and the policy's cap on forwards ahead allow it
+    3  else a weight gradient, if it fits before the next arrival (by the policy's patience)
+    4  else wait for the next arrival
+
+The search in `synthesize` tries many policies and keeps the best result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from penstock.model.costs import StageCosts
+from penstock.schedule.actions import KIND_INDEX, MB_BITS, STAGE_BITS, Kind, Lane
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Draft", "Objective", "Policy", "Problem", "write_schedule"]
+
+# what a search shortens: the step from first start to last end, or the longest lane's own span
+Objective = Literal["step", "span"]
+
+_KIND_CODE = {kind: KIND_INDEX[kind] << (STAGE_BITS + MB_BITS) for kind in Kind}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to schedule: stages on lanes, their costs, and the bytes each lane may hold."""
+
+    name: str
+    lane_of: tuple[int, ...]
+    num_mbs: int
+    costs: StageCosts
+    limit_bytes: tuple[float, ...]
+    splits_backward: bool = True
+    order: tuple[Lane, ...] | None = None  # forwards and input gradients in this order; only weight gradients are free
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes there are."""
+        return 1 + max(self.lane_of)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a lane chooses.
+
+    Attributes:
+        caps: for each lane, how many micro-batches may be ahead of their first stage's backward.
+        patience: for each lane, a weight gradient starts when the next arrival is at least this share of it away.
+        f_patience: the same for a forward, seen from the next input gradient.
+    """
+
+    caps: tuple[int, ...]
+    patience: tuple[float, ...]
+    f_patience: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A schedule written by a policy, with its makespan and its longest lane span."""
+
+    schedule: Schedule
+    step_seconds: float
+    span_seconds: float
+
+    def length(self, objective: Objective) -> float:
+        """Return what a search shortens."""
+        return self.step_seconds if objective == "step" else self.span_seconds
+
+
+def write_schedule(problem: Problem, policy: Policy) -> Draft | None:
+    """Return the schedule that a policy writes, or None where it runs into a dead end."""
+    return _Clock(problem, policy).run()
+
+
+class _Clock:
+    """The state of the lanes while a schedule is written."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem, self.policy = problem, policy
+        costs, num_stages, num_lanes = problem.costs, len(problem.lane_of), problem.num_lanes
+        self.last = num_stages - 1
+        self.seconds_f = costs.forward.tolist()
+        self.seconds_b = (costs.input_grad if problem.splits_backward else costs.backward).tolist()
+        self.seconds_w = costs.weight_grad.tolist()
+        self.lag = costs.transfer.tolist()
+        self.saved = costs.saved_bytes.tolist()
+        self.pending = costs.pending_bytes.tolist() if problem.splits_backward else [0.0] * num_stages
+        self.stages = [[s for s in range(num_stages) if problem.lane_of[s] == lane] for lane in range(num_lanes)]
+        self.next_f, self.next_b = [0] * num_stages, [0] * num_stages
+        # arrivals not yet used, oldest first: when each micro-batch's input, or output gradient, is there
+        self.inputs: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
+        self.inputs[0].extend([0.0] * problem.num_mbs)
+        self.weights: list[deque[tuple[int, int]]] = [deque() for _ in range(num_lanes)]
+        self.held = [0.0] * num_lanes
+        self.codes: list[list[int]] = [[] for _ in range(num_lanes)]
+        self.free_at = [0.0] * num_lanes
+        self.first_start = [math.inf] * num_lanes
+        self.events: list[tuple[float, int]] = [(0.0, lane) for lane in range(num_lanes)]
+        self.limit = [limit * (1 + 1e-12) for limit in problem.limit_bytes]
+        self.order = [deque((a.kind is Kind.F, a.stage) for a in lane) for lane in problem.order or ()]
+
+    def run(self) -> Draft | None:
+        events = self.events
+        while events:
+            now, lane = heapq.heappop(events)
+            while events and events[0] == (now, lane):
+                heapq.heappop(events)
+            if now >= self.free_at[lane]:
+                self.choose(lane, now)
+        per_mb = 3 if self.problem.splits_backward else 2
+        if sum(map(len, self.codes)) != per_mb * len(self.problem.lane_of) * self.problem.num_mbs:
+            return None
+        spans = [end - start for start, end in zip(self.first_start, self.free_at, strict=True)]
+        lanes = tuple(Lane(np.array(codes, dtype=np.int64)) for codes in self.codes)
+        schedule = Schedule(lanes, (self.problem.lane_of,), self.problem.num_mbs, name=self.problem.name)
+        return Draft(schedule, max(self.free_at), max(spans))
+
+    def choose(self, lane: int, now: float) -> None:
+        """Start an action on a free lane, or wait: then the next arrival wakes it."""
+        if self.order:
+            self.follow(lane, now)
+            return
+        next_b, at = math.inf, -1
+        for stage in self.stages[lane]:  # the earliest stage first: its backward completes a micro-batch
+            queue = self.gradients[stage]
+            if queue and queue[0] < next_b:
+                next_b, at = queue[0], stage
+                if next_b <= now:
+                    break
+        if next_b <= now:
+            self.backward(lane, at, now)
+            return
+        next_f, stage, blocked = self.next_forward(lane, now)
+        if next_f <= now and now + self.policy.f_patience[lane] * self.seconds_f[stage] <= next_b:
+            self.forward(lane, stage, now)
+            return
+        if self.weights[lane]:
+            arrival = min(next_b, next_f if next_f > now else next_b)
+            need = self.policy.patience[lane] * self.seconds_w[self.weights[lane][0][0]]
+            if blocked or arrival - now >= need:
+                self.weight(lane, now)
+
+    def follow(self, lane: int, now: float) -> None:
+        """Start the next action of the given order if it can, else a weight gradient if there is time for one."""
+        weights, order = self.weights[lane], self.order[lane]
+        if not order:
+            if weights:
+                self.weight(lane, now)
+            return
+        is_forward, stage = order[0]
+        queue = self.inputs[stage] if is_forward else self.gradients[stage]
+        arrival = queue[0] if queue else math.inf
+        has_room = not is_forward or self.held[lane] + self.saved[stage] <= self.limit[lane]
+        if arrival <= now and has_room:
+            order.popleft()
+            (self.forward if is_forward else self.backward)(lane, stage, now)
+        elif weights and (not has_room or arrival - now >= self.policy.patience[lane] * self.seconds_w[weights[0][0]]):
+            self.weight(lane, now)
+
+    def next_forward(self, lane: int, now: float) -> tuple[float, int, bool]:
+        """Return when a forward that is allowed can start, of which stage, and whether memory holds one back."""
+        best, at, blocked = math.inf, -1, False
+        for stage in reversed(self.stages[lane]):  # the latest stage first: it is nearest to its backward
+            queue = self.inputs[stage]
+            if not queue or queue[0] >= best:
+                continue
+            is_first = stage == self.stages[lane][0]
+            if is_first and self.next_f[stage] - self.next_b[stage] >= self.policy.caps[lane]:
+                continue
+            if not self.has_room(lane, stage):
+                blocked = blocked or queue[0] <= now
+                continue
+            best, at = queue[0], stage
+            if best <= now:
+                break
+        return best, at, blocked
+
+    def has_room(self, lane: int, stage: int) -> bool:
+        """Is there memory for a forward, and after it for the oldest micro-batch to pass all the lane's stages?"""
+        stages = self.stages[lane]
+        room = self.limit[lane] - self.held[lane] - self.saved[stage]
+        if room < 0:
+            return False
+        oldest = self.next_b[stages[0]]
+        mb = self.next_f[stage]
+        reserve = 0.0
+        for other in stages:
+            if self.next_f[other] <= oldest and (other != stage or mb != oldest):
+                reserve += self.saved[other]
+        return bool(room >= reserve)
+
+    def forward(self, lane: int, stage: int, now: float) -> None:
+        self.inputs[stage].popleft()
+        mb = self.next_f[stage]
+        self.next_f[stage] = mb + 1
+        self.held[lane] += self.saved[stage]
+        end = self.start(lane, _code(Kind.F, stage, mb), now, self.seconds_f[stage])
+        if stage == self.last:
+            self.gradients[stage].append(end)
+        else:
+            self.arrive(self.inputs[stage + 1], lane, stage + 1, end, self.lag[stage])
+
+    def backward(self, lane: int, stage: int, now: float) -> None:
+        self.gradients[stage].popleft()
+        mb = self.next_b[stage]
+        self.next_b[stage] = mb + 1
+        split = self.problem.splits_backward
+        end = self.start(lane, _code(Kind.I if split else Kind.B, stage, mb), now, self.seconds_b[stage])
+        # the memory changes at the end; the lane chooses again only then
+        self.held[lane] += self.pending[stage] - self.saved[stage]
+        if split:
+            self.weights[lane].append((stage, mb))
+        if stage:
+            self.arrive(self.gradients[stage - 1], lane, stage - 1, end, self.lag[stage - 1])
+
+    def weight(self, lane: int, now: float) -> None:
+        stage, mb = self.weights[lane].popleft()
+        self.start(lane, _code(Kind.W, stage, mb), now, self.seconds_w[stage])
+        self.held[lane] -= self.pending[stage]
+
+    def start(self, lane: int, code: int, now: float, seconds: float) -> float:
+        self.codes[lane].append(code)
+        if self.first_start[lane] == math.inf:
+            self.first_start[lane] = now
+        self.free_at[lane] = end = now + seconds
+        heapq.heappush(self.events, (end, lane))
+        return end
+
+    def arrive(self, queue: deque[float], lane: int, stage: int, end: float, lag: float) -> None:
+        to = self.problem.lane_of[stage]
+        when = end if to == lane else end + lag
+        queue.append(when)
+        heapq.heappush(self.events, (when, to))
+
+
+def _code(kind: Kind, stage: int, mb: int) -> int:
+    return _KIND_CODE[kind] | stage << MB_BITS | mb

@@ -1,0 +1,223 @@
+"""Simulate: run a lowered schedule over time, with costs, and return its timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+from penstock.model.costs import Costs, StageCosts
+from penstock.planning.cluster import Cluster, Link
+from penstock.report.timeline import Timeline
+from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
+from penstock.schedule.advance import Queues, Run, advance
+from penstock.schedule.flow import NONE, Flow
+from penstock.schedule.lower import Keep, Lowered, lower
+from penstock.schedule.rules import RULES, Where
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["simulate"]
+
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
+
+
+def simulate(
+    schedule: Schedule | Lowered,
+    costs: Costs | None = None,
+    *,
+    cluster: Cluster | None = None,
+    keep: Keep | Sequence[Keep] = "hold",
+    skips: Iterable[Sequence[int]] = (),
+) -> Timeline:
+    """Return the timeline of a step: when each action of each lane starts and ends.
+
+    Args:
+        schedule: a schedule, or one that is already lowered (then give neither keep nor skips).
+        costs: seconds and bytes of each stage; by default F, I and W take one second each.
+        cluster: device speeds and links; by default all devices alike and links that only have latency.
+        keep: what stages do with saved values, as in `lower`.
+        skips: values that jump over stages, as in `lower`.
+
+    Raises:
+        ScheduleError: when the schedule cannot run to its end.
+        CostError: when costs or cluster do not fit the schedule.
+
+    >>> from penstock.schedule.gpipe import gpipe
+    >>> simulate(gpipe(lanes=4, micro_batches=8), Costs(forward=1.0, backward=2.0)).step_seconds
+    33.0
+    """
+    lowered = schedule if isinstance(schedule, Lowered) else lower(schedule, keep=keep, skips=skips)
+    plan = lowered.schedule
+    stage_costs = (costs or Costs()).for_stages(plan.num_stages)
+    wiring = _Wiring(lowered, stage_costs, cluster or Cluster())
+    run = advance(wiring.queues())
+    if not run.is_done:
+        raise ScheduleError("the schedule deadlocks: verify() shows where")
+    return wiring.timeline(run)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows that go into queues, sorted by queue: lanes' compute, links' sends, host links' copies."""
+
+    at: Positions  # rows
+    queue: Positions  # a number for each row's queue, from 0
+    server: Positions  # of each queue
+    duration: Floats
+    lag: Floats
+
+
+class _Wiring:
+    """Turns a lowered schedule into queues for `advance`, and the run back into a timeline."""
+
+    def __init__(self, lowered: Lowered, costs: StageCosts, cluster: Cluster) -> None:
+        self.lowered, self.costs, self.cluster = lowered, costs, cluster
+        self.rows = lowered.rows
+        self.where = np.array([list(Where).index(RULES[kind].where) for kind in KINDS], dtype=np.int8)[self.rows.kind]
+        self.servers: dict[object, int] = {}
+        self.pieces = [self._compute(), self._sends(), self._copies()]
+        self.order = np.concatenate([piece.at for piece in self.pieces])
+
+    def queues(self) -> Queues:
+        """Return the work in its queues, numbered lane after lane, then channel after channel."""
+        first, last, server = [], [], []
+        position = 0
+        for piece in self.pieces:
+            counts = np.bincount(piece.queue, minlength=len(piece.server))
+            ends = position + np.cumsum(counts)
+            first.append(ends - counts)
+            last.append(ends)
+            server.append(piece.server)
+            position += len(piece.at)
+        duration = np.concatenate([piece.duration for piece in self.pieces])
+        lag = np.concatenate([piece.lag for piece in self.pieces])
+        needs = self._overlap(self._needs(), duration, lag)
+        return Queues(np.concatenate(first), np.concatenate(last), np.concatenate(server), needs, duration, lag)
+
+    def timeline(self, run: Run) -> Timeline:
+        """Return the spans of all that took time somewhere: compute, sends and copies."""
+        rows, order = self.rows, self.order
+        lane_of_peer = self._peer_lane()
+        return Timeline(
+            name=self.lowered.schedule.name,
+            num_lanes=self.lowered.schedule.num_lanes,
+            kind=rows.kind[order],
+            stage=rows.stage[order],
+            mb=rows.mb[order],
+            lane=rows.lane[order],
+            to_lane=lane_of_peer[order],
+            start=run.start,
+            end=run.seen,
+            saved_bytes=self.costs.saved_bytes,
+            pending_bytes=self.costs.pending_bytes,
+            input_bytes=self.costs.input_bytes,
+        )
+
+    def _pick(self, where: Where) -> Positions:
+        return np.flatnonzero(self.where == list(Where).index(where))
+
+    def _compute(self) -> _Piece:
+        at, rows, costs = self._pick(Where.LANE), self.rows, self.costs
+        seconds = {
+            Kind.F: costs.forward,
+            Kind.B: costs.backward,
+            Kind.I: costs.input_grad,
+            Kind.W: costs.weight_grad,
+            Kind.U: costs.update,
+            Kind.RECOMPUTE: costs.recompute,
+        }
+        table = np.stack([seconds.get(kind, np.zeros_like(costs.forward)) for kind in KINDS])
+        speeds = self.cluster.speeds(self.lowered.schedule.num_lanes)
+        duration = table[rows.kind[at], rows.stage[at]] / speeds[rows.lane[at]]
+        servers = self._number([("lane", lane) for lane in range(len(speeds))])
+        return _Piece(at, rows.lane[at].astype(np.int64), servers, duration, np.zeros(len(at)))
+
+    def _sends(self) -> _Piece:
+        """Sends queue for each pair of lanes; what a channel's link takes is its bytes over its bandwidth."""
+        at, rows, num_lanes = self._pick(Where.LINK), self.rows, self.lowered.schedule.num_lanes
+        pair = rows.lane[at].astype(np.int64) * num_lanes + self._peer_lane()[at]
+        order = np.argsort(pair, kind="stable")
+        at, pair = at[order], pair[order]
+        pairs, queue = np.unique(pair, return_inverse=True)
+        links = [self.cluster.between(int(p) // num_lanes, int(p) % num_lanes) for p in pairs]
+        # an activation crosses the cut behind its stage, a gradient the cut before it
+        is_forward = rows.kind[at] == KIND_INDEX[Kind.SEND_F]
+        cut = np.where(is_forward, rows.stage[at], rows.peer[at])
+        duration = self.costs.output_bytes[cut] / _column(links, "bytes_per_second")[queue]
+        lag = self.costs.transfer[cut] + _column(links, "latency_seconds")[queue]
+        servers = self._number([link.shared_as or ("pair", p) for p, link in zip(pairs.tolist(), links, strict=True)])
+        return _Piece(at, queue.astype(np.int64), servers, duration, lag)
+
+    def _copies(self) -> _Piece:
+        at, rows, link = self._pick(Where.HOST_LINK), self.rows, self.cluster.host_link
+        queue = 2 * rows.lane[at].astype(np.int64) + (rows.kind[at] == KIND_INDEX[Kind.FETCH])
+        order = np.argsort(queue, kind="stable")
+        at, queue = at[order], queue[order]
+        num_queues = 2 * self.lowered.schedule.num_lanes if len(at) else 0
+        servers = self._number([link.shared_as or ("host", number) for number in range(num_queues)])
+        duration = self.costs.saved_bytes[rows.stage[at]] / link.bytes_per_second
+        return _Piece(at, queue, servers, duration, np.full(len(at), link.latency_seconds))
+
+    def _peer_lane(self) -> Ints:
+        plan, rows = self.lowered.schedule, self.rows
+        lane = np.full(len(rows), NONE, dtype=np.int32)
+        sends = np.flatnonzero(rows.peer != NONE)
+        lane[sends] = plan.home_table[rows.peer[sends], plan.way_table[rows.mb[sends]]]
+        return lane
+
+    def _needs(self) -> Ints:
+        """Return what the queued rows wait for, as places in the queues; a receive stands for its send."""
+        flow: Flow = self.lowered.flow
+        rows = self.rows
+        place = np.full(len(rows) + 1, NONE, dtype=np.int32)  # the last entry: nothing to wait for
+        place[self.order] = np.arange(len(self.order), dtype=np.int32)
+        receives = self._pick(Where.NOTHING)
+        place[receives] = place[flow.needs[receives, 0]]
+        if (flow.needs[self.order] < NONE).any():
+            raise ScheduleError("the schedule lacks actions: verify() lists what is missing")
+        columns = [place[flow.needs[self.order, k]] for k in range(flow.needs.shape[1])]
+        issued = self._issued_after()[self.order]
+        if not (place[issued] == columns[0])[issued >= 0].all():
+            columns.append(place[issued])
+        return np.stack(columns, axis=1)
+
+    def _issued_after(self) -> Positions:
+        """Return for every send and copy the compute row before it in its lane: it is issued after that."""
+        rows = self.rows
+        is_lane = self.where == list(Where).index(Where.LANE)
+        last = np.maximum.accumulate(np.where(is_lane, np.arange(len(rows)), -1))
+        before = np.where(last >= rows.starts[rows.lane], last, NONE)
+        return np.where(is_lane, NONE, before)
+
+    def _overlap(self, needs: Ints, duration: Floats, lag: Floats) -> Ints:
+        """Make two overlapping neighbours wait for each other's needs, start together and last as long as the pair."""
+        plan = self.lowered.schedule
+        if not plan.overlaps:
+            return needs
+        is_built = self.rows.kind[self.pieces[0].at] != KIND_INDEX[Kind.RECOMPUTE]
+        place = np.flatnonzero(is_built)  # of an action of the schedule as built, in the queues
+        starts = np.cumsum([0] + [len(lane) for lane in plan.lanes])
+        first = place[np.array([starts[lane] + index for lane, index in plan.overlaps], dtype=np.int64)]
+        second = first + 1
+        at = self.pieces[0].at
+        stages = self.rows.stage[at]
+        given = np.maximum(self.costs.overlapped[stages[first]], self.costs.overlapped[stages[second]])
+        speed = self.cluster.speeds(plan.num_lanes)[self.rows.lane[at][first]]
+        together = np.where(np.isnan(given), duration[first] + duration[second], given / speed)
+        duration[first], lag[first], duration[second] = 0.0, together, together
+        both = np.full((len(needs), 2 * needs.shape[1]), NONE, dtype=np.int32)
+        both[:, : needs.shape[1]] = needs
+        both[first, needs.shape[1] :] = needs[second]
+        return both
+
+    def _number(self, names: list[object]) -> Positions:
+        """Number servers by name, across all pieces: what has the same name is one server."""
+        return np.array([self.servers.setdefault(name, len(self.servers)) for name in names], dtype=np.int64)
+
+
+def _column(links: list[Link], name: str) -> Floats:
+    return np.array([getattr(link, name) for link in links], dtype=np.float64)

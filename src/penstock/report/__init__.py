@@ -1,0 +1,1 @@
+"""SHOW: the timeline and its text, Chrome-trace and HTML forms."""

@@ -1,0 +1,55 @@
+"""Format: seconds, bytes and shares as people read them."""
+
+from __future__ import annotations
+
+__all__ = ["parse_bytes", "show_bytes", "show_seconds", "show_share"]
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def show_seconds(seconds: float) -> str:
+    """Return seconds with a unit that suits them.
+
+    >>> show_seconds(0.0123), show_seconds(45.0), show_seconds(2e-6)
+    ('12.3 ms', '45 s', '2 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:,.4g} {unit}" if seconds < 10_000 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-9:.4g} ns" if seconds else "0 s"
+
+
+def show_bytes(number: float) -> str:
+    """Return bytes with a binary unit.
+
+    >>> show_bytes(3 * 2**30), show_bytes(100)
+    ('3 GiB', '100 B')
+    """
+    unit = 0
+    while number >= 1024 and unit < len(_BYTE_UNITS) - 1:
+        number /= 1024
+        unit += 1
+    return f"{number:.4g} {_BYTE_UNITS[unit]}"
+
+
+def show_share(share: float) -> str:
+    """Return a share as per cent.
+
+    >>> show_share(0.2431)
+    '24.3 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def parse_bytes(text: str) -> float:
+    """Read bytes with or without a unit.
+
+    >>> parse_bytes("16GiB") == 16 * 2**30, parse_bytes("1.5 kB")
+    (True, 1500.0)
+    """
+    word = text.strip().lower().rstrip("b").strip()
+    powers = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+    for unit in sorted(powers, key=len, reverse=True):
+        if word.endswith(unit):
+            return float(word.removesuffix(unit)) * powers[unit]
+    return float(word)

@@ -1,0 +1,139 @@
+// Building the page around the canvases. Text that comes with the data is only ever set as text.
+
+function element(tag, { text, ...properties } = {}, children = []) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("aria-") || name === "role" || name === "scope") made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children);
+  return made;
+}
+
+function buildSection(timeline, fastest, isCompared) {
+  const figures = figuresOf(timeline);
+  const summary = figures.map(([name, value]) => `${name} ${value}`).join(", ");
+  const lanes = buildPanel("lanes", "", `Lanes of ${timeline.name}: ${timeline.numLanes} lanes, ${summary}`);
+  const held = timeline.memory.unit === "bytes" ? "bytes held by each lane" : "stage micro-batches held by each lane";
+  const memory = buildPanel("curve memory", held, `Over time, ${held}: ${timeline.name}`);
+  const bubble = buildPanel(
+    "curve bubble",
+    "bubble over time",
+    `Share of lanes with no compute over time: ${timeline.name}`,
+  );
+  const head = element("div", { className: "head" }, [
+    element("h2", { text: timeline.name }),
+    ...(isCompared ? [element("p", { className: "ratio", text: ratioText(timeline, fastest) })] : []),
+    element(
+      "dl",
+      {},
+      figures.map(([name, value]) =>
+        element("div", {}, [element("dt", { text: name }), element("dd", { text: value })]),
+      ),
+    ),
+  ]);
+  const mark = element("div", { className: "mark" });
+  lanes.box.append(mark);
+  const node = element("section", { "aria-label": timeline.name }, [
+    head,
+    lanes.box,
+    memory.box,
+    bubble.box,
+    buildTable(timeline),
+  ]);
+  return { timeline, node, lanes, memory, bubble, mark, layout: null };
+}
+
+function buildPanel(className, title, label) {
+  const canvas = element("canvas", { role: "img", "aria-label": label });
+  const cursor = element("div", { className: "cursor" });
+  const box = element("div", { className: `panel ${className}` }, [canvas, cursor]);
+  if (title) box.prepend(element("h3", { text: title }));
+  return { box, canvas, cursor };
+}
+
+function figuresOf(timeline) {
+  const figures = [
+    ["step", formatSeconds(timeline.stepSeconds)],
+    ["bubble over the makespan", formatShare(timeline.bubble)],
+    ["bubble over the longest lane span", formatShare(timeline.spanBubble)],
+    ["peak saved stage micro-batches", String(Math.max(...timeline.peakSaved))],
+  ];
+  const peakBytes = Math.max(...timeline.peakBytes);
+  return peakBytes > 0 ? [...figures, ["peak bytes", formatBytes(peakBytes)]] : figures;
+}
+
+function ratioText(timeline, fastest) {
+  if (timeline === fastest || !fastest.stepSeconds) return "the shortest step";
+  const ratio = timeline.stepSeconds / fastest.stepSeconds;
+  return ratio < 1.0005
+    ? `the same step time as ${fastest.name}`
+    : `${formatRatio(ratio)} × the step time of ${fastest.name}`;
+}
+
+// The figures of each lane as a table: to copy, and to be read aloud.
+function buildTable(timeline) {
+  const isBytes = timeline.memory.unit === "bytes";
+  const names = [
+    "lane",
+    "bubble over the makespan",
+    "peak saved stage micro-batches",
+    ...(isBytes ? ["peak bytes"] : []),
+  ];
+  const rows = timeline.laneBubbles.map((bubble, lane) => {
+    const cells = [
+      formatShare(bubble),
+      timeline.peakSaved[lane],
+      ...(isBytes ? [formatBytes(timeline.peakBytes[lane])] : []),
+    ];
+    return element("tr", {}, [
+      element("th", { scope: "row", text: lane }),
+      ...cells.map((text) => element("td", { text })),
+    ]);
+  });
+  const heading = element("thead", {}, [
+    element(
+      "tr",
+      {},
+      names.map((text) => element("th", { scope: "col", text })),
+    ),
+  ]);
+  return element("details", {}, [
+    element("summary", { text: "Figures of each lane" }),
+    element("table", {}, [heading, element("tbody", {}, rows)]),
+  ]);
+}
+
+// One button a kind that occurs; pressed while the kind is shown.
+function buildLegend(kinds, used, state, redraw) {
+  for (const kind of used) {
+    const { text, words, where } = kinds[kind];
+    const swatch = element("span", { className: where === "LANE" ? "swatch" : "swatch strip" });
+    swatch.style.background = `var(--kind-${text})`;
+    const label = { "aria-pressed": "true", "aria-label": `${text}: ${words}`, title: `Show or hide: ${words}` };
+    const button = element("button", { type: "button", ...label }, [
+      swatch,
+      where === "LANE" ? `${text} ${words}` : text,
+    ]);
+    button.addEventListener("click", () => {
+      state.isHidden[kind] ^= 1;
+      button.setAttribute("aria-pressed", String(!state.isHidden[kind]));
+      redraw();
+    });
+    document.getElementById("legend").append(button);
+  }
+}
+
+function fillTooltip(tooltip, { title, words, facts }) {
+  tooltip.replaceChildren(
+    element("strong", { text: title }),
+    " ",
+    element("em", { text: words }),
+    element(
+      "dl",
+      {},
+      facts.flatMap(([name, value]) => [element("dt", { text: name }), element("dd", { text: value })]),
+    ),
+  );
+}

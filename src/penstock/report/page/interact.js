@@ -1,0 +1,155 @@
+// Wheel, drag, keys and hover.
+
+const NEAR = 3; // pixels within which the pointer still means a span, and a press is still a click
+
+function handleWheel(page, event, canvas) {
+  const box = canvas.getBoundingClientRect();
+  if (event.clientX < box.left + GUTTER) return; // there the wheel scrolls the page
+  event.preventDefault();
+  const pixels = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 400 : 1;
+  const plot = page.plotOf(canvas);
+  if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) page.view.pan((event.deltaX * pixels) / plot.scale);
+  else
+    page.view.zoom(
+      Math.exp(Math.max(-400, Math.min(400, event.deltaY * pixels)) * 0.002),
+      plot.seconds(event.clientX - box.left),
+    );
+  page.requestDraw();
+}
+
+function handleDrag(page, panel, canvas, onClick) {
+  let held = null;
+  panel.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    held = { x: event.clientX, y: event.clientY, hasMoved: false };
+    panel.setPointerCapture(event.pointerId);
+  });
+  panel.addEventListener("pointermove", (event) => {
+    if (!held) return;
+    const dx = event.clientX - held.x,
+      dy = event.clientY - held.y;
+    if (!held.hasMoved && Math.hypot(dx, dy) < NEAR) return;
+    panel.classList.add("dragging");
+    page.view.pan(-dx / page.plotOf(canvas).scale);
+    if (event.pointerType === "mouse") window.scrollBy(0, -dy);
+    held = { x: event.clientX, y: event.clientY, hasMoved: true };
+    page.requestDraw();
+  });
+  for (const name of ["pointerup", "pointercancel"]) {
+    panel.addEventListener(name, (event) => {
+      panel.classList.remove("dragging");
+      if (held && !held.hasMoved && name === "pointerup") onClick(event);
+      held = null;
+    });
+  }
+  panel.addEventListener("dblclick", () => page.reset());
+}
+
+function handleKey(page, event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const { view } = page;
+  const middle = (view.start + view.end) / 2;
+  const actions = {
+    "+": () => view.zoom(1 / 1.5, middle),
+    "=": () => view.zoom(1 / 1.5, middle),
+    "-": () => view.zoom(1.5, middle),
+    ArrowLeft: () => view.pan(-view.seconds / 10),
+    ArrowRight: () => view.pan(view.seconds / 10),
+    0: () => view.reset(),
+    Escape: () => page.follow(null),
+  };
+  if (!Object.hasOwn(actions, event.key)) return;
+  event.preventDefault();
+  actions[event.key]();
+  page.requestDraw();
+}
+
+// What lies under a point of a section's lanes: a lane, perhaps one of its rows, perhaps a span.
+function findInLanes(section, plot, state, x, y) {
+  const { timeline, layout } = section;
+  const lane = Math.floor((y - HEADING) / layout.rowHeight);
+  if (lane < 0 || lane >= timeline.numLanes) return null;
+  const inside = y - HEADING - lane * layout.rowHeight;
+  const strip = Math.min(layout.strips.length - 1, Math.floor((inside - layout.computeHeight) / layout.stripHeight));
+  const key = inside < layout.computeHeight || strip < 0 ? COMPUTE : layout.strips[strip];
+  const row = timeline.spans.lanes[lane].find((candidate) => candidate.key === key);
+  const found = { lane, key, row, span: -1, seconds: plot.seconds(x) };
+  if (row && x >= GUTTER) {
+    const { part, kind } = timeline.spans;
+    const own = inside < layout.computeHeight / 2 ? UPPER : LOWER;
+    const accepts = (i) => !state.isHidden[kind[i]] && (part[i] === WHOLE || part[i] === own);
+    found.span = spanAt(timeline.spans, row, found.seconds, NEAR / plot.scale, accepts);
+  }
+  return found;
+}
+
+function describeSpan(timeline, kinds, lane, i) {
+  const { start, end, kind, stage, mb, toLane } = timeline.spans;
+  const { text, words, where } = kinds[kind[i]];
+  const facts = [
+    ["stage", stage[i]],
+    ["micro-batch", mb[i]],
+    ["start", formatSeconds(start[i])],
+    ["end", formatSeconds(end[i])],
+  ];
+  facts.push(["duration", formatSeconds(end[i] - start[i])]);
+  facts.unshift(where === "LANE" ? ["lane", lane] : ["from → to", routeText(text, lane, toLane[i] - 1)]);
+  return { title: `${stage[i]}${text}${mb[i]}`, words, facts };
+}
+
+function routeText(kind, lane, toLane) {
+  if (kind === "OFFLOAD") return `lane ${lane} → host memory`;
+  if (kind === "FETCH") return `host memory → lane ${lane}`;
+  return toLane < 0 ? `lane ${lane}` : `lane ${lane} → lane ${toLane}`;
+}
+
+function describeLane(timeline, { lane, row, key, seconds }, x) {
+  const gap = x >= GUTTER && key === COMPUTE ? gapAt(timeline.spans, row, seconds, timeline.stepSeconds) : null;
+  const facts = [
+    ["bubble over the makespan", formatShare(timeline.laneBubbles[lane])],
+    ["peak", peakText(timeline, lane)],
+  ];
+  if (gap && gap.end > gap.start) facts.unshift(["no compute for", formatSeconds(gap.end - gap.start)]);
+  return { title: `lane ${lane}`, words: "", facts };
+}
+
+// The lane whose curve is nearest to the pointer, with what it holds there.
+function describeMemory(section, plot, x, y) {
+  const { timeline, memoryMax } = section;
+  const seconds = plot.seconds(x);
+  if (x < GUTTER || seconds > timeline.stepSeconds) return null;
+  const pointed = ((MEMORY_HEIGHT - FOOT - y) / (MEMORY_HEIGHT - FOOT - TOP)) * memoryMax;
+  let lane = 0,
+    held = Infinity;
+  for (let candidate = 0; candidate < timeline.numLanes; candidate++) {
+    const value = heldAt(timeline.memory, candidate, seconds);
+    if (Math.abs(value - pointed) < Math.abs(held - pointed)) [lane, held] = [candidate, value];
+  }
+  const isBytes = timeline.memory.unit === "bytes";
+  const facts = [
+    ["holds", isBytes ? formatBytes(held) : `${held} stage micro-batches`],
+    ["at", formatSeconds(seconds)],
+    ["peak", peakText(timeline, lane)],
+  ];
+  return { lane, title: `lane ${lane}`, words: "", facts };
+}
+
+function describeBubble(timeline, plot, x) {
+  const start = plot.seconds(x),
+    end = plot.seconds(x + 1);
+  if (x < GUTTER || start >= timeline.stepSeconds) return null;
+  const share = bubbleBetween(timeline, start, Math.min(end, timeline.stepSeconds));
+  const facts = [
+    ["lanes with no compute", `${formatNumber(share * timeline.numLanes, 3)} of ${timeline.numLanes}`],
+    ["at", formatSeconds(start)],
+  ];
+  return { title: formatShare(share), words: "bubble", facts };
+}
+
+function placeTooltip(tooltip, x, y) {
+  tooltip.hidden = false;
+  const { offsetWidth: width, offsetHeight: height } = tooltip;
+  const left = x + 16 + width > window.innerWidth - 8 ? x - 16 - width : x + 16;
+  const top = Math.min(y + 14, window.innerHeight - height - 8);
+  tooltip.style.transform = `translate(${Math.max(8, left)}px, ${Math.max(8, top)}px)`;
+}

@@ -1,0 +1,103 @@
+// The stretch of time on show, the same for all timelines, and how seconds become pixels.
+
+const GUTTER = 184; // left of the plot: lane, bubble, peak
+const MARGIN = 18; // right of it
+const DEEPEST_ZOOM = 1e7;
+
+class View {
+  constructor(extent) {
+    this.extent = extent;
+    this.reset();
+  }
+
+  get seconds() {
+    return this.end - this.start;
+  }
+
+  reset() {
+    this.start = 0;
+    this.end = this.extent;
+  }
+
+  // Make the stretch `factor` times as long, with the moment `around` staying where it is.
+  zoom(factor, around) {
+    const seconds = Math.min(this.extent, Math.max(this.extent / DEEPEST_ZOOM, this.seconds * factor));
+    const share = (around - this.start) / this.seconds;
+    this.show(around - share * seconds, seconds);
+  }
+
+  pan(seconds) {
+    this.show(this.start + seconds, this.seconds);
+  }
+
+  show(start, seconds) {
+    this.start = Math.min(Math.max(0, start), this.extent - seconds);
+    this.end = this.start + seconds;
+  }
+}
+
+// Where the plot of a panel lies: its width in pixels, and seconds to x and back.
+class Plot {
+  constructor(width, view) {
+    this.width = Math.max(50, width - GUTTER - MARGIN);
+    this.right = GUTTER + this.width;
+    this.view = view;
+    this.scale = this.width / view.seconds;
+  }
+
+  x(seconds) {
+    return GUTTER + (seconds - this.view.start) * this.scale;
+  }
+
+  seconds(x) {
+    return this.view.start + (x - GUTTER) / this.scale;
+  }
+}
+
+// Moments for the axis: 1, 2 or 5 times a power of ten apart, at least `room` pixels between them.
+function axisTicks(plot, room) {
+  const least = room / plot.scale;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find((times) => power * times >= least * 0.999999);
+  const ticks = [];
+  for (let n = Math.ceil(plot.view.start / step - 1e-9); n * step <= plot.view.end + step * 1e-9; n++)
+    ticks.push(n * step);
+  return { step, ticks };
+}
+
+// Pixels that are set one by one, and then drawn like an image.
+class Picture {
+  constructor() {
+    this.canvas = document.createElement("canvas");
+    this.context = this.canvas.getContext("2d", { willReadFrequently: true });
+  }
+
+  clear(width, height) {
+    if (this.image?.width !== width || this.image.height !== height) {
+      [this.canvas.width, this.canvas.height] = [width, height];
+      this.image = new ImageData(width, height);
+      this.pixels = new Uint32Array(this.image.data.buffer);
+    }
+    this.pixels.fill(0);
+    return this;
+  }
+
+  finish() {
+    this.context.putImageData(this.image, 0, 0);
+    return this.canvas;
+  }
+}
+
+// Size a canvas for the screen's own pixels, clear it, and return what draws on it in CSS pixels.
+function prepare(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    [canvas.width, canvas.height] = [w, h];
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}

@@ -1,0 +1,101 @@
+"""Text: a timeline as lines of characters, coloured in a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.report.format import show_bytes, show_seconds, show_share
+from penstock.report.timeline import Timeline
+from penstock.schedule.actions import KINDS, Kind
+from penstock.schedule.rules import RULES, Where
+
+__all__ = ["draw_text", "summary"]
+
+_MOST_LANES = 64
+# black on a light colour of the terminal's 256, for each kind
+_COLOR = {Kind.F: 117, Kind.B: 216, Kind.I: 222, Kind.W: 151, Kind.U: 183, Kind.RECOMPUTE: 250}
+_IDLE = "·"
+
+
+def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
+    """Return a line a lane: each action as its kind and micro-batch, idle time as dots, and a summary.
+
+    Args:
+        timeline: what to draw.
+        width: characters a line; by default the terminal's.
+        color: colour kinds; by default where the output is a terminal.
+    """
+    columns = max(30, width or shutil.get_terminal_size((100, 24)).columns)
+    colored = sys.stdout.isatty() if color is None else color
+    label = len(f"lane {timeline.num_lanes - 1} ")
+    on_lane = np.array([RULES[kind].where is Where.LANE for kind in KINDS])[timeline.kind]
+    lines = []
+    for lane in range(min(timeline.num_lanes, _MOST_LANES)):
+        at = np.flatnonzero(on_lane & (timeline.lane == lane))
+        lines.append(f"lane {lane}".ljust(label) + _draw_lane(timeline, at, columns - label, colored=colored))
+    if timeline.num_lanes > _MOST_LANES:
+        lines.append(f"({timeline.num_lanes - _MOST_LANES} more lanes)")
+    if colored:
+        lines.append(_legend(timeline))
+    return "\n".join([*lines, summary(timeline)])
+
+
+def summary(timeline: Timeline) -> str:
+    """Return the figures of a timeline as a line of text."""
+    held = f"peak held: {max(timeline.peak_saved)} stage micro-batches"
+    if max(timeline.peak_bytes) > 0:
+        held += f", {show_bytes(max(timeline.peak_bytes))}"
+    return (
+        f"{timeline.name}: step {show_seconds(timeline.step_seconds)} · "
+        f"bubble over the makespan {show_share(timeline.bubble)}, "
+        f"over the longest lane span {show_share(timeline.span_bubble)} · {held}"
+    )
+
+
+def _legend(timeline: Timeline) -> str:
+    present = [kind for kind in _COLOR if (timeline.kind == KINDS.index(kind)).any()]
+    return "  ".join(f"\033[48;5;{_COLOR[kind]}m  \033[0m {kind.words}" for kind in present)
+
+
+def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, colored: bool) -> str:
+    begin, step = float(timeline.start.min()), timeline.step_seconds or 1.0
+    scale = columns / step
+    at = at[np.argsort(timeline.start[at], kind="stable")]
+    first = np.rint((timeline.start[at] - begin) * scale).astype(int)
+    last = np.rint((timeline.end[at] - begin) * scale).astype(int)
+    cells: list[str] = []
+    column = 0
+    for index, (begins, right) in enumerate(_side_by_side(first.tolist(), last.tolist())):
+        left = max(begins, column)
+        if right <= left:
+            continue  # less than a character wide: its neighbour stands for it
+        cells.append(_IDLE * (left - column))
+        span = at[index]
+        cells.append(_cell(KINDS[timeline.kind[span]], int(timeline.mb[span]), right - left, colored=colored))
+        column = right
+    return "".join(cells) + _IDLE * (columns - column)
+
+
+def _side_by_side(first: list[int], last: list[int]) -> list[tuple[int, int]]:
+    """Give two actions that overlap half of their time each."""
+    spans = list(zip(first, last, strict=True))
+    for index in range(1, len(spans)):
+        if spans[index] == spans[index - 1] and spans[index][1] > spans[index][0] + 1:
+            left, right = spans[index]
+            middle = (left + right) // 2
+            spans[index - 1], spans[index] = (left, middle), (middle, right)
+    return spans
+
+
+def _cell(kind: Kind, mb: int, width: int, *, colored: bool) -> str:
+    """Return a span as its kind and micro-batch, as far as they fit; its last character keeps it off its neighbour."""
+    letter = kind.value[0]
+    texts = (str(mb), "") if colored else (f"{letter}{mb}", letter)
+    text = next((t for t in texts if len(t) < width), texts[-1])
+    if not colored:
+        return text.ljust(width, "-")[: width - 1] + "|" if width > 1 else letter
+    return f"\033[38;5;16;48;5;{_COLOR.get(kind, 250)}m{text.ljust(width - 1)}\033[2m▕\033[0m"

@@ -1,0 +1,203 @@
+"""Timeline: all spans of a step, simulated or measured, and the figures read off them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
+from penstock.schedule.memory import changes
+from penstock.schedule.rules import RULES, Where
+
+__all__ = ["Memory", "Span", "Timeline"]
+
+Floats = NDArray[np.float64]
+
+
+class Span(NamedTuple):
+    """One action with its start and end; `to_lane` is where a transfer goes, else -1."""
+
+    action: Action
+    lane: int
+    to_lane: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a lane holds over time: at each moment the bytes and the stage micro-batches from then on."""
+
+    seconds: Floats
+    held_bytes: Floats
+    held: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The spans of one step as columns, with the bytes that its stages hold.
+
+    A bubble is the share of time with no compute, and there are two: `bubble` is over the step's
+    makespan, `span_bubble` over the longest lane's own span (its first start to its last end).
+    """
+
+    name: str
+    num_lanes: int
+    kind: NDArray[np.int8]
+    stage: Ints
+    mb: Ints
+    lane: Ints
+    to_lane: Ints
+    start: Floats
+    end: Floats
+    saved_bytes: Floats
+    pending_bytes: Floats
+    input_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __iter__(self) -> Iterator[Span]:
+        columns = (self.kind, self.stage, self.mb, self.lane, self.to_lane, self.start, self.end)
+        for kind, stage, mb, lane, to_lane, start, end in zip(*(column.tolist() for column in columns), strict=True):
+            yield Span(Action(KINDS[kind], stage, mb), lane, to_lane, start, end)
+
+    @property
+    def step_seconds(self) -> float:
+        """The makespan: from the first start to the last end."""
+        return float(self.end.max() - self.start.min())
+
+    @cached_property
+    def lane_seconds(self) -> tuple[float, ...]:
+        """Each lane's own span: from its first compute to its last."""
+        return tuple(float(ends[-1] - starts[0]) if len(starts) else 0.0 for starts, ends in self._compute)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Each lane's seconds of compute; two actions that overlap count once."""
+        return tuple(float((ends - starts).sum()) if len(starts) else 0.0 for starts, ends in self._compute)
+
+    @property
+    def bubble(self) -> float:
+        """The share of lanes × makespan with no compute."""
+        return self._bubble(self.step_seconds)
+
+    @property
+    def span_bubble(self) -> float:
+        """The share of lanes × the longest lane span with no compute."""
+        return self._bubble(max(self.lane_seconds))
+
+    @cached_property
+    def lane_bubbles(self) -> tuple[float, ...]:
+        """Each lane's share of the makespan with no compute."""
+        step = self.step_seconds
+        return tuple(1 - busy / step if step else 0.0 for busy in self.busy_seconds)
+
+    @cached_property
+    def peak_saved(self) -> tuple[int, ...]:
+        """The most stage micro-batches that each lane holds at once, from forward to (input-gradient) backward."""
+        return tuple(int(memory.held.max(initial=0)) for memory in self.memory)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes that each lane's saved and pending values take at once."""
+        return tuple(float(memory.held_bytes.max(initial=0.0)) for memory in self.memory)
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """What each lane holds over time."""
+        return tuple(self._memory_of(lane) for lane in range(self.num_lanes))
+
+    def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
+        """Draw the lanes as text; coloured where the output is a terminal."""
+        from penstock.report.text import draw_text
+
+        return draw_text(self, width=width, color=color)
+
+    def to_chrome(self, path: str | PathLike[str]) -> None:
+        """Write a Chrome trace: open it in Perfetto or chrome://tracing."""
+        from penstock.report.chrome import write_chrome
+
+        write_chrome(self, path)
+
+    def to_html(self, path: str | PathLike[str], *, compare: Timeline | None = None) -> None:
+        """Write one self-contained page with this timeline, and another under it to compare."""
+        from penstock.report.html import write_html
+
+        write_html([self] if compare is None else [self, compare], path)
+
+    def _bubble(self, span: float) -> float:
+        return 1 - sum(self.busy_seconds) / (self.num_lanes * span) if span else 0.0
+
+    @cached_property
+    def _compute(self) -> tuple[tuple[Floats, Floats], ...]:
+        """Each lane's stretches of compute: starts and ends, in order, with overlaps cut off."""
+        on_lane = _flags(Where.LANE)[self.kind]
+        stretches = []
+        for at in self._by_lane(np.flatnonzero(on_lane)):
+            order = np.argsort(self.start[at], kind="stable")
+            starts, ends = self.start[at][order], np.maximum.accumulate(self.end[at][order])
+            if len(starts):
+                starts = np.maximum(starts, np.concatenate([starts[:1], ends[:-1]]))
+            stretches.append((starts, ends))
+        return tuple(stretches)
+
+    def _by_lane(self, at: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        at = at[np.argsort(self.lane[at], kind="stable")]
+        return np.split(at, np.searchsorted(self.lane[at], np.arange(1, self.num_lanes)))
+
+    def _memory_of(self, lane: int) -> Memory:
+        """Follow the rule table through one lane's actions, in the order of time.
+
+        At the same moment what is freed comes first: copies to the host end before compute starts, and a
+        lane's own actions stand in their order.
+        """
+        at = self._holding[lane]
+        out, back = (at[self.kind[at] == KIND_INDEX[kind]] for kind in (Kind.OFFLOAD, Kind.FETCH))
+        own = at[_flags(Where.LANE)[self.kind[at]]]
+        own = own[np.argsort(self.start[own], kind="stable")]
+        inner = np.stack([self.start[own], self.end[own]], axis=1).ravel()
+        when = np.concatenate([self.end[out], inner, self.start[back]])
+        order = np.argsort(when, kind="stable")
+
+        def curve(at_start: Floats, at_end: Floats) -> Floats:
+            lane_changes = np.stack([_look_up(at_start, self, own), _look_up(at_end, self, own)], axis=1).ravel()
+            changes = np.concatenate([_look_up(at_end, self, out), lane_changes, _look_up(at_start, self, back)])
+            return np.cumsum(changes[order])
+
+        return Memory(when[order], curve(*self._byte_changes), np.rint(curve(*self._count_changes)).astype(np.int32))
+
+    @cached_property
+    def _holding(self) -> list[NDArray[np.int64]]:
+        touches = np.any(np.concatenate(self._count_changes, axis=1) != 0, axis=1)
+        touches[[KIND_INDEX[kind] for kind in (Kind.I, Kind.W)]] = True
+        return self._by_lane(np.flatnonzero(touches[self.kind]))
+
+    @cached_property
+    def _byte_changes(self) -> tuple[Floats, Floats]:
+        return changes(self.saved_bytes, self.pending_bytes, self.input_bytes, self._recomputes)
+
+    @cached_property
+    def _count_changes(self) -> tuple[Floats, Floats]:
+        ones = np.ones_like(self.saved_bytes)
+        return changes(ones, 0 * ones, 0 * ones, self._recomputes)
+
+    @cached_property
+    def _recomputes(self) -> NDArray[np.bool_]:
+        flags = np.zeros(len(self.saved_bytes), dtype=np.bool_)
+        flags[self.stage[self.kind == KIND_INDEX[Kind.RECOMPUTE]]] = True
+        return flags
+
+
+def _flags(where: Where) -> NDArray[np.bool_]:
+    return np.array([RULES[kind].where is where for kind in KINDS], dtype=np.bool_)
+
+
+def _look_up(table: Floats, timeline: Timeline, at: NDArray[np.int64]) -> Floats:
+    return table[timeline.kind[at], timeline.stage[at]]

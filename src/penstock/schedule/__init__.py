@@ -1,0 +1,1 @@
+"""WHEN: actions, the rule table, schedules and the families that build them."""

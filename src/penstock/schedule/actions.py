@@ -1,0 +1,177 @@
+"""Actions: a kind, a stage and a micro-batch, with one text form and one integer form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+
+__all__ = ["Action", "Kind", "Lane", "decode", "encode"]
+
+
+class Kind(StrEnum):
+    """What an action does. The text of a kind is what stands in an action's text form."""
+
+    F = "F"  # forward
+    B = "B"  # backward, both gradients at once
+    I = "I"  # backward, the input gradient only
+    W = "W"  # backward, the weight gradient only
+    U = "U"  # update: the optimizer step of one stage (asynchronous schedules only)
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    RECOMPUTE = "RECOMPUTE"
+    OFFLOAD = "OFFLOAD"
+    FETCH = "FETCH"
+
+    @property
+    def words(self) -> str:
+        """The kind in words, for people."""
+        return _WORDS[self]
+
+
+_WORDS: dict[Kind, str] = {
+    Kind.F: "forward",
+    Kind.B: "full backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.U: "update",
+    Kind.SEND_F: "send of an activation",
+    Kind.RECV_F: "receive of an activation",
+    Kind.SEND_B: "send of a gradient",
+    Kind.RECV_B: "receive of a gradient",
+    Kind.RECOMPUTE: "recompute",
+    Kind.OFFLOAD: "offload to host memory",
+    Kind.FETCH: "fetch from host memory",
+}
+if missing := [kind for kind in Kind if kind not in _WORDS]:  # fails at import, not in a picture
+    raise RuntimeError(f"these kinds have no words: {missing}")
+
+KINDS: tuple[Kind, ...] = tuple(Kind)
+KIND_INDEX: dict[Kind, int] = {kind: index for index, kind in enumerate(KINDS)}
+
+# An action as one int64: kind in the top byte, then 24 bits of stage, then 32 bits of micro-batch.
+# Lanes of millions of actions stay small, and everything that reads them works on whole arrays.
+STAGE_BITS, MB_BITS = 24, 32
+MAX_STAGES, MAX_MBS = 1 << STAGE_BITS, 1 << MB_BITS
+_STAGE_MASK, _MB_MASK = MAX_STAGES - 1, MAX_MBS - 1
+
+_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(KINDS, key=len, reverse=True)) + r")(\d+)")
+
+Codes = NDArray[np.int64]
+Ints = NDArray[np.int32]
+
+
+class Action(NamedTuple):
+    """One thing a lane does: a kind, for one stage and one micro-batch.
+
+    >>> str(Action(Kind.F, 2, 0)), Action.parse("3I7")
+    ('2F0', Action(kind=<Kind.I: 'I'>, stage=3, mb=7))
+    """
+
+    kind: Kind
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.mb}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action's text form.
+
+        Raises:
+            ScheduleError: when the text is not stage, kind, micro-batch.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            kinds = " ".join(kind.value for kind in KINDS)
+            raise ScheduleError(
+                f"{text.strip()[:40]!r} is not an action: write stage, kind and micro-batch, as in 2F0 (kinds: {kinds})"
+            )
+        stage, mb = int(match[1]), int(match[3])
+        if stage >= MAX_STAGES or mb >= MAX_MBS:
+            raise ScheduleError(f"{text.strip()[:40]!r} is out of range: stages end at 2^24, micro-batches at 2^32")
+        return cls(Kind(match[2]), stage, mb)
+
+
+def encode(kind: Kind, stage: int | NDArray[np.integer], mb: int | NDArray[np.integer]) -> Codes:
+    """Turn actions of one kind into their integer form."""
+    return np.int64(KIND_INDEX[kind] << (STAGE_BITS + MB_BITS)) | (np.int64(stage) << MB_BITS) | np.int64(mb)  # type: ignore[return-value]
+
+
+def decode(codes: Codes) -> tuple[NDArray[np.int8], Ints, Ints]:
+    """Split integer actions into kind indices, stages and micro-batches."""
+    kinds = (codes >> (STAGE_BITS + MB_BITS)).astype(np.int8)
+    stages = ((codes >> MB_BITS) & _STAGE_MASK).astype(np.int32)
+    return kinds, stages, (codes & _MB_MASK).astype(np.int32)
+
+
+def _action(code: int) -> Action:
+    return Action(KINDS[code >> (STAGE_BITS + MB_BITS)], (code >> MB_BITS) & _STAGE_MASK, code & _MB_MASK)
+
+
+class Lane(Sequence[Action]):
+    """One ordered list of actions, kept as integers and read as actions; equal to a tuple of the same actions.
+
+    >>> Lane.of("0F0 0F1 0B0")[1:]
+    Lane('0F1 0B0')
+    """
+
+    __slots__ = ("codes",)
+
+    codes: Codes
+
+    def __init__(self, codes: Codes) -> None:
+        frozen = np.ascontiguousarray(codes, dtype=np.int64)
+        if frozen is codes or frozen.base is not None:
+            frozen = frozen.copy() if frozen.flags.writeable else frozen
+        frozen.flags.writeable = False
+        self.codes = frozen
+
+    @classmethod
+    def of(cls, actions: Lane | str | Iterable[Action | str]) -> Lane:
+        """Make a lane from actions, their texts, or one text with spaces between them."""
+        if isinstance(actions, Lane):
+            return actions
+        items = actions.split() if isinstance(actions, str) else actions
+        parsed = [Action.parse(item) if isinstance(item, str) else item for item in items]
+        return cls(np.array([int(encode(*action)) for action in parsed], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> Lane: ...
+    def __getitem__(self, index: int | slice) -> Action | Lane:
+        if isinstance(index, slice):
+            return Lane(self.codes[index].copy())
+        return _action(int(self.codes[index]))
+
+    def __iter__(self) -> Iterator[Action]:
+        return map(_action, self.codes.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Lane):
+            return np.array_equal(self.codes, other.codes)
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.codes.tobytes())
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    def __repr__(self) -> str:
+        return f"Lane({str(self)!r})"

@@ -1,0 +1,34 @@
+"""Checks of the counts that a schedule is asked for, with what would do instead."""
+
+from __future__ import annotations
+
+from penstock.errors import ScheduleError
+
+__all__ = ["check_stages_per_lane", "loop", "need_even_lanes", "snake"]
+
+
+def need_even_lanes(name: str, lanes: int) -> None:
+    """Refuse an odd number of lanes, naming the nearest that would do."""
+    if lanes % 2:
+        options = f"{lanes - 1} or {lanes + 1}" if lanes > 1 else "2"
+        raise ScheduleError(
+            f"{name} runs two ways over its lanes, so their number must be even; lanes: {lanes}, {options} would do"
+        )
+
+
+def check_stages_per_lane(name: str, stages_per_lane: int, *, allowed: str, fits: bool) -> int:
+    """Refuse a number of stages per lane that a schedule has no definition for."""
+    if not fits:
+        raise ScheduleError(f"{name} has {allowed}; stages per lane: {stages_per_lane}")
+    return stages_per_lane
+
+
+def loop(lanes: int, stages_per_lane: int) -> tuple[int, ...]:
+    """Return the lane of each stage where stages go round the lanes: 0 1 2 0 1 2."""
+    return tuple(stage % lanes for stage in range(lanes * stages_per_lane))
+
+
+def snake(lanes: int, stages_per_lane: int) -> tuple[int, ...]:
+    """Return the lane of each stage where stages go there and back over the lanes: 0 1 2 2 1 0."""
+    there = tuple(range(lanes))
+    return tuple(lane for turn in range(stages_per_lane) for lane in (there[::-1] if turn % 2 else there))

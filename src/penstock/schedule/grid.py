@@ -1,0 +1,50 @@
+"""Grid: a schedule's lanes around one place, with it marked, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["draw_grid"]
+
+
+def draw_grid(
+    lanes: Sequence[Sequence[str]], *, at: Mapping[int, int], marked: tuple[int, int], around: int = 4
+) -> str:
+    """Return the lanes' texts around a place of each, with one of them marked.
+
+    Args:
+        lanes: the texts of each lane's actions.
+        at: for some lanes, the index to show in the middle; others show the marked one's.
+        marked: (lane, index) to mark.
+        around: how many actions to show on each side.
+    """
+    centre = {lane: at.get(lane, marked[1]) for lane in range(len(lanes))}
+    shown = _near(len(lanes), marked[0], set(at))
+    cells: list[list[str]] = []
+    for lane in shown:
+        first = centre[lane] - around
+        window = range(first, centre[lane] + around + 1)
+        cells.append([_cell(lanes[lane], i, is_marked=(lane, i) == marked) for i in window])
+    width = max(len(cell) for row in cells for cell in row)
+    label = max(len(str(lane)) for lane in shown)
+    lines = [
+        f"lane {lane:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        for lane, row in zip(shown, cells, strict=True)
+    ]
+    if len(shown) < len(lanes):
+        lines.append(f"({len(lanes) - len(shown)} more lanes)")
+    return "\n".join(lines)
+
+
+def _near(num_lanes: int, lane: int, others: set[int], most: int = 9) -> list[int]:
+    wanted = {lane, *sorted(others, key=lambda other: abs(other - lane))[: most - 1]}
+    for distance in range(1, num_lanes):
+        if len(wanted) >= min(most, num_lanes):
+            break
+        wanted |= {other for other in (lane - distance, lane + distance) if 0 <= other < num_lanes}
+    return sorted(wanted)
+
+
+def _cell(lane: Sequence[str], index: int, *, is_marked: bool) -> str:
+    text = lane[index] if 0 <= index < len(lane) else ("·" if index < 0 else "")
+    return f">{text or 'end'}<" if is_marked else f" {text} "

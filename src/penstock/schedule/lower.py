@@ -1,0 +1,266 @@
+"""Lower: add to a schedule what a runtime needs: transfers, recompute, offload and fetch, and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError, nearest
+from penstock.schedule.actions import KIND_INDEX, Ints, Kind
+from penstock.schedule.flow import NONE, Flow, Rows, trace_flow
+from penstock.schedule.rules import Value
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.slots import Slots, assign_slots
+
+__all__ = ["Channels", "Keep", "Lowered", "check_keep", "lower"]
+
+Keep = Literal["hold", "recompute", "offload"]
+# tagged: a receive names its message. ordered: one queue from lane to lane, nothing blocks.
+# blocking: as ordered, and a send waits until its receive is reached.
+Channels = Literal["tagged", "ordered", "blocking"]
+
+Positions = NDArray[np.int64]
+
+# The order in which what belongs to one action stands around it.
+_FETCH, _RECOMPUTE, _RECV, _SELF, _SEND, _OFFLOAD = range(6)
+_SLOTS_PER_ACTION = 8
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule with everything a runtime does, still lanes of actions one can read."""
+
+    schedule: Schedule
+    rows: Rows
+    keep: tuple[Keep, ...]
+    skips: tuple[tuple[int, int], ...] = ()
+    channels: Channels = "tagged"
+
+    @cached_property
+    def flow(self) -> Flow:
+        """What every action waits for."""
+        return trace_flow(self.schedule, self.rows, skips=self.skips)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Which buffer each value lives in; a buffer is used again once its value is freed."""
+        return assign_slots(self.rows)
+
+    def lane_texts(self, *, slots: bool = False) -> Iterator[list[str]]:
+        """Yield each lane's actions as texts; a transfer past the next stage names the stage: `0SEND_F1>3`.
+
+        Args:
+            slots: also show the slot of the value an action makes: `1RECV_F0#2`.
+        """
+        for lane in range(self.schedule.num_lanes):
+            yield [self._text(at, slots=slots) for at in range(*self.rows.starts[lane : lane + 2].tolist())]
+
+    def _text(self, at: int, *, slots: bool) -> str:
+        action, peer = self.rows.action(at), int(self.rows.peer[at])
+        text = str(action)
+        if peer != NONE and abs(peer - action.stage) > 1:
+            text += f">{peer}"
+        if slots and (slot := int(self.slots.of[at])) >= 0:
+            text += f"#{slot}"
+        return text
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(lane) for lane in self.lane_texts())
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    keep: Keep | Sequence[Keep] = "hold",
+    skips: Iterable[Sequence[int]] = (),
+    channels: Channels = "tagged",
+) -> Lowered:
+    """Add transfers and what the keep policies ask for.
+
+    Args:
+        schedule: a schedule that verifies.
+        keep: what stages do with saved values: one policy, or one a stage.
+        skips: (from stage, to stage) for values that jump over stages; they go straight from lane to lane.
+        channels: how the transport matches receives to sends; where it does so by order, receives are
+            posted in the order of the sends.
+
+    >>> from penstock.schedule.one_f_one_b import build_1f1b
+    >>> print(lower(build_1f1b(lanes=2, micro_batches=1)))
+    0F0 0SEND_F0 0RECV_B0 0B0
+    1RECV_F0 1F0 1B0 1SEND_B0
+    """
+    policies = check_keep(keep, schedule.num_stages)
+    if channels not in get_args(Channels):
+        raise ScheduleError(f"channels: {channels!r}, choose one of {', '.join(get_args(Channels))}")
+    pairs = tuple((int(a), int(b)) for a, b in skips)
+    flow = trace_flow(schedule, skips=pairs)
+    front, back = _pair_ends(schedule, flow.rows)
+    parts = [_Part.of_compute(flow.rows)]
+    parts += _transfers(schedule, flow, channels, front, back)
+    parts += _keeping(flow, policies, front, back)
+    return Lowered(schedule, _merge(parts, flow.rows), policies, pairs, channels)
+
+
+def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]:
+    """Return one policy a stage, or say what is wrong with them."""
+    policies = (keep,) * num_stages if isinstance(keep, str) else tuple(keep)
+    for policy in policies:
+        if policy not in get_args(Keep):
+            hint = nearest(str(policy), get_args(Keep))
+            raise ScheduleError(f"keep: {policy!r} is not one of {', '.join(get_args(Keep))}.{hint}")
+    if len(policies) != num_stages:
+        raise ScheduleError(
+            f"keep: give one policy, or one for each stage; policies: {len(policies)}, stages: {num_stages}"
+        )
+    return policies
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some actions, and the key that says where they go: their anchor's position, then their turn around it."""
+
+    kind: Kind | NDArray[np.int8]
+    stage: Ints
+    mb: Ints
+    peer: Ints
+    key: Positions
+
+    @classmethod
+    def of_compute(cls, rows: Rows) -> _Part:
+        return cls(rows.kind, rows.stage, rows.mb, rows.peer, _key(np.arange(len(rows)), _SELF))
+
+
+def _key(anchor: Positions, turn: int) -> Positions:
+    return anchor.astype(np.int64) * _SLOTS_PER_ACTION + turn
+
+
+def _pair_ends(schedule: Schedule, rows: Rows) -> tuple[Positions, Positions]:
+    """Return for each action the first and the last of those that start with it: itself, or its overlapping pair."""
+    front, back = np.arange(len(rows)), np.arange(len(rows))
+    if schedule.overlaps:
+        first = np.array([rows.starts[lane] + index for lane, index in schedule.overlaps], dtype=np.int64)
+        front[first + 1], back[first] = first, first + 1
+    return front, back
+
+
+def _transfers(schedule: Schedule, flow: Flow, channels: Channels, front: Positions, back: Positions) -> list[_Part]:
+    """Return the sends and receives of every value whose maker and user are on different lanes."""
+    edges = np.array(flow.edges, dtype=np.int32).reshape(-1, 2)
+    if not len(edges):
+        return []
+    grid = np.broadcast_to(np.arange(schedule.num_mbs, dtype=np.int32), (len(edges), schedule.num_mbs))
+    source, target = (np.broadcast_to(edges[:, end : end + 1], grid.shape) for end in (0, 1))
+    home = schedule.home_table[:, schedule.way_table]
+    crosses = home[source[:, 0]] != home[target[:, 0]]
+    activations = _Transfers.of(flow, Value.ACTIVATION, source[crosses], target[crosses], grid[crosses])
+    gradients = _Transfers.of(flow, Value.GRADIENT, target[crosses], source[crosses], grid[crosses])
+    together = _Transfers.in_order_of_sending(activations, gradients)
+    receive_at = front[together.user]
+    if channels != "tagged":
+        receive_at = _post_in_order(together.maker, receive_at, flow.rows, schedule.num_lanes)
+    send, recv = (np.where(together.is_gradient, KIND_INDEX[b], KIND_INDEX[f]).astype(np.int8) for f, b in _KIND_PAIRS)
+    return [
+        _Part(send, together.from_stage, together.mb, together.to_stage, _key(back[together.maker], _SEND)),
+        _Part(recv, together.to_stage, together.mb, together.from_stage, _key(receive_at, _RECV)),
+    ]
+
+
+_KIND_PAIRS = ((Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B))
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    """Values on their way: from which stage to which, the action that makes each, and the one that uses it."""
+
+    is_gradient: NDArray[np.bool_]
+    from_stage: Ints
+    to_stage: Ints
+    mb: Ints
+    maker: Positions
+    user: Positions
+
+    @classmethod
+    def of(cls, flow: Flow, value: Value, from_stage: Ints, to_stage: Ints, mb: Ints) -> _Transfers:
+        table = flow.made.get(value)
+        if table is None:
+            table = np.full(
+                (1 + int(max(from_stage.max(initial=0), to_stage.max(initial=0))), 1 + int(mb.max(initial=0))), NONE
+            )
+        # the action that makes a value on one stage is the one that uses it on the next
+        maker, user = table[from_stage, mb].astype(np.int64), table[to_stage, mb].astype(np.int64)
+        if (maker < 0).any() or (user < 0).any():
+            raise ScheduleError("the schedule lacks actions, so it cannot be lowered: verify() lists what is missing")
+        return cls(np.full(len(mb), value is Value.GRADIENT), from_stage, to_stage, mb, maker, user)
+
+    @classmethod
+    def in_order_of_sending(cls, *groups: _Transfers) -> _Transfers:
+        """Join groups; several values of one action leave in the order of their targets."""
+        maker = np.concatenate([group.maker for group in groups])
+        order = np.argsort(maker, kind="stable")
+        return cls(*(np.concatenate([getattr(g, f.name) for g in groups])[order] for f in fields(cls)))
+
+
+def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lanes: int) -> Positions:
+    """Move receives ahead so that on each channel they stand in the order of the sends.
+
+    Read a channel's transfers in send order, from the last to the first: each must be received no later
+    than the one behind it.
+    """
+    channel = rows.lane[maker].astype(np.int64) * num_lanes + rows.lane[receive_at]
+    order = np.argsort(channel, kind="stable")
+    bounds = np.flatnonzero(np.diff(channel[order], prepend=-1, append=-1))
+    moved = receive_at[order]
+    for begin, end in pairwise(bounds):
+        moved[begin:end] = np.minimum.accumulate(moved[begin:end][::-1])[::-1]
+    posted = np.empty_like(receive_at)
+    posted[order] = moved
+    return posted
+
+
+def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
+    """Return the recompute, offload and fetch actions that the policies ask for."""
+    parts: list[_Part] = []
+    for policy in ("recompute", "offload"):
+        stages = np.array([s for s, chosen in enumerate(keep) if chosen == policy], dtype=np.int32)
+        if not stages.size:
+            continue
+        forward = flow.made[Value.SAVED][stages].astype(np.int64).ravel()
+        backward = flow.made[Value.GRADIENT][stages].astype(np.int64).ravel()
+        num_mbs = flow.made[Value.SAVED].shape[1]
+        stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
+        peer = np.full(len(mb), NONE, dtype=np.int32)
+        if policy == "recompute":
+            # before the receive: it needs no gradient, so it runs while that is still on its way
+            parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
+        else:
+            # one action early, so that the copy back runs beside compute
+            parts.append(_Part(Kind.OFFLOAD, stage, mb, peer, _key(back[forward], _OFFLOAD)))
+            parts.append(
+                _Part(Kind.FETCH, stage, mb, peer, _key(np.maximum(front[backward] - 1, back[forward] + 1), _FETCH))
+            )
+    return parts
+
+
+def _merge(parts: list[_Part], base: Rows) -> Rows:
+    order = np.argsort(np.concatenate([part.key for part in parts]), kind="stable")
+    kinds = [
+        np.full(len(part.key), KIND_INDEX[part.kind], dtype=np.int8) if isinstance(part.kind, Kind) else part.kind
+        for part in parts
+    ]
+    anchor = np.concatenate([part.key for part in parts])[order] // _SLOTS_PER_ACTION
+    lane = base.lane[anchor]
+    starts = np.searchsorted(lane, np.arange(len(base.starts)), side="left").astype(np.int64)
+    return Rows(
+        np.concatenate(kinds)[order],
+        np.concatenate([part.stage for part in parts])[order],
+        np.concatenate([part.mb for part in parts])[order],
+        lane,
+        np.concatenate([part.peer for part in parts])[order],
+        starts,
+    )

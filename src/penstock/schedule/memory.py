@@ -1,0 +1,66 @@
+"""Memory: what each lane holds at most, counted along its own order of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schedule.actions import KINDS
+from penstock.schedule.flow import Rows
+from penstock.schedule.rules import RULES, Value
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["MemoryLimit", "changes", "find_over_limit"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that each stage saves and leaves pending for a micro-batch, and how many each lane may hold."""
+
+    saved_bytes: Floats
+    pending_bytes: Floats
+    limit_bytes: Floats  # one a lane
+
+
+def changes(
+    saved: Floats, pending: Floats, kept_input: Floats | None = None, recomputes: NDArray[np.bool_] | None = None
+) -> tuple[Floats, Floats]:
+    """Return what each kind (row) adds for each stage (column) at its start, and at its end.
+
+    Saved values grow from the start of the action that makes them; what is pending is what the end of the
+    input gradient leaves of them. A stage that recomputes holds its input in place of what its forward saves.
+    """
+    kept = np.zeros_like(saved) if kept_input is None or recomputes is None else np.where(recomputes, kept_input, 0.0)
+    first_saved = saved if recomputes is None else np.where(recomputes, 0.0, saved)
+    at_start, at_end = np.zeros((len(KINDS), len(saved))), np.zeros((len(KINDS), len(saved)))
+    for index, kind in enumerate(KINDS):
+        rule = RULES[kind]
+        at_start[index] += first_saved * (Value.SAVED in rule.makes) + saved * (Value.SAVED in rule.remakes)
+        at_start[index] += kept * (Value.INPUT in rule.makes)
+        at_end[index] += pending * (Value.PENDING in rule.makes) - pending * (Value.PENDING in rule.frees)
+        at_end[index] -= saved * (Value.SAVED in rule.frees) + kept * (Value.INPUT in rule.frees)
+    return at_start, at_end
+
+
+def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Iterator[tuple[int, int, str]]:
+    """Yield (lane, index, message) for the first action of each lane that goes over its limit."""
+    at_start, at_end = changes(limit.saved_bytes, limit.pending_bytes)
+    for lane in range(schedule.num_lanes):
+        here = slice(*rows.starts[lane : lane + 2].tolist())
+        starts, ends = at_start[rows.kind[here], rows.stage[here]], at_end[rows.kind[here], rows.stage[here]]
+        held = np.cumsum(starts) + np.concatenate([[0.0], np.cumsum(ends)[:-1]]) if len(starts) else starts
+        # sums of many floats: a limit that is met exactly is not passed
+        over = np.flatnonzero(held > limit.limit_bytes[lane] * (1 + 1e-9))
+        if over.size:
+            at = int(over[0])
+            yield (
+                lane,
+                at,
+                f"{rows.action(int(rows.starts[lane]) + at)} takes the lane to {held[at]:.6g} bytes, its peak is "
+                f"{held.max():.6g}; limit: {limit.limit_bytes[lane]:.6g}",
+            )

@@ -1,0 +1,116 @@
+"""Registry: schedules by name. A builder is one function; registering it is one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ScheduleError, nearest
+from penstock.schedule.actions import MAX_MBS, MAX_STAGES
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Builder", "Entry", "Registry"]
+
+Builder = Callable[..., Schedule]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule's name, its builder, what it does in a line, and where it comes from."""
+
+    name: str
+    builder: Builder
+    summary: str
+    paper: str = ""
+    stages_per_lane: int | None = None  # where its definition fixes them
+    doubles_weights: bool = False  # each stage lives on two lanes
+    trains_exactly: bool = True  # the same gradients as without a pipeline; asynchronous ones do not
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The builder's own keywords, beside lanes and micro_batches."""
+        known = ("lanes", "micro_batches")
+        return tuple(name for name in inspect.signature(self.builder).parameters if name not in known)
+
+
+class Registry:
+    """The schedules one can ask for by name."""
+
+    def __init__(self, entries: list[Entry], aliases: Mapping[str, str] | None = None) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+        self._aliases = dict(aliases or {})
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names, in the order they were registered."""
+        return tuple(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        """Return what is registered under a name; case and dashes do not matter.
+
+        Raises:
+            ScheduleError: for an unknown name, with the nearest one.
+        """
+        if not isinstance(name, str):
+            raise ScheduleError(f"a schedule's name is a string; given: {name!r}")
+        word = name.strip().lower().replace("-", "_")
+        word = self._aliases.get(word, word)
+        if word not in self._entries:
+            known = ", ".join(self._entries)
+            raise ScheduleError(f"unknown schedule {name!r}.{nearest(word, self._entries)} Known: {known}")
+        return self._entries[word]
+
+    def register(self, entry: Entry) -> None:
+        """Add a schedule.
+
+        Raises:
+            ScheduleError: when the name is taken or the builder takes other arguments than it should.
+        """
+        word = entry.name.lower().replace("-", "_")
+        if not word.isidentifier() and not word.replace("_", "").isalnum():
+            raise ScheduleError(f"a schedule's name has letters, digits and underscores; name: {entry.name!r}")
+        if word in self._entries or word in self._aliases:
+            raise ScheduleError(f"the name {entry.name!r} is taken")
+        parameters = inspect.signature(entry.builder).parameters
+        if not {"lanes", "micro_batches"} <= set(parameters):
+            takes = ", ".join(parameters) or "nothing"
+            raise ScheduleError(f"the builder of {entry.name!r} must take lanes= and micro_batches=; it takes: {takes}")
+        self._entries[word] = entry
+
+    def build(self, name: str, *, lanes: int, micro_batches: int, options: Mapping[str, Any]) -> Schedule:
+        """Build a schedule by name; options that are None are left to the builder.
+
+        Raises:
+            ScheduleError: for an unknown name, counts that do not fit, or an option the schedule has no use for.
+        """
+        entry = self.entry(name)
+        check_count("lanes", lanes, MAX_STAGES)
+        check_count("micro_batches", micro_batches, MAX_MBS)
+        given = {key: value for key, value in options.items() if value is not None}
+        stages = given.get("stages_per_lane")
+        if stages is not None:
+            check_count("stages_per_lane", stages, MAX_STAGES)
+            if entry.stages_per_lane is not None and stages == entry.stages_per_lane:
+                del given["stages_per_lane"]
+        unused = [key for key in given if key not in entry.options]
+        if unused:
+            raise ScheduleError(_no_use(entry, unused))
+        return entry.builder(lanes=lanes, micro_batches=micro_batches, **given)
+
+
+def check_count(name: str, value: object, most: int) -> None:
+    """Refuse what is not a whole number from 1 up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{name}: {value!r} must be a whole number, 1 or more")
+    if value >= most:
+        raise ScheduleError(f"{name}: {value} is too many; less than {most} would do")
+
+
+def _no_use(entry: Entry, unused: list[str]) -> str:
+    if "stages_per_lane" in unused and entry.stages_per_lane is not None:
+        return (
+            f"{entry.name} has {entry.stages_per_lane} stage(s) per lane by its definition: leave stages_per_lane out"
+        )
+    takes = ", ".join(entry.options) or "none"
+    return f"{entry.name} has no use for: {', '.join(unused)}; options it takes: {takes}"

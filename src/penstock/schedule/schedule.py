@@ -1,0 +1,160 @@
+"""Schedule: the lanes of actions, and where each stage lives. Frozen data, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.schedule.actions import KIND_INDEX, Action, Codes, Ints, Kind, Lane, decode
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The lanes of actions of one step.
+
+    Most schedules are one-way: stage `s` lives on `lane_of[s]`. In a bidirectional one a stage lives
+    on a lane for each way, and micro-batch `mb` takes way `way_of[mb]`: `ways[way][stage]` is the lane.
+
+    Attributes:
+        lanes: for each lane its actions, in the order it runs them.
+        ways: for each way, the lane of each stage.
+        num_mbs: how many micro-batches a step has.
+        way_of: for each micro-batch, its way; by default they take turns.
+        overlaps: (lane, index) of the first of two neighbours that run at the same time.
+        versions: for each lane, for each action, the version of the stage's weights that it uses
+            (for U: that it makes); None where weights do not change within a step.
+        name: what to call it in tables.
+    """
+
+    lanes: tuple[Lane, ...]
+    ways: tuple[tuple[int, ...], ...]
+    num_mbs: int
+    way_of: tuple[int, ...] = ()
+    overlaps: frozenset[tuple[int, int]] = frozenset()
+    versions: tuple[Ints, ...] | None = field(default=None, repr=False)
+    name: str = "schedule"
+
+    def __post_init__(self) -> None:
+        if not self.lanes or not self.ways or not self.ways[0]:
+            raise ScheduleError("a schedule needs at least one lane and one stage")
+        if self.num_mbs < 1:
+            raise ScheduleError(f"a schedule needs at least one micro-batch; micro-batches: {self.num_mbs}")
+        if len({len(way) for way in self.ways}) > 1:
+            raise ScheduleError("every way must give a lane for every stage")
+        outside = sorted({lane for way in self.ways for lane in way if not 0 <= lane < len(self.lanes)})
+        if outside:
+            raise ScheduleError(f"stages are placed on lanes that do not exist: {outside}; lanes: {len(self.lanes)}")
+        if not self.way_of:
+            turns = tuple(mb % len(self.ways) for mb in range(self.num_mbs))
+            object.__setattr__(self, "way_of", turns)
+        if len(self.way_of) != self.num_mbs or not set(self.way_of) <= set(range(len(self.ways))):
+            raise ScheduleError(
+                f"way_of must name one of {len(self.ways)} ways for each of {self.num_mbs} micro-batches"
+            )
+        if self.versions is not None and [len(v) for v in self.versions] != [len(lane) for lane in self.lanes]:
+            raise ScheduleError("versions must hold one number for each action of each lane")
+
+    @classmethod
+    def of(cls, lanes: Iterable[str | Iterable[Action | str]], *, name: str = "schedule") -> Schedule:
+        """Make a schedule from lanes of actions or texts; where each stage lives is read off them.
+
+        >>> Schedule.of(["0F0 0B0", "1F0 1B0"]).lane_of
+        (0, 1)
+        """
+        from penstock.schedule.text import read_lanes
+
+        return read_lanes([lane if isinstance(lane, str) else " ".join(map(str, lane)) for lane in lanes], name=name)
+
+    @property
+    def lane_of(self) -> tuple[int, ...]:
+        """The lane of each stage (of a bidirectional schedule: on the first way)."""
+        return self.ways[0]
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes there are."""
+        return len(self.lanes)
+
+    @property
+    def num_stages(self) -> int:
+        """How many pieces the model is cut into."""
+        return len(self.ways[0])
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions all lanes hold together."""
+        return sum(len(lane) for lane in self.lanes)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Do micro-batches pass the stages on more than one way?"""
+        return len(self.ways) > 1
+
+    def home(self, stage: int, mb: int) -> int:
+        """Return the lane that runs a stage for a micro-batch."""
+        return self.ways[self.way_of[mb]][stage]
+
+    def stages_of(self, lane: int) -> tuple[int, ...]:
+        """Return the stages that live on a lane, on any way."""
+        return tuple(s for s in range(self.num_stages) if any(way[s] == lane for way in self.ways))
+
+    @cached_property
+    def home_table(self) -> Ints:
+        """The lane of every stage (row) for every way (column)."""
+        return np.array(self.ways, dtype=np.int32).T.copy()
+
+    @cached_property
+    def way_table(self) -> Ints:
+        """The way of every micro-batch."""
+        return np.array(self.way_of, dtype=np.int32)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds that occur."""
+        present = np.unique(np.concatenate([np.unique(decode(lane.codes)[0]) for lane in self.lanes]))
+        return frozenset(kind for kind, index in KIND_INDEX.items() if index in present)
+
+    def codes(self) -> Codes:
+        """Return all lanes' actions as integers, one lane after the other."""
+        return np.concatenate([lane.codes for lane in self.lanes])
+
+    def version(self, lane: int, index: int) -> int:
+        """Return the version of the weights that an action uses; 0 where weights do not change."""
+        return 0 if self.versions is None else int(self.versions[lane][index])
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self.lanes)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine = (self.lanes, self.ways, self.num_mbs, self.way_of, self.overlaps)
+        theirs = (other.lanes, other.ways, other.num_mbs, other.way_of, other.overlaps)
+        return mine == theirs and _same(self.versions, other.versions)
+
+    def __hash__(self) -> int:
+        return hash((self.lanes, self.ways, self.num_mbs))
+
+    def __str__(self) -> str:
+        from penstock.schedule.text import to_text
+
+        return to_text(self)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write the compute actions in torch.distributed.pipelining's CSV form, whole or not at all."""
+        from penstock.schedule.text import write_csv
+
+        write_csv(self, path)
+
+
+def _same(a: Sequence[Ints] | None, b: Sequence[Ints] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

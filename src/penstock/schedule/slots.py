@@ -1,0 +1,67 @@
+"""Slots: number the buffers that values live in, so that a runtime allocates each once and uses it again."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.schedule.actions import KINDS, Ints, Kind
+from penstock.schedule.flow import NONE, Rows
+from penstock.schedule.rules import RULES, At, Rule, Value
+
+__all__ = ["Slots", "assign_slots"]
+
+Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value the stage it comes from (else -1)
+
+_HELD = {Value.SAVED, Value.PENDING}  # received values are held too, from their receive to the action that uses them
+
+
+@dataclass(frozen=True)
+class Slots:
+    """For each action the slot of the value it leaves in a buffer (-1: none), and how many slots each pool has."""
+
+    of: Ints
+    counts: dict[Pool, int]
+
+
+def assign_slots(rows: Rows) -> Slots:
+    """Give each value the lowest slot of its pool that is free when it is made; rows must come from `lower`."""
+    of = np.full(len(rows), NONE, dtype=np.int32)
+    counts: dict[Pool, int] = defaultdict(int)
+    free: dict[Pool, list[int]] = defaultdict(list)
+    held: dict[tuple[int, int, Value, int], list[tuple[Pool, int]]] = defaultdict(list)  # by lane, stage, value, mb
+    recomputed = {(s, m) for s, m in zip(*_places(rows, Kind.RECOMPUTE), strict=True)}
+    columns = zip(
+        rows.kind.tolist(), rows.stage.tolist(), rows.mb.tolist(), rows.lane.tolist(), rows.peer.tolist(), strict=True
+    )
+    for at, (kind, stage, mb, lane, peer) in enumerate(columns):
+        rule = RULES[KINDS[kind]]
+        for value in _takes(rule):
+            if value is Value.SAVED and value in rule.makes and (stage, mb) in recomputed:
+                continue  # thrown away at once: the recompute makes it again
+            pool = (lane, stage, value, peer)
+            slot = heapq.heappop(free[pool]) if free[pool] else counts[pool]
+            counts[pool] = max(counts[pool], slot + 1)
+            held[lane, stage, value, mb].append((pool, slot))
+            of[at] = slot
+        for value in _gives_back(rule):
+            for pool, slot in held.pop((lane, stage, value, mb), ()):
+                heapq.heappush(free[pool], slot)
+    return Slots(of, dict(counts))
+
+
+def _takes(rule: Rule) -> tuple[Value, ...]:
+    return tuple(v for v in rule.makes if v in _HELD) + rule.remakes
+
+
+def _gives_back(rule: Rule) -> tuple[Value, ...]:
+    used_up = tuple(need.value for need in rule.needs if need.at in (At.BEFORE, At.AFTER))
+    return used_up + tuple(v for v in rule.frees if v in _HELD)
+
+
+def _places(rows: Rows, kind: Kind) -> tuple[list[int], list[int]]:
+    at = rows.where(kind)
+    return rows.stage[at].tolist(), rows.mb[at].tolist()

@@ -1,0 +1,60 @@
+"""Build a schedule from ticks: say when each action would run, and each lane runs its actions in that order.
+
+A builder gives for every kind a function of (stage, micro-batch) that returns a tick, an integer. Only
+the order of the ticks within a lane matters, so a builder may use the lock-step picture of a paper, or
+any other numbers that sort right. Dropping whole micro-batches from a schedule that can run leaves one
+that can run: this is why every builder on ticks takes any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from penstock.schedule.actions import Ints, Kind, Lane, encode
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Tick", "from_ticks", "one_f_one_b"]
+
+# (stages as a column, micro-batches as a row) -> a tick for each pair
+Tick = Callable[[Ints, Ints], Ints]
+
+
+def from_ticks(name: str, ways: Sequence[Sequence[int]], *, num_mbs: int, ticks: Mapping[Kind, Tick]) -> Schedule:
+    """Return the schedule whose lanes run their actions in the order of the ticks; ties go to the kind named first."""
+    placed = tuple(tuple(way) for way in ways)
+    num_lanes = 1 + max(max(way) for way in placed)
+    lanes = []
+    for lane in range(num_lanes):
+        codes, keys = [], []
+        for way, lane_of in enumerate(placed):
+            stages = np.array([s for s, home in enumerate(lane_of) if home == lane], dtype=np.int32)[:, None]
+            mbs = np.arange(way, num_mbs, len(placed), dtype=np.int32)[None, :]
+            for kind, tick in ticks.items():
+                codes.append(np.broadcast_to(encode(kind, stages, mbs), (stages.size, mbs.size)).ravel())
+                keys.append(np.broadcast_to(tick(stages, mbs), (stages.size, mbs.size)).ravel())
+        lanes.append(Lane(np.concatenate(codes)[np.argsort(np.concatenate(keys), kind="stable")]))
+    return Schedule(tuple(lanes), placed, num_mbs, name=name)
+
+
+def one_f_one_b(
+    *, warm_up: Tick, delay: Tick | None = None, f_turn: Tick | None = None, b_turn: Tick | None = None
+) -> dict[Kind, Tick]:
+    """Return the ticks of one forward, one backward in turn, after a warm-up of forwards.
+
+    Args:
+        warm_up: how many forwards a lane runs before its first backward.
+        delay: after how many further backwards a weight gradient runs; None for one full backward.
+        f_turn: the turn of a forward among its lane's forwards (default: its micro-batch).
+        b_turn: the same for a backward.
+    """
+    nth_f = f_turn or (lambda s, m: m)
+    nth_b = b_turn or (lambda s, m: m)
+    ticks: dict[Kind, Tick] = {
+        Kind.I if delay else Kind.B: lambda s, m: 3 * nth_b(s, m),
+        Kind.F: lambda s, m: 3 * (nth_f(s, m) - warm_up(s, m)) + 1,
+    }
+    if delay is not None:
+        ticks[Kind.W] = lambda s, m: 3 * (nth_b(s, m) + delay(s, m)) + 2
+    return ticks

@@ -1,0 +1,179 @@
+"""penstock.schedules: build, verify, lower, load and register schedules. All pure data; no device needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.catalog import CATALOG
+from penstock.errors import CostError, ScheduleError
+from penstock.model.costs import Costs
+from penstock.planning.limits import limit_per_lane
+from penstock.planning.synthesize import synthesize
+from penstock.schedule.actions import Action, Kind, Lane
+from penstock.schedule.lower import Channels, Keep, Lowered, lower
+from penstock.schedule.memory import MemoryLimit
+from penstock.schedule.registry import Builder, Entry, Registry
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import load_csv
+from penstock.schedule.verify import Fault, find_faults
+from penstock.schedule.verify import verify as _verify
+
+__all__ = [
+    "Action", "Fault", "Keep", "Kind", "Lane", "Lowered", "Schedule",
+    "build", "describe", "find_faults", "load_csv", "lower", "names", "register", "verify",
+]  # fmt: skip
+
+
+def build(
+    name: str,
+    *,
+    lanes: int,
+    micro_batches: int,
+    stages_per_lane: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    **options: Any,  # noqa: ANN401 - each builder checks its own
+) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: one of `names()`; case and dashes do not matter, and torch's names are understood.
+        lanes: how many lanes.
+        micro_batches: how many micro-batches a step has.
+        stages_per_lane: for schedules that leave it open.
+        costs: what stages take; schedules that are made by search are made for these, others need none.
+        memory_limit: bytes that each lane's saved and pending values may take: `auto` stays within it,
+            any other schedule is refused if it does not. Needs `saved_bytes` in the costs.
+        options: what a schedule takes beside these; see `describe(name)`.
+
+    Raises:
+        ScheduleError: for an unknown name, counts that do not fit, or a limit that is passed.
+
+    >>> print(build("1f1b", lanes=2, micro_batches=3))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    entry = _REGISTRY.entry(name)
+    if memory_limit is not None and (costs is None or costs.saved_bytes is None):
+        raise CostError("memory_limit is in bytes, so costs must say what stages hold: give Costs(saved_bytes=...)")
+    given = {"stages_per_lane": stages_per_lane, **options}
+    if "costs" in entry.options:
+        given["costs"] = costs
+    if "memory_limit" in entry.options:
+        given["memory_limit"] = memory_limit
+    schedule = _REGISTRY.build(name, lanes=lanes, micro_batches=micro_batches, options=given)
+    if memory_limit is not None and "memory_limit" not in entry.options:
+        verify(schedule, costs=costs, memory_limit=memory_limit)
+    return schedule
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all schedules.
+
+    >>> "zb_h1" in names()
+    True
+    """
+    return _REGISTRY.names()
+
+
+def describe(name: str) -> Entry:
+    """Return what a schedule is: its summary, its paper, and the options it takes.
+
+    >>> describe("gpipe").paper
+    'Huang et al. 2019'
+    """
+    return _REGISTRY.entry(name)
+
+
+def register(name: str, builder: Builder, *, summary: str = "", paper: str = "") -> None:
+    """Add a schedule of your own: a function of lanes= and micro_batches= that returns a `Schedule`.
+
+    >>> def one_by_one(*, lanes: int, micro_batches: int) -> Schedule:
+    ...     return Schedule.of([[f"{s}{k}{m}" for m in range(micro_batches) for k in "FB"] for s in range(lanes)])
+    >>> register("one_by_one", one_by_one, summary="a micro-batch at a time")
+    >>> verify(build("one-by-one", lanes=3, micro_batches=2))
+    """
+    _REGISTRY.register(Entry(name, builder, summary or (builder.__doc__ or "").strip().split("\n")[0], paper))
+
+
+def verify(
+    schedule: Schedule | Lowered,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    channels: Channels = "tagged",
+    skips: Iterable[Sequence[int]] = (),
+) -> None:
+    """Return if a schedule can run, else raise with all its faults and the lanes around the first.
+
+    Args:
+        schedule: a schedule, or a lowered one.
+        costs: what stages hold, for the memory limit; without it a stage micro-batch counts as 1.
+        memory_limit: how much each lane may hold, a number or one a lane.
+        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking".
+        skips: (from stage, to stage) for values that jump over stages.
+
+    Raises:
+        VerifyError: with `faults`.
+    """
+    plan = schedule.schedule if isinstance(schedule, Lowered) else schedule
+    memory = None
+    if memory_limit is not None:
+        held = (costs or Costs(saved_bytes=1.0, pending_bytes=0.0)).for_stages(plan.num_stages)
+        memory = MemoryLimit(
+            held.saved_bytes, held.pending_bytes, np.array(limit_per_lane(memory_limit, plan.num_lanes))
+        )
+    _verify(schedule, memory=memory, channels=channels, skips=skips)
+
+
+def _auto(
+    *,
+    lanes: int,
+    micro_batches: int,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    stages_per_lane: int | None = None,
+    two_ways: bool = True,
+) -> Schedule:
+    """Make a schedule for costs and memory, see `synthesize`; here the named schedules come in.
+
+    `two_ways=False` leaves out those that keep each stage's weights on two lanes.
+    """
+    per_lane = stages_per_lane or _stages_in(costs, lanes)
+    named = [
+        partial(build, entry.name, lanes=lanes, micro_batches=micro_batches, stages_per_lane=per_lane, costs=costs)
+        for entry in CATALOG
+        if entry.trains_exactly and (two_ways or not entry.doubles_weights)
+    ]
+    return synthesize(
+        lanes=lanes,
+        micro_batches=micro_batches,
+        costs=costs,
+        memory_limit=memory_limit,
+        stages_per_lane=per_lane,
+        named=named,
+    )
+
+
+def _stages_in(costs: Costs | None, lanes: int) -> int:
+    """Read off the costs how many stages a lane has."""
+    counts = [len(value) for value in vars(costs).values() if isinstance(value, tuple)] if costs else []
+    if counts and counts[0] % lanes:
+        raise ScheduleError(f"costs are given for {counts[0]} stages, which {lanes} lanes cannot share evenly")
+    return counts[0] // lanes if counts else 1
+
+
+# The names of torch.distributed.pipelining, for those who come from there.
+_ALIASES = {
+    "interleaved1f1b": "interleaved_1f1b",
+    "loopedbfs": "looped_bfs",
+    "zbvzerobubble": "zb_v",
+    "dualpipev": "dualpipe_v",
+}
+
+_AUTO = Entry("auto", _auto, "the best for the given costs and memory limit, by search", "docs/design/search.md")
+_REGISTRY = Registry([*CATALOG, _AUTO], _ALIASES)

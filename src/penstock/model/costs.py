@@ -56,7 +56,7 @@ class Costs:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, _plain(getattr(self, f.name)))
-        faults = [fault for f in fields(self) if (fault := _fault(f.name, getattr(self, f.name)))]
+        faults = [fault for f in fields(self) if (fault := _fault(f.name, getattr(self, f.name), f.default))]
         lengths = {f.name: len(v) for f in fields(self) if isinstance(v := getattr(self, f.name), tuple)}
         if len(set(lengths.values())) > 1:
             faults.append("lists of different lengths: " + ", ".join(f"{name}: {n}" for name, n in lengths.items()))
@@ -136,9 +136,9 @@ def _plain(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _fault(name: str, value: object) -> str:
-    """Say what is wrong with a field, or nothing."""
-    if value is None:
+def _fault(name: str, value: object, default: object) -> str:
+    """Say what is wrong with a field, or nothing; None is fine where it stands for something."""
+    if value is None and default is None:
         return ""
     if isinstance(value, tuple):
         if not value:

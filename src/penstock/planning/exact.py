@@ -19,10 +19,11 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["MAX_ACTIONS", "Proof", "solve_exactly"]
 
-MAX_ACTIONS = 2000  # a proof for half as many takes luck; this many is where a model stops being cheap to refuse
+MAX_ACTIONS = 2000  # the largest that a minute is known to prove have some 1,500
 _GRACE_SECONDS = 20.0  # for the child to start, build its model and stop
 _MOST_UNITS = 10**9  # in a step, or in a lane's memory: their product must stay within 64 bits
 _COARSE_UNITS = 10**6  # in a step, where its times must be rounded
@@ -147,15 +148,46 @@ def _find_unit(values: Sequence[float], *, most: float, coarse: float) -> tuple[
     return coarse, False
 
 
-def _earliest(durations: Sequence[int], waits: Sequence[Wait]) -> list[int]:
-    """Return the earliest start of every node, by its longest chain of waits."""
-    before: list[list[tuple[int, int]]] = [[] for _ in durations]
-    for maker, user, lag in waits:
-        before[user].append((maker, lag))
-    start = [0] * len(durations)
-    for node in TopologicalSorter({u: [m for m, _ in makers] for u, makers in enumerate(before)}).static_order():
-        start[node] = max((start[m] + durations[m] + lag for m, lag in before[node]), default=0)
-    return start
+class _Chains:
+    """Waits as a graph of nodes."""
+
+    def __init__(self, durations: Sequence[int], waits: Iterable[Wait]) -> None:
+        self.durations = durations
+        self.before: list[list[tuple[int, int]]] = [[] for _ in durations]  # (maker, lag) of each node
+        self.after: list[list[tuple[int, int]]] = [[] for _ in durations]  # (user, lag)
+        for maker, user, lag in waits:
+            self.before[user].append((maker, lag))
+            self.after[maker].append((user, lag))
+        graph = {user: [maker for maker, _ in makers] for user, makers in enumerate(self.before)}
+        self.sorted = list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+    @cached_property
+    def heads(self) -> list[int]:
+        """For every node, the longest chain that must end before its start."""
+        heads = [0] * len(self.durations)
+        for node in self.sorted:
+            heads[node] = max((heads[m] + self.durations[m] + lag for m, lag in self.before[node]), default=0)
+        return heads
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For every node, the longest chain that must follow its end."""
+        tails = [0] * len(self.durations)
+        for node in reversed(self.sorted):
+            tails[node] = max((lag + self.durations[u] + tails[u] for u, lag in self.after[node]), default=0)
+        return tails
+
+    def outermost(self, lane: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the nodes to which no chain leads from their own lane, and those from which none leads to it."""
+        earlier, later = [0] * len(lane), [0] * len(lane)  # lanes as bits
+        for node in self.sorted:
+            for maker, _ in self.before[node]:
+                earlier[node] |= earlier[maker] | 1 << lane[maker]
+        for node in reversed(self.sorted):
+            for user, _ in self.after[node]:
+                later[node] |= later[user] | 1 << lane[user]
+        nodes = range(len(lane))
+        return [n for n in nodes if not earlier[n] >> lane[n] & 1], [n for n in nodes if not later[n] >> lane[n] & 1]
 
 
 class _Model:
@@ -180,9 +212,13 @@ class _Model:
     @cached_property
     def waits(self) -> list[Wait]:
         """What waits for what: by the rule table, by the order of micro-batches, and by what memory implies."""
-        stages, kinds = self.rows.stage, self.rows.kind
-        same = np.flatnonzero((np.diff(stages) == 0) & (np.diff(kinds) == 0)).tolist()
-        return [*self.needs, *((node, node + 1, 0) for node in same), *self._memory_waits()]
+        turns = [(a, b, 0) for nodes in self._by_kind().values() for a, b in pairwise(nodes)]
+        return [*self.needs, *turns, *self._memory_waits()]
+
+    @cached_property
+    def chains(self) -> _Chains:
+        """The waits as a graph."""
+        return _Chains(self.durations, self.waits)
 
     # memory
 
@@ -229,7 +265,7 @@ class _Model:
             amounts = [held for *_, held in holdings]
             if len(stages) == 1 and len(set(amounts)) == 1 and amounts[0] <= limit:
                 continue  # the waits say it all
-            unit, is_exact = _find_unit(amounts, most=limit, coarse=limit / _MOST_UNITS)
+            unit, is_exact = _find_unit(amounts, most=limit, coarse=max(limit, *amounts) / _MOST_UNITS)
             whole = [round(held / unit) if is_exact else math.floor(held / unit) for held in amounts]
             each = [(begin, end, units) for (begin, end, _), units in zip(holdings, whole, strict=True)]
             shifts = range(0, 2 * self.problem.num_mbs, 2)
@@ -242,19 +278,16 @@ class _Model:
 
     def shop(self, seconds: float, workers: int) -> Shop:
         """Return the model for the worker."""
-        durations = self.durations
-        heads, rest = _earliest(durations, self.waits), self._rest()
         spans, hint = self._spans(), self._hint_starts()
         upper = self._length(hint, spans) if hint else self.horizon
-        horizon = upper if self.objective == "step" else self.horizon
         return {
-            "durations": durations,
+            "durations": self.durations,
             "lanes": self.nodes.order,
             "waits": self.waits,
-            "prompt": self._prompt(),
+            "prompt": [wait for wait in self.needs if wait[1] in self._prompt],
             "rooms": list(self._rooms()),
-            "earliest": heads,
-            "latest": [horizon - duration - after for duration, after in zip(durations, rest, strict=True)],
+            "earliest": self.chains.heads,
+            "latest": self._latest(upper if self.objective == "step" else self.horizon),
             "spans": spans,
             "lower": self.lower,
             "upper": upper,
@@ -263,68 +296,65 @@ class _Model:
             "workers": workers,
         }
 
-    def _rest(self) -> list[int]:
-        """Return for every node the longest chain of what must follow its end."""
-        return _earliest(self.durations, [(user, maker, lag) for maker, user, lag in self.waits])
-
     @cached_property
     def lower(self) -> int:
-        """A bound without search: every chain of waits; every lane's work, after and before what others need."""
+        """A bound without search: every chain of waits; every lane's work between what must come before and after."""
         work = [sum(self.durations[node] for node in lane) for lane in self.nodes.order]
         if self.objective == "span":
             return max(work)
-        heads, rest = _earliest(self.durations, self.waits), self._rest()
-        chains = [sum(parts) for parts in zip(heads, self.durations, rest, strict=True)]
-        around = [min(heads[n] for n in lane) + min(rest[n] for n in lane) for lane in self.nodes.order]
+        heads, tails = self.chains.heads, self.chains.tails
+        chains = [sum(parts) for parts in zip(heads, self.durations, tails, strict=True)]
+        around = [min(heads[n] for n in lane) + min(tails[n] for n in lane) for lane in self.nodes.order]
         return max(*chains, *(sum(parts) for parts in zip(work, around, strict=True)))
 
-    def _outermost(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return for each lane the nodes that may be its first, and its last."""
-        lane = self.nodes.lane
-        inside = [(maker, user) for maker, user, _ in self.waits if lane[maker] == lane[user]]
-        makers, users = {maker for maker, _ in inside}, {user for _, user in inside}
-        firsts = [[node for node in nodes if node not in users] for nodes in self.nodes.order]
-        lasts = [[node for node in nodes if node not in makers] for nodes in self.nodes.order]
-        return firsts, lasts
-
     def _spans(self) -> list[tuple[int, int]]:
-        firsts, lasts = self._outermost()
+        """Return (first, last) of what is measured; first is -1 where time counts from 0."""
+        lane, (firsts, lasts) = self.nodes.lane, self.chains.outermost(self.nodes.lane)
         if self.objective == "step":
-            return [(-1, last) for nodes in lasts for last in nodes]
-        return [(a, b) for first, last in zip(firsts, lasts, strict=True) for a in first for b in last]
+            return [(-1, last) for last in lasts]
+        return [(first, last) for first in firsts for last in lasts if lane[first] == lane[last]]
 
-    def _prompt(self) -> list[Wait]:
-        """Return the waits of lanes' first nodes: a lane's span begins when it can, not when it would look best."""
+    @cached_property
+    def _prompt(self) -> frozenset[int]:
+        """The nodes that start when they can. A lane's span begins then, not when it would look best."""
         if self.objective == "step":
-            return []
-        firsts, _ = self._outermost()
-        alone = {nodes[0] for nodes in firsts if len(nodes) == 1}
-        prompt = [wait for wait in self.needs if wait[1] in alone]
-        return [wait for wait in prompt if sum(wait[1] == other[1] for other in prompt) == 1]
+            return frozenset()
+        firsts, _ = self.chains.outermost(self.nodes.lane)
+        alone = {lane: [n for n in firsts if self.nodes.lane[n] == lane] for lane in self.problem.lane_of}
+        return frozenset(nodes[0] for nodes in alone.values() if len(nodes) == 1 >= len(self.nodes.before[nodes[0]]))
+
+    def _latest(self, horizon: int) -> list[int]:
+        """Return the latest start of every node."""
+        heads, tails = self.chains.heads, self.chains.tails
+        latest = [horizon - duration - tail for duration, tail in zip(self.durations, tails, strict=True)]
+        at_once = [node for node in self._prompt if not self.nodes.before[node]]
+        return [heads[node] if node in at_once else last for node, last in enumerate(latest)]
 
     def _hint_starts(self) -> list[int]:
-        """Return when the hint starts each node."""
+        """Return when the hint starts each node, or nothing without a hint."""
         if self.hint is None:
             return []
-        rows = Rows.of(self.hint.schedule)
-        wrong = (
-            f"the hint is no schedule of this problem; hint: {self.hint.schedule.name}, problem: {self.problem.name}"
-        )
-        if not self._is_same_work(self.hint.schedule) or not self._fits(self.hint.schedule):
-            raise UsageError(wrong)
-        # the micro-batches of each stage renumbered in the order they come
-        firsts = np.flatnonzero(self.rows.mb == 0).tolist()
-        turn = {
-            (int(self.rows.kind[n]), int(self.rows.stage[n])): iter(range(n, n + self.problem.num_mbs)) for n in firsts
-        }
-        order = [next(turn[key]) for key in zip(rows.kind.tolist(), rows.stage.tolist(), strict=True)]
-        neighbours = [
-            (a, b, 0) for a, b in zip(order[:-1], order[1:], strict=True) if self.nodes.lane[a] == self.nodes.lane[b]
-        ]
+        schedule, lane = self.hint.schedule, self.nodes.lane
+        if not self._is_same_work(schedule):
+            raise UsageError(f"the hint has other actions than the problem; hint: {schedule.name}")
+        if not self._fits(schedule):
+            raise UsageError(f"the hint holds more than the problem allows; hint: {schedule.name}")
+        rows = Rows.of(schedule)
+        # micro-batches are renumbered: each stage takes its own in order
+        turns = {key: iter(nodes) for key, nodes in self._by_kind().items()}
+        order = [next(turns[key]) for key in zip(rows.kind.tolist(), rows.stage.tolist(), strict=True)]
+        neighbours = [(a, b, 0) for a, b in pairwise(order) if lane[a] == lane[b]]
         try:
-            return _earliest(self.durations, [*self.waits, *neighbours])
+            return _Chains(self.durations, [*self.waits, *neighbours]).heads
         except CycleError as error:
-            raise UsageError(f"{wrong}: it deadlocks") from error
+            raise UsageError(f"the hint deadlocks: verify() shows where; hint: {schedule.name}") from error
+
+    def _by_kind(self) -> dict[tuple[int, int], list[int]]:
+        """Return the nodes of each kind and stage, by micro-batch."""
+        nodes: dict[tuple[int, int], list[int]] = {}
+        for node, key in enumerate(zip(self.rows.kind.tolist(), self.rows.stage.tolist(), strict=True)):
+            nodes.setdefault(key, []).append(node)
+        return nodes
 
     def _is_same_work(self, schedule: Schedule) -> bool:
         lanes = [np.sort(lane.codes) for lane in schedule.lanes]
@@ -357,7 +387,7 @@ class _Model:
         return Proof(
             draft=draft,
             bound_seconds=max(0.0, min(bound, length)),
-            is_optimal=length <= bound * (1 + _NOISE) + rounded,
+            is_optimal=length <= units * self.unit * (1 + _NOISE) + rounded,
             solver_seconds=answer["seconds"],
             resolution_seconds=0.0 if self.is_exact else self.unit,
             objective=self.objective,
@@ -377,46 +407,51 @@ class _Model:
         )
 
     def _draft(self, starts: list[int]) -> Draft | None:
-        """Return the schedule behind some starts, or None where rounded bytes let in one that does not fit."""
+        """Return the schedule behind some starts, or None where rounding let in one that does not fit."""
         # what takes no time goes before what starts with it; among such, makers before users
-        chain = {node: place for place, node in enumerate(self._by_need())}
-        ranks = [(start, start + self.durations[node], chain[node]) for node, start in enumerate(starts)]
+        place = {node: index for index, node in enumerate(self.chains.sorted)}
+        ranks = [(start, start + self.durations[node], place[node]) for node, start in enumerate(starts)]
         draft = self.nodes.draft([sorted(nodes, key=ranks.__getitem__) for nodes in self.nodes.order])
         return draft if self._fits(draft.schedule) else None
 
-    def _by_need(self) -> list[int]:
-        graph: TopologicalSorter[int] = TopologicalSorter()
-        for maker, user, _ in self.waits:
-            graph.add(user, maker)
-        return list(graph.static_order())
-
 
 def _ask(shop: Shop, time_limit_seconds: float) -> Answer:
-    """Let a child process solve a shop; it is killed when it stays too long, or when the user interrupts.
+    """Return a child process's answer to a shop.
 
     Raises:
-        SolverError: when the child has no answer.
+        SolverError: when the child has none.
     """
-    # by its file, not as a module of the package: the child needs nothing of Penstock, nor what that imports
-    command = [sys.executable, "-P", exact_worker.__file__]
     limit = time_limit_seconds + _GRACE_SECONDS
     try:
-        child = subprocess.run(
-            command, input=json.dumps(shop), capture_output=True, text=True, timeout=limit, check=False
-        )
+        exit_code, out, said = _run_worker(json.dumps(shop), limit)
+        answer: Answer = json.loads(out)
     except subprocess.TimeoutExpired as error:
         raise SolverError(f"the exact solver did not stop in {limit:.0f} s; take fewer micro-batches") from error
     except OSError as error:
         raise SolverError(f"the exact solver's process did not start: {error}") from error
-    if child.returncode or not child.stdout:
-        last = (child.stderr.strip().splitlines() or ["nothing"])[-1]
+    except ValueError as error:
+        last = (said.strip().splitlines() or ["nothing"])[-1]
         raise SolverError(
-            f"the exact solver's process ended without an answer; exit code: {child.returncode}, it said: {last}; "
+            f"the exact solver's process ended without an answer; exit code: {exit_code}, it said: {last}; "
             "what helps: fewer micro-batches or workers, for it may have run out of memory"
-        )
-    answer: Answer = json.loads(child.stdout)
+        ) from error
     if answer["status"] == "missing":
         raise SolverError(f"the exact solver needs OR-Tools: pip install 'penstock[exact]' ({answer['message']})")
     if answer["status"] == "invalid":
         raise SolverError(f"the exact solver refuses the model: {answer['message']}")
     return answer
+
+
+def _run_worker(text: str, limit_seconds: float) -> tuple[int, str, str]:
+    """Run the worker on a text; return its exit code, and what it wrote to its output and its error stream."""
+    # by its file, not as a module of the package: the child needs nothing of Penstock, nor what that imports
+    command = [sys.executable, "-P", exact_worker.__file__]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:  # noqa: S603 - our own
+        try:
+            out, said = child.communicate(text, timeout=limit_seconds)
+        except BaseException:  # a timeout, or the user's interrupt: the child must not outlive the call
+            child.kill()
+            child.wait()
+            raise
+    return child.returncode, out, said

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
 
 __all__ = ["Answer", "Room", "Shop"]
 
@@ -109,7 +110,7 @@ def _build(model: CpModel, shop: Shop) -> list[IntVar]:
     return starts
 
 
-def _hold(model: CpModel, room: Room, events: list[LinearExprT], horizon: int) -> None:
+def _hold(model: CpModel, room: Room, events: Sequence[LinearExpr], horizon: int) -> None:
     """Keep what one lane holds within its room: a holding is an interval of unknown length."""
     intervals, units = [], []
     for begin, end, amount in room["holdings"]:

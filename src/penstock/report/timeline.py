@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
-from penstock.schedule.memory import changes
+from penstock.schedule.memory import HELD, changes
 from penstock.schedule.rules import RULES, Where
 
 __all__ = ["Memory", "Span", "Timeline"]
@@ -171,12 +171,13 @@ class Timeline:
             changes = np.concatenate([_look_up(at_end, self, out), lane_changes, _look_up(at_start, self, back)])
             return np.cumsum(changes[order])
 
-        return Memory(when[order], curve(*self._byte_changes), np.rint(curve(*self._count_changes)).astype(np.int32))
+        held_bytes, held = curve(*self._byte_changes), np.rint(curve(*self._count_changes)).astype(np.int32)
+        changed = (np.diff(held_bytes, prepend=0.0) != 0) | (np.diff(held, prepend=0) != 0)
+        return Memory(when[order][changed], held_bytes[changed], held[changed])
 
     @cached_property
     def _holding(self) -> list[NDArray[np.int64]]:
-        touches = np.any(np.concatenate(self._count_changes, axis=1) != 0, axis=1)
-        touches[[KIND_INDEX[kind] for kind in (Kind.I, Kind.W)]] = True
+        touches = np.array([bool({*r.makes, *r.remakes, *r.frees} & HELD) for r in (RULES[kind] for kind in KINDS)])
         return self._by_lane(np.flatnonzero(touches[self.kind]))
 
     @cached_property

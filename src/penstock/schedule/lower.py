@@ -242,7 +242,9 @@ def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positio
             # one action early, so that the copy back runs beside compute
             parts.append(_Part(Kind.OFFLOAD, stage, mb, peer, _key(back[forward], _OFFLOAD)))
             parts.append(
-                _Part(Kind.FETCH, stage, mb, peer, _key(np.maximum(front[backward] - 1, back[forward] + 1), _FETCH))
+                _Part(
+                    Kind.FETCH, stage, mb, peer, _key(front[np.maximum(front[backward] - 1, back[forward] + 1)], _FETCH)
+                )
             )
     return parts
 

@@ -13,9 +13,12 @@ from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["MemoryLimit", "changes", "find_over_limit"]
+__all__ = ["HELD", "MemoryLimit", "changes", "find_over_limit"]
 
 Floats = NDArray[np.float64]
+
+# Values that take a lane's memory until they are freed.
+HELD = frozenset({Value.SAVED, Value.PENDING, Value.INPUT})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""The command line: what it prints and writes, and what it says to wrong input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import PenstockError
+from penstock.schedules import load_csv, names
+
+
+def penstock(*words):
+    """Run the command in this process; errors of ours come back as the message and code that run() makes of them."""
+    result = CliRunner().invoke(app, list(words))
+    if isinstance(result.exception, PenstockError):
+        return 2, "", f"Error: {result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_simulate_prints_a_table_and_a_chart():
+    code, out, _ = penstock(
+        "simulate", "--schedule", "zb_v", "--lanes", "4", "--micro-batches", "6", "--compare", "1f1b,gpipe"
+    )
+    assert code == 0
+    for word in ("zb_v", "1f1b", "gpipe", "makespan", "lane 3", "longest lane span"):
+        assert word in out
+
+
+def test_simulate_json_has_the_figures():
+    code, out, _ = penstock("simulate", "--schedule", "1f1b", "--lanes", "4", "--micro-batches", "8", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["schedules"]
+    assert row["step_seconds"] == 33.0
+    assert row["bubble_over_makespan"] == pytest.approx(3 / 11)
+    assert row["peak_saved_stage_micro_batches"] == [4, 3, 2, 1]
+
+
+def test_a_lanes_costs_are_shared_by_its_stages():
+    code, out, _ = penstock(
+        "simulate", "--schedule", "zb_v", "--compare", "1f1b", "--forward", "2", "--saved-bytes", "1KiB", "--json"
+    )
+    assert code == 0
+    rows = json.loads(out)["schedules"]
+    work = [4 * row["step_seconds"] * (1 - row["bubble_over_makespan"]) for row in rows]
+    assert work[0] == pytest.approx(work[1])
+    assert max(rows[0]["peak_bytes"]) == max(rows[1]["peak_bytes"]) == 4096
+
+
+def test_simulate_writes_what_is_asked_for(tmp_path):
+    page, trace, table = (tmp_path / name for name in ("s.html", "s.json", "s.csv"))
+    code, out, _ = penstock(
+        "simulate", "--schedule", "zb_h1", "--html", str(page), "--chrome", str(trace), "--csv", str(table)
+    )
+    assert code == 0
+    assert "<canvas" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert load_csv(table).num_lanes == 4
+    assert str(page) in out.replace("\n", "")
+    code, out, _ = penstock("simulate", "--schedule", str(table), "--json")
+    assert code == 0
+    assert json.loads(out)["schedules"][0]["schedule"] == "s"
+
+
+def test_list_describes_every_schedule():
+    code, out, _ = penstock("simulate", "--list")
+    assert code == 0
+    assert all(name in out for name in names() if name != "one_by_one")
+    code, out, _ = penstock("simulate", "--list", "--json")
+    assert {"name", "summary", "paper", "options"} == set(json.loads(out)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lanes", "0"], "lanes: 0 must be a whole number"),
+        (["--lanes", "-3"], "lanes: -3 must be a whole number"),
+        (["--micro-batches", "0"], "micro_batches: 0"),
+        (["--schedule", "zb_v3"], "Did you mean 'zb_v'"),
+        (["--compare", "1f1c"], "Did you mean '1f1b'"),
+        (["--schedule", "chimera", "--lanes", "5"], "4 or 6 would do"),
+        (["--schedule", "1f1b", "--stages-per-lane", "2"], "leave stages_per_lane out"),
+        (["--schedule", "interleaved_1f1b", "--stages-per-lane", "0"], "stages_per_lane: 0"),
+        (["--forward", "nan"], "forward: nan must be finite"),
+        (["--forward", "-1"], "forward: -1.0 must be finite and not negative"),
+        (["--forward", "1,2"], "each of 4 stages"),
+        (["--forward", "one"], "--forward: 'one' is not a number"),
+        (["--transfer", "inf"], "transfer: inf must be finite"),
+        (["--keep", "hodl"], "Did you mean 'hold'"),
+        (["--memory-limit", "1GiB"], "saved_bytes"),
+        (["--memory-limit", "1KiB", "--saved-bytes", "1KiB"], "its peak is"),
+        (["--memory-limit", "0", "--saved-bytes", "1KiB"], "must be above zero"),
+        (["--schedule", "auto", "--memory-limit", "1KiB", "--saved-bytes", "2KiB"], "no schedule fits"),
+        (["--schedule", "none.csv"], "none.csv: cannot be read"),
+        (["--html", "/no/such/folder/x.html"], "cannot be written"),
+    ],
+)
+def test_wrong_input_gets_one_message_and_exit_code_2(words, message):
+    code, out, err = penstock("simulate", *words)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_malformed_csv_names_its_line(tmp_path):
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,oops\n")
+    code, _, err = penstock("simulate", "--schedule", str(tmp_path / "bad.csv"))
+    assert code == 2
+    assert "line 2, cell 2" in err
+
+
+def test_nothing_is_written_when_something_is_wrong(tmp_path):
+    code, _, _ = penstock("simulate", "--html", str(tmp_path / "x.html"), "--compare", "nonsense")
+    assert code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_itself():
+    """The real command in a real process: exit codes, one message on stderr, and no torch in its way."""
+    run = [sys.executable, "-c", "from penstock.cli.main import run; run()"]
+    good = subprocess.run([*run, "simulate", "--json"], capture_output=True, text=True, check=False)
+    assert good.returncode == 0
+    assert json.loads(good.stdout)
+    bad = subprocess.run([*run, "simulate", "--schedule", "nope"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("Error: unknown schedule 'nope'")
+    assert bad.stderr.count("\n") == 1
+    usage = subprocess.run([*run, "simulate", "--lanez", "4"], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2
+    version = subprocess.run([*run, "--version"], capture_output=True, text=True, check=False)
+    assert version.stdout.startswith("penstock 0.")
+
+
+def test_the_deciding_half_does_not_import_torch():
+    code = "import sys, penstock, penstock.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_demo_writes_its_page(tmp_path):
+    code, out, _ = penstock("demo", "--folder", str(tmp_path / "demo"), "--lanes", "2", "--micro-batches", "3")
+    assert code == 0
+    assert (tmp_path / "demo" / "timelines.html").exists()
+    assert "timelines.html" in out.replace("\n", "")
+    (tmp_path / "file").write_text("")
+    code, _, err = penstock("demo", "--folder", str(tmp_path / "file" / "x"), "--lanes", "2", "--micro-batches", "2")
+    assert code == 2
+    assert "cannot be made" in err

@@ -1,0 +1,105 @@
+"""Timeline: its figures, its text and its Chrome trace."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+from penstock import Costs, schedules, simulate
+from penstock.errors import OutputError
+from penstock.report.format import parse_bytes, show_bytes, show_seconds
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    schedule = schedules.build("zb_h1", lanes=3, micro_batches=4)
+    return simulate(schedule, Costs(transfer=0.25, saved_bytes=100, pending_bytes=40))
+
+
+def test_figures(timeline):
+    assert len(timeline) == 3 * 4 * 3 + 2 * 2 * 4
+    assert timeline.busy_seconds == (12.0,) * 3
+    assert timeline.step_seconds == pytest.approx(max(s.end for s in timeline))
+    assert timeline.bubble == pytest.approx(1 - 36 / (3 * timeline.step_seconds))
+    assert timeline.lane_bubbles == pytest.approx([1 - 12 / timeline.step_seconds] * 3)
+    assert timeline.peak_saved == (3, 2, 1)
+
+
+def test_text_shows_every_lane_and_both_bubbles_by_name(timeline):
+    text = timeline.to_text(width=120, color=False)
+    lines = text.splitlines()
+    assert [line[:6] for line in lines[:3]] == ["lane 0", "lane 1", "lane 2"]
+    assert "F0" in lines[0]
+    assert "W3" in lines[2]
+    assert all(len(line) == 120 for line in lines[:3])
+    assert "bubble over the makespan" in lines[-1]
+    assert "over the longest lane span" in lines[-1]
+    assert "\033" not in text
+
+
+def test_text_is_coloured_on_demand(timeline):
+    text = timeline.to_text(width=100, color=True)
+    assert "\033[" in text
+    plain = re.sub(r"\033\[[0-9;]*m", "", text).splitlines()
+    assert all(len(line) == 100 for line in plain[:3])
+    assert "input gradient" in text
+
+
+@pytest.mark.parametrize("width", [10, 31, 200, 1000])
+def test_text_fits_any_width(timeline, width):
+    lines = timeline.to_text(width=width, color=False).splitlines()
+    assert {len(line) for line in lines[:3]} == {max(30, width)}
+
+
+def test_text_of_overlapping_actions_shows_both():
+    time = simulate(schedules.Schedule.of(["0F0 (0F1;0B0) 0B1"]), Costs(forward=10, backward=10))
+    line = time.to_text(width=80, color=False).splitlines()[0]
+    assert all(word in line for word in ("F0", "F1", "B0", "B1"))
+
+
+def test_chrome_trace(timeline, tmp_path):
+    timeline.to_chrome(tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    trace = json.loads(text)
+    assert re.search(r'"rank":\s+(\d+)', text)  # what HTA looks for
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == len(timeline)
+    first = next(e for e in spans if e["name"] == "0F0")
+    assert (first["pid"], first["ts"], first["dur"]) == (0, 0, pytest.approx(1e6))
+    assert first["args"] == {"stage": 0, "micro-batch": 0}
+    arrows = {phase: [e for e in trace["traceEvents"] if e["ph"] == phase] for phase in "sf"}
+    assert len(arrows["s"]) == len(arrows["f"]) == 2 * 2 * 4
+    starts = {e["id"]: e for e in arrows["s"]}
+    for end in arrows["f"]:
+        assert end["ts"] > starts[end["id"]]["ts"]
+        assert abs(end["pid"] - starts[end["id"]]["pid"]) == 1
+    counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == 0]
+    assert max(e["args"]["held bytes"] for e in counters) <= timeline.peak_bytes[0]
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {
+        "lane 0",
+        "lane 1",
+        "lane 2",
+    }
+
+
+def test_chrome_trace_can_be_packed(timeline, tmp_path):
+    timeline.to_chrome(tmp_path / "t.json.gz")
+    assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceName"] == "zb_h1"
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing_behind(timeline, tmp_path):
+    with pytest.raises(OutputError):
+        timeline.to_chrome(tmp_path / "no" / "t.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_for_people():
+    assert show_seconds(0) == "0 s"
+    assert show_seconds(1e-10) == "0.1 ns"
+    assert show_seconds(123456.0) == "123,456 s"
+    assert show_bytes(2**60) == "1024 PiB"
+    assert [parse_bytes(t) for t in ("12", "1KiB", "2 MB", "1e3", "3g")] == [12, 1024, 2e6, 1000, 3e9]
+    for wrong in ("x", "1QiB", "", "--3"):
+        with pytest.raises(ValueError, match="could not convert"):
+            parse_bytes(wrong)

@@ -17,10 +17,9 @@ def build_or_none(name, lanes, micro_batches, **options):
     try:
         return schedules.build(name, lanes=lanes, micro_batches=micro_batches, **options)
     except ScheduleError as error:
-        assert "would do" in str(error)
-        assert schedules.describe(name).doubles_weights
-        assert lanes % 2
-        return None
+        if lanes % 2 and schedules.describe(name).doubles_weights and "would do" in str(error):
+            return None
+        raise
 
 
 def every_schedule():

@@ -1,29 +1,23 @@
-"""The zero-bubble paper's tables 5 and 8: measured times a stage (microseconds), and the bubbles it prints for them.
+"""The zero-bubble paper's tables 5 and 8, as benchmarks/published holds them."""
 
-A row: lanes, micro-batches, F, I, W, transfer, hidden size, attention heads (for the share of saved bytes
-that stays pending), and the published bubbles. In table 8 a lane has two stages; times are a lane's.
-"""
+import csv
+from pathlib import Path
 
-TABLE_5 = [
-    (8, 24, 18522, 18086, 9337, 601, 2304, 24, {"1f1b": 0.2431, "zb_h1": 0.1585, "zb_h2": 0.1083, "zb_1p": 0.1585, "zb_2p": 0.0433}),
-    (8, 32, 18513, 18086, 9331, 626, 2304, 24, {"1f1b": 0.1985, "zb_h1": 0.1242, "zb_h2": 0.0837, "zb_1p": 0.1242, "zb_2p": 0.0039}),
-    (8, 64, 18546, 18097, 9321, 762, 2304, 24, {"1f1b": 0.1240, "zb_h1": 0.0674, "zb_h2": 0.0444, "zb_1p": 0.0674, "zb_2p": 0.0026}),
-    (8, 24, 29718, 29444, 19927, 527, 4096, 32, {"1f1b": 0.2347, "zb_h1": 0.1323, "zb_h2": 0.0698, "zb_1p": 0.1323, "zb_2p": 0.0029}),
-    (8, 32, 29802, 29428, 19530, 577, 4096, 32, {"1f1b": 0.1898, "zb_h1": 0.1045, "zb_h2": 0.0559, "zb_1p": 0.1045, "zb_2p": 0.0022}),
-    (8, 64, 29935, 29621, 19388, 535, 4096, 32, {"1f1b": 0.1091, "zb_h1": 0.0554, "zb_h2": 0.0294, "zb_1p": 0.0554, "zb_2p": 0.0010}),
-    (16, 48, 11347, 11248, 8132, 377, 5120, 40, {"1f1b": 0.2552, "zb_h1": 0.1397, "zb_h2": 0.0672, "zb_1p": 0.1397, "zb_2p": 0.0066}),
-    (16, 64, 11307, 11254, 8101, 379, 5120, 40, {"1f1b": 0.2082, "zb_h1": 0.1088, "zb_h2": 0.0516, "zb_1p": 0.1088, "zb_2p": 0.0054}),
-    (16, 128, 11325, 11308, 8109, 378, 5120, 40, {"1f1b": 0.1251, "zb_h1": 0.0576, "zb_h2": 0.0266, "zb_1p": 0.0576, "zb_2p": 0.0028}),
-    (32, 96, 10419, 10207, 7715, 408, 6144, 48, {"1f1b": 0.2646, "zb_h1": 0.1421, "zb_h2": 0.0641, "zb_1p": 0.1421, "zb_2p": 0.0038}),
-    (32, 128, 10408, 10204, 7703, 408, 6144, 48, {"1f1b": 0.2168, "zb_h1": 0.1106, "zb_h2": 0.0490, "zb_1p": 0.1106, "zb_2p": 0.0029}),
-    (32, 256, 10402, 10248, 7698, 460, 6144, 48, {"1f1b": 0.1352, "zb_h1": 0.0594, "zb_h2": 0.0257, "zb_1p": 0.0594, "zb_2p": 0.0018}),
-]  # fmt: skip
-
-TABLE_8 = [
-    (16, 48, 28814, 28760, 19352, 1610, 4096, 32, {"1f1b": 0.2668, "zb_h1": 0.1536, "zb_h2": 0.0823, "zb_v": 0.0697}),
-]  # fmt: skip
+FOLDER = Path(__file__).parent.parent / "benchmarks" / "published"
 
 
-def pending_share(hidden, heads, sequence=1024):
+def rows(table):
+    """Return a table's rows: counts and times as numbers, and the published bubbles that it has."""
+    with (FOLDER / f"{table}.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    names = [name for name in lines[0] if name.startswith(("1f1b", "zb_"))]
+    return [
+        {key: int(value) for key, value in line.items() if key not in names}
+        | {"published": {name: float(line[name]) for name in names if line[name]}}
+        for line in lines
+    ]
+
+
+def pending_share(row, sequence=1024):
     """Of what a transformer block saves, the share that its weight gradients need: 32 h of 34 h + 5 a s."""
-    return 32 * hidden / (34 * hidden + 5 * heads * sequence)
+    return 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * sequence)

@@ -11,7 +11,10 @@ import numpy as np
 from penstock.catalog import CATALOG
 from penstock.errors import CostError, ScheduleError
 from penstock.model.costs import Costs
-from penstock.planning.limits import limit_per_lane
+from penstock.planning.exact import Proof, solve_exactly
+from penstock.planning.greedy import Draft, Problem
+from penstock.planning.limits import limit_per_lane, sized
+from penstock.planning.simulate import simulate
 from penstock.planning.synthesize import synthesize
 from penstock.schedule.actions import Action, Kind, Lane
 from penstock.schedule.lower import Channels, Keep, Lowered, lower
@@ -23,8 +26,8 @@ from penstock.schedule.verify import Fault, find_faults
 from penstock.schedule.verify import verify as _verify
 
 __all__ = [
-    "Action", "Fault", "Keep", "Kind", "Lane", "Lowered", "Schedule",
-    "build", "describe", "find_faults", "load_csv", "lower", "names", "register", "verify",
+    "Action", "Fault", "Keep", "Kind", "Lane", "Lowered", "Proof", "Schedule",
+    "build", "describe", "find_faults", "load_csv", "lower", "names", "prove", "register", "verify",
 ]  # fmt: skip
 
 
@@ -128,6 +131,41 @@ def verify(
             held.saved_bytes, held.pending_bytes, np.array(limit_per_lane(memory_limit, plan.num_lanes))
         )
     _verify(schedule, memory=memory, channels=channels, skips=skips)
+
+
+def prove(
+    *,
+    lanes: int,
+    micro_batches: int,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    stages_per_lane: int | None = None,
+    time_limit_seconds: float = 60.0,
+) -> Proof:
+    """Solve a small case exactly, and say how far from the optimum the search of `auto` is.
+
+    The solver starts from what `auto` finds with each stage on one lane, and keeps that placement. The proof
+    holds the better schedule of the two and a bound that no schedule of this placement passes. Needs
+    OR-Tools: `pip install 'penstock[exact]'`.
+
+    Raises:
+        SolverError: when OR-Tools is missing, or the case is too big.
+    """
+    found = build(
+        "auto",
+        lanes=lanes,
+        micro_batches=micro_batches,
+        costs=costs,
+        memory_limit=memory_limit,
+        stages_per_lane=stages_per_lane,
+        two_ways=False,
+    )
+    timeline = simulate(found, costs)
+    hint = Draft(found, timeline.step_seconds, max(timeline.lane_seconds))
+    limits = limit_per_lane(memory_limit, lanes)
+    splits = Kind.B not in found.kinds
+    problem = Problem("exact", found.lane_of, micro_batches, sized(costs, found.num_stages), limits, splits)
+    return solve_exactly(problem, hint=hint, time_limit_seconds=time_limit_seconds)
 
 
 def _auto(

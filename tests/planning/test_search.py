@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from cases import NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import NAMES
 from penstock import Costs, schedules, simulate
 from penstock.errors import PenstockError, ScheduleError
 from penstock.planning.greedy import Problem, write_schedule

@@ -1,15 +1,16 @@
 """Simulation: closed forms, a second opinion, links, devices, recompute and offload."""
 
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
 import pytest
-from cases import every_schedule
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import run_slowly
 
 import penstock
+from cases import every_schedule
+from oracle import run_slowly
 from penstock import Cluster, Costs, Link, schedules, simulate
 from penstock.errors import CostError, ScheduleError
 from penstock.schedule.actions import Kind
@@ -146,7 +147,7 @@ def test_values_that_skip_stages_are_waited_for(p, m, pairs, name):
 
 
 def test_bandwidth_keeps_a_link_busy():
-    """Two lanes; forwards take no time, so what is left is the link: 4 values of 2 seconds each, one after the other."""
+    """Compute takes no time, so what is left is the link: 4 values of 2 seconds each, one after the other."""
     schedule = schedules.build("gpipe", lanes=2, micro_batches=4)
     costs = Costs(forward=0.0, backward=0.0, output_bytes=20.0)
     time = simulate(schedule, costs, cluster=Cluster(link=Link(bytes_per_second=10.0, latency_seconds=0.5)))
@@ -172,7 +173,7 @@ def test_a_shared_link_is_what_an_event_loop_ordered_by_time_makes_of_it(p, m, s
     time = simulate(schedule, Costs(output_bytes=seconds), cluster=Cluster(link=wire))
     ends = {span.action: span.end for span in time}
     sends = sorted((s for s in time if s.to_lane >= 0), key=lambda s: s.start)
-    for before, after in zip(sends, sends[1:], strict=False):
+    for before, after in pairwise(sends):
         assert after.start >= before.end - 1e-9  # one at a time
     free = 0.0
     waiting = [(_ready(span, ends), span) for span in sends]

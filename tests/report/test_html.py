@@ -172,13 +172,15 @@ def test_hover_tells_a_transfers_way(open_page: Open, step: Timeline) -> None:
         page.mouse.move(at["x"], float(y))
         if (shown := page.locator("#tooltip").inner_text()).startswith("2SEND_F0"):
             break
-    assert "lane 2 → lane 3" in shown and "send of an activation" in shown
+    assert "lane 2 → lane 3" in shown
+    assert "send of an activation" in shown
 
 
 def test_hover_on_the_curves_tells_memory_and_bubble(open_page: Open, step: Timeline) -> None:
     page = open_page(step)
     page.locator(".memory").hover(position={"x": 700, "y": 14})
-    assert "lane 0" in page.locator("#tooltip").inner_text() and "GiB" in page.locator("#tooltip").inner_text()
+    assert "lane 0" in page.locator("#tooltip").inner_text()
+    assert "GiB" in page.locator("#tooltip").inner_text()
     page.locator(".bubble").hover(position={"x": 190, "y": 30})
     assert "7 of 8" in page.locator("#tooltip").inner_text()
 
@@ -205,7 +207,8 @@ def test_drag_pans(open_page: Open, step: Timeline) -> None:
     page.mouse.move(at["x"] + 200, at["y"], steps=4)
     page.mouse.up()
     start, end = view(page)
-    assert start < 19 and end - start == pytest.approx(10)
+    assert start < 19
+    assert end - start == pytest.approx(10)
     assert page.evaluate("penstock.place(0, 3, 25.0).x") == pytest.approx(at["x"] + 200, abs=1)
 
 
@@ -258,7 +261,8 @@ def test_actions_that_overlap_share_the_lanes_height(open_page: Open) -> None:
     lane, start, end = find(pair, "0F14")
     at = start + (end - start) * 0.05
     upper, lower = pixel(page, lane, at, lower=-6), pixel(page, lane, at, lower=6)
-    assert upper == colour(page, f"kind-{Kind.F}") and lower != upper
+    assert upper == colour(page, f"kind-{Kind.F}")
+    assert lower != upper
     assert lower != colour(page, "lane")
 
 

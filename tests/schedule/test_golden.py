@@ -6,8 +6,8 @@ To accept a change: delete the file and run the test; it writes the new one and 
 from pathlib import Path
 
 import pytest
-from cases import NAMES
 
+from cases import NAMES
 from penstock import schedules
 from penstock.schedule.lower import lower
 

@@ -3,10 +3,10 @@
 from collections import defaultdict
 
 import pytest
-from cases import every_schedule
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import every_schedule
 from penstock import schedules
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind

@@ -7,10 +7,10 @@ from penstock.errors import CostError, ScheduleError
 from penstock.schedule.registry import Entry, Registry
 from penstock.schedules import Schedule, build, describe, names
 
-ALL = (
-    "gpipe 1f1b interleaved_1f1b looped_bfs zb_h1 zb_h2 zb_1p zb_2p zb_v v_half v_min dualpipe dualpipe_v chimera "
-    "hanayo pipedream pipedream_2bw auto"
-).split()
+ALL = """
+    gpipe 1f1b interleaved_1f1b looped_bfs zb_h1 zb_h2 zb_1p zb_2p zb_v v_half v_min dualpipe dualpipe_v chimera
+    hanayo pipedream pipedream_2bw auto
+""".split()  # noqa: SIM905 - easier to read against the docs
 
 
 def test_all_schedules_are_there():

@@ -1,9 +1,9 @@
 """Text and CSV: round trips, torch's own files, ours in torch, and malformed ones."""
 
 import pytest
+
 import torch_schedules as torchs
 from cases import NAMES, build_or_none, every_schedule
-
 from penstock import schedules, simulate
 from penstock.errors import OutputError, ScheduleError
 from penstock.schedule.actions import Kind

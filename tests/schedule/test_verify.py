@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import NAMES, OPEN, build_or_none, every_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import is_complete, run_slowly
 
+from cases import NAMES, OPEN, build_or_none, every_schedule
+from oracle import is_complete, run_slowly
 from penstock import Costs, schedules
 from penstock.errors import VerifyError
 from penstock.schedule.actions import Action, Kind, Lane

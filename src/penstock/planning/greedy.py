@@ -95,8 +95,9 @@ class _Clock:
         self.seconds_b = (costs.input_grad if problem.splits_backward else costs.backward).tolist()
         self.seconds_w = costs.weight_grad.tolist()
         self.lag = costs.transfer.tolist()
-        self.saved = costs.saved_bytes.tolist()
         self.pending = costs.pending_bytes.tolist() if problem.splits_backward else [0.0] * num_stages
+        # where more is pending than was saved, room for it must be there before the backward
+        self.saved = [max(s, p) for s, p in zip(costs.saved_bytes.tolist(), self.pending, strict=True)]
         self.stages = [[s for s in range(num_stages) if problem.lane_of[s] == lane] for lane in range(num_lanes)]
         self.next_f, self.next_b = [0] * num_stages, [0] * num_stages
         # arrivals not yet used, oldest first: when each micro-batch's input, or output gradient, is there

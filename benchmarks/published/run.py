@@ -1,0 +1,72 @@
+"""Measured against published: the bubbles of the zero-bubble paper's tables 5 and 8, and ours for the same inputs.
+
+    .venv/bin/python benchmarks/published/run.py [--quick]
+
+`=` ours is the published value, `<` ours is lower (the searched schedules, at the same memory limit).
+"""
+
+import csv
+import sys
+import time
+from pathlib import Path
+
+from penstock import Costs, schedules, simulate
+
+FOLDER = Path(__file__).parent
+
+
+def pending_share(row: dict[str, str]) -> float:
+    """Return the share of a transformer block's saved bytes that its weight gradients need."""
+    hidden, heads = int(row["hidden"]), int(row["heads"])
+    return 32 * hidden / (34 * hidden + 5 * heads * 1024)
+
+
+def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
+    """Return the bubble over the longest lane span, the peak in 1f1b's unit, and the seconds it took to build."""
+    share = 0.5 if name == "zb_v" else 1.0
+    costs = Costs(
+        forward=int(row["F"]) * share,
+        input_grad=int(row["I"]) * share,
+        weight_grad=int(row["W"]) * share,
+        transfer=int(row["transfer"]),
+        saved_bytes=share,
+        pending_bytes=pending_share(row) * share,
+    )
+    begin = time.perf_counter()
+    schedule = schedules.build(name, lanes=int(row["lanes"]), micro_batches=int(row["micro_batches"]), costs=costs)
+    seconds = time.perf_counter() - begin
+    timeline = simulate(schedule, costs)
+    return timeline.span_bubble, max(timeline.peak_bytes), seconds
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv
+    for table in ("table5", "table8"):
+        with (FOLDER / f"{table}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        names = [name for name in rows[0] if name.startswith(("1f1b", "zb_")) and any(row[name] for row in rows)]
+        print(f"\n{table}: published → ours; for searched schedules the peak over the limit, and seconds to build\n")
+        print("| lanes × micro-batches | F, I, W, transfer (µs) | " + " | ".join(names) + " |")
+        print("|---" * (len(names) + 2) + "|")
+        for row in rows:
+            cells = [show(name, row, quick=quick) for name in names]
+            times = ", ".join(row[key] for key in ("F", "I", "W", "transfer"))
+            print(f"| {row['lanes']} × {row['micro_batches']} | {times} | " + " | ".join(cells) + " |", flush=True)
+
+
+def show(name: str, row: dict[str, str], *, quick: bool) -> str:
+    is_searched = name in ("zb_1p", "zb_2p", "zb_v")
+    if not row[name] or (quick and is_searched):
+        return "–"
+    bubble, peak, seconds = measure(name, row)
+    published, ours = float(row[name]), round(bubble, 4)
+    sign = "=" if ours == published else "<" if ours < published else "> !"
+    text = f"{published:.4f} → {ours:.4f} {sign}"
+    if is_searched:
+        limit = int(row["lanes"]) * (2 if name == "zb_2p" else 1)
+        text += f" ({peak / limit:.3f}, {seconds:.1f} s)"
+    return text
+
+
+if __name__ == "__main__":
+    main()

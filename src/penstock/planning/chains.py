@@ -1,0 +1,53 @@
+"""Chains: waits between actions as a graph, and the longest chains through it, in whole units of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from graphlib import TopologicalSorter
+
+__all__ = ["Chains", "Wait"]
+
+Wait = tuple[int, int, int]  # maker, user, lag
+
+
+class Chains:
+    """Waits as a graph of nodes."""
+
+    def __init__(self, durations: Sequence[int], waits: Iterable[Wait]) -> None:
+        self.durations = durations
+        self.before: list[list[tuple[int, int]]] = [[] for _ in durations]  # (maker, lag) of each node
+        self.after: list[list[tuple[int, int]]] = [[] for _ in durations]  # (user, lag)
+        for maker, user, lag in waits:
+            self.before[user].append((maker, lag))
+            self.after[maker].append((user, lag))
+        graph = {user: [maker for maker, _ in makers] for user, makers in enumerate(self.before)}
+        self.sorted = list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+    @cached_property
+    def heads(self) -> list[int]:
+        """For every node, the longest chain that must end before its start."""
+        heads = [0] * len(self.durations)
+        for node in self.sorted:
+            heads[node] = max((heads[m] + self.durations[m] + lag for m, lag in self.before[node]), default=0)
+        return heads
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For every node, the longest chain that must follow its end."""
+        tails = [0] * len(self.durations)
+        for node in reversed(self.sorted):
+            tails[node] = max((lag + self.durations[u] + tails[u] for u, lag in self.after[node]), default=0)
+        return tails
+
+    def outermost(self, lane: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the nodes to which no chain leads from their own lane, and those from which none leads to it."""
+        earlier, later = [0] * len(lane), [0] * len(lane)  # lanes as bits
+        for node in self.sorted:
+            for maker, _ in self.before[node]:
+                earlier[node] |= earlier[maker] | 1 << lane[maker]
+        for node in reversed(self.sorted):
+            for user, _ in self.after[node]:
+                later[node] |= later[user] | 1 << lane[user]
+        nodes = range(len(lane))
+        return [n for n in nodes if not earlier[n] >> lane[n] & 1], [n for n in nodes if not later[n] >> lane[n] & 1]

@@ -130,6 +130,23 @@ def test_what_policies_write_is_a_schedule_with_the_length_they_say(data):
     assert better.step_seconds <= draft.step_seconds * (1 + 1e-12)
 
 
+def test_forwards_never_lead_into_a_dead_end():
+    """The story: lane 0 took three micro-batches' first stage (1 byte each), then none could enter its last (2)."""
+    costs = Costs(saved_bytes=[1, 1, 1, 1, 1, 2]).for_stages(6)
+    problem = Problem("p", snake(3, 2), 3, costs, (3.6,) * 3, splits_backward=False)
+    for policy in policies(problem):
+        assert write_schedule(problem, policy) is not None
+
+
+def test_more_pending_than_saved_is_kept_within_the_limit():
+    """The story: an input gradient that leaves more than it frees went over the limit."""
+    costs = Costs(saved_bytes=0.6, pending_bytes=1.0)
+    problem = Problem("p", (0, 1), 4, costs.for_stages(2), (1.2,) * 2)
+    for policy in policies(problem):
+        draft = write_schedule(problem, policy)
+        assert max(simulate(draft.schedule, costs).peak_bytes) <= 1.2
+
+
 def test_polish_shortens_what_can_be_shortened():
     """All weight gradients first: their lane is late with everything that others wait for."""
     costs = Costs(transfer=0.0).for_stages(2)

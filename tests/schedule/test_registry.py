@@ -51,6 +51,11 @@ def test_counts_must_be_whole_numbers_from_1(count):
             build("interleaved_1f1b", lanes=2, micro_batches=2, stages_per_lane=count)
 
 
+def test_more_than_any_memory_holds_is_refused_at_once():
+    with pytest.raises(ScheduleError, match="too many actions"):
+        build("1f1b", lanes=100_000, micro_batches=100_000)
+
+
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(ScheduleError, match="Did you mean 'zb_h1'"):
         build("zb_h11", lanes=2, micro_batches=2)

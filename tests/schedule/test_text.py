@@ -105,7 +105,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 
 def test_huge_numbers_allocate_nothing(tmp_path):
-    (tmp_path / "h.csv").write_text("16777215F4294967295,0F0\n")
+    (tmp_path / "h.csv").write_text("16777215F2147483647,0F0\n")
     with pytest.raises(ScheduleError, match="has no action"):
         load_csv(tmp_path / "h.csv")
 

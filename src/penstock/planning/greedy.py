@@ -190,18 +190,24 @@ class _Clock:
         return best, at, blocked
 
     def has_room(self, lane: int, stage: int) -> bool:
-        """Is there memory for a forward, and after it for the oldest micro-batch to pass all the lane's stages?"""
-        stages = self.stages[lane]
-        room = self.limit[lane] - self.held[lane] - self.saved[stage]
-        if room < 0:
+        """Is there memory for a forward, and after it a way for every micro-batch under way to pass the lane?
+
+        They can pass one after the other, the oldest first: each needs room for its stages that are still to
+        come, and leaves nothing behind. Between two stages' turns this is hardest for the oldest.
+        """
+        if self.held[lane] + self.saved[stage] > self.limit[lane]:
             return False
-        oldest = self.next_b[stages[0]]
-        mb = self.next_f[stage]
-        reserve = 0.0
-        for other in stages:
-            if self.next_f[other] <= oldest and (other != stage or mb != oldest):
-                reserve += self.saved[other]
-        return bool(room >= reserve)
+        stages, saved, next_b = self.stages[lane], self.saved, self.next_b
+        if len(stages) == 1:
+            return True
+        next_f = [self.next_f[s] + (s == stage) for s in stages]
+        for mb in next_f[1:]:
+            need = 0.0
+            for s, done in zip(stages, next_f, strict=True):
+                need += saved[s] * (max(0, done - max(mb, next_b[s])) + (done <= mb))
+            if mb < next_f[0] and need > self.limit[lane]:
+                return False
+        return True
 
     def forward(self, lane: int, stage: int, now: float) -> None:
         self.inputs[stage].popleft()

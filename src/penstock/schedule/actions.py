@@ -57,10 +57,10 @@ if missing := [kind for kind in Kind if kind not in _WORDS]:  # fails at import,
 KINDS: tuple[Kind, ...] = tuple(Kind)
 KIND_INDEX: dict[Kind, int] = {kind: index for index, kind in enumerate(KINDS)}
 
-# An action as one int64: kind in the top byte, then 24 bits of stage, then 32 bits of micro-batch.
+# An action as one int64: kind in the top byte, then 24 bits of stage, then 32 bits of micro-batch (one of them unused).
 # Lanes of millions of actions stay small, and everything that reads them works on whole arrays.
 STAGE_BITS, MB_BITS = 24, 32
-MAX_STAGES, MAX_MBS = 1 << STAGE_BITS, 1 << MB_BITS
+MAX_STAGES, MAX_MBS = 1 << STAGE_BITS, 1 << (MB_BITS - 1)  # a micro-batch fits a signed 32-bit number
 _STAGE_MASK, _MB_MASK = MAX_STAGES - 1, MAX_MBS - 1
 
 _PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(KINDS, key=len, reverse=True)) + r")(\d+)")
@@ -98,7 +98,7 @@ class Action(NamedTuple):
             )
         stage, mb = int(match[1]), int(match[3])
         if stage >= MAX_STAGES or mb >= MAX_MBS:
-            raise ScheduleError(f"{text.strip()[:40]!r} is out of range: stages end at 2^24, micro-batches at 2^32")
+            raise ScheduleError(f"{text.strip()[:40]!r} is out of range: stages end at 2^24, micro-batches at 2^31")
         return cls(Kind(match[2]), stage, mb)
 
 

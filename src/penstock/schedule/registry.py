@@ -15,6 +15,8 @@ __all__ = ["Builder", "Entry", "Registry"]
 
 Builder = Callable[..., Schedule]
 
+MAX_FORWARDS = 100_000_000  # lanes × micro-batches; 4 million take 2.5 GiB to simulate
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -87,6 +89,7 @@ class Registry:
         entry = self.entry(name)
         check_count("lanes", lanes, MAX_STAGES)
         check_count("micro_batches", micro_batches, MAX_MBS)
+        _check_size(lanes, micro_batches)
         given = {key: value for key, value in options.items() if value is not None}
         stages = given.get("stages_per_lane")
         if stages is not None:
@@ -105,6 +108,14 @@ def check_count(name: str, value: object, most: int) -> None:
         raise ScheduleError(f"{name}: {value!r} must be a whole number, 1 or more")
     if value >= most:
         raise ScheduleError(f"{name}: {value} is too many; less than {most} would do")
+
+
+def _check_size(lanes: int, micro_batches: int) -> None:
+    """Refuse what no memory would hold, before trying."""
+    if lanes * micro_batches > MAX_FORWARDS:
+        raise ScheduleError(
+            f"too many actions; lanes × micro_batches: {lanes * micro_batches:,}, at most: {MAX_FORWARDS:,}"
+        )
 
 
 def _no_use(entry: Entry, unused: list[str]) -> str:

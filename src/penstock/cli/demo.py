@@ -27,7 +27,7 @@ def demo(
         schedules=_SCHEDULES,
         lanes=lanes,
         micro_batches=micro_batches,
-        stages_per_lane=None,
+        stages_per_lane=2,  # for those that leave it open: interleaved_1f1b and auto
         keep="hold",
         seconds={"forward": "0.010", "backward": "", "input_grad": "0.010", "weight_grad": "0.008"},
         transfer="0.0005",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -58,20 +59,16 @@ def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
 
 def table(results: list[Result]) -> None:
     """Print the figures of all schedules, each beside the first."""
-    grid = Table(header_style="bold")
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    grid.caption = "bubble: share without compute, over the step's makespan and over the longest lane span"
     grid.add_column("schedule", style="cyan", no_wrap=True)
-    for heading in (
-        "step",
-        "bubble over\nthe makespan",
-        "bubble over the\nlongest lane span",
-        "peak held,\nmicro-batches",
-    ):
-        grid.add_column(heading, justify="right")
+    for heading in ("step", "bubble,\nmakespan", "bubble,\nlane span", "micro-batches\nheld at most"):
+        grid.add_column(heading, justify="right", no_wrap=True)
     has_bytes = any(max(result.timeline.peak_bytes) > 0 for result in results)
     if has_bytes:
-        grid.add_column("peak held,\nbytes", justify="right")
+        grid.add_column("bytes held\nat most", justify="right", no_wrap=True)
     if len(results) > 1:
-        grid.add_column(f"step over\n{results[0].schedule.name}'s", justify="right")
+        grid.add_column("step over\nthe first", justify="right", no_wrap=True)
     for result in results:
         grid.add_row(*_cells(result, results[0], has_bytes=has_bytes, has_ratio=len(results) > 1))
     Console().print(grid)

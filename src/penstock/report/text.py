@@ -45,14 +45,14 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
 
 
 def summary(timeline: Timeline) -> str:
-    """Return the figures of a timeline as a line of text."""
+    """Return the figures of a timeline as two lines of text."""
     held = f"peak held: {max(timeline.peak_saved)} stage micro-batches"
     if max(timeline.peak_bytes) > 0:
         held += f", {show_bytes(max(timeline.peak_bytes))}"
     return (
-        f"{timeline.name}: step {show_seconds(timeline.step_seconds)} · "
+        f"{timeline.name}: step {show_seconds(timeline.step_seconds)}, {held}\n"
         f"bubble over the makespan {show_share(timeline.bubble)}, "
-        f"over the longest lane span {show_share(timeline.span_bubble)} · {held}"
+        f"over the longest lane span {show_share(timeline.span_bubble)}"
     )
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from penstock.catalog import CATALOG
 from penstock.errors import CostError, ScheduleError
 from penstock.model.costs import Costs
-from penstock.planning.exact import Proof, solve_exactly
+from penstock.planning.exact import Proof, check_size, solve_exactly
 from penstock.planning.greedy import Draft, Problem
 from penstock.planning.limits import limit_per_lane, sized
+from penstock.planning.search import search
 from penstock.planning.simulate import simulate
 from penstock.planning.synthesize import synthesize
 from penstock.schedule.actions import Action, Kind, Lane
@@ -22,7 +23,8 @@ from penstock.schedule.memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import load_csv
-from penstock.schedule.verify import Fault, find_faults
+from penstock.schedule.verify import Fault
+from penstock.schedule.verify import find_faults as _find_faults
 from penstock.schedule.verify import verify as _verify
 
 __all__ = [
@@ -61,14 +63,18 @@ def build(
     1F0 1B0 1F1 1B1 1F2 1B2
     """
     entry = _REGISTRY.entry(name)
+    if costs is not None and not isinstance(costs, Costs):
+        raise CostError(f"costs: give a penstock.Costs; given: {type(costs).__name__}")
     if memory_limit is not None and (costs is None or costs.saved_bytes is None):
-        raise CostError("memory_limit is in bytes, so costs must say what stages hold: give Costs(saved_bytes=...)")
+        raise CostError(_NEEDS_BYTES)
     given = {"stages_per_lane": stages_per_lane, **options}
     if "costs" in entry.options:
         given["costs"] = costs
     if "memory_limit" in entry.options:
         given["memory_limit"] = memory_limit
     schedule = _REGISTRY.build(name, lanes=lanes, micro_batches=micro_batches, options=given)
+    if costs is not None:
+        costs.for_stages(schedule.num_stages)  # says if they are not as many
     if memory_limit is not None and "memory_limit" not in entry.options:
         verify(schedule, costs=costs, memory_limit=memory_limit)
     return schedule
@@ -108,7 +114,7 @@ def verify(
     *,
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
-    channels: Channels = "tagged",
+    channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> None:
     """Return if a schedule can run, else raise with all its faults and the lanes around the first.
@@ -117,20 +123,47 @@ def verify(
         schedule: a schedule, or a lowered one.
         costs: what stages hold, for the memory limit; without it a stage micro-batch counts as 1.
         memory_limit: how much each lane may hold, a number or one a lane.
-        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking".
+        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking"; by default as
+            the schedule was lowered, else "tagged".
         skips: (from stage, to stage) for values that jump over stages.
 
     Raises:
         VerifyError: with `faults`.
     """
-    plan = schedule.schedule if isinstance(schedule, Lowered) else schedule
-    memory = None
-    if memory_limit is not None:
-        held = (costs or Costs(saved_bytes=1.0, pending_bytes=0.0)).for_stages(plan.num_stages)
-        memory = MemoryLimit(
-            held.saved_bytes, held.pending_bytes, np.array(limit_per_lane(memory_limit, plan.num_lanes))
-        )
+    memory = _memory(schedule, costs, memory_limit)
     _verify(schedule, memory=memory, channels=channels, skips=skips)
+
+
+def find_faults(
+    schedule: Schedule | Lowered,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    channels: Channels | None = None,
+    skips: Iterable[Sequence[int]] = (),
+) -> list[Fault]:
+    """Return everything that is wrong with a schedule, as a list; arguments as in `verify`.
+
+    >>> [str(fault) for fault in find_faults(Schedule.of(["0F0 0F0 0B0"]))]
+    ['repeated: lane 0, action 1: 0F0 stands again; the first on lane 0, action 0']
+    """
+    return _find_faults(schedule, memory=_memory(schedule, costs, memory_limit), channels=channels, skips=skips)
+
+
+def _memory(
+    schedule: Schedule | Lowered, costs: Costs | None, memory_limit: float | Sequence[float] | None
+) -> MemoryLimit | None:
+    plan = schedule.schedule if isinstance(schedule, Lowered) else schedule
+    if memory_limit is None:
+        return None
+    if costs is not None and costs.saved_bytes is None:
+        raise CostError(_NEEDS_BYTES)
+    held = (costs or Costs(saved_bytes=1.0, pending_bytes=0.0)).for_stages(plan.num_stages)
+    limits = np.array(limit_per_lane(memory_limit, plan.num_lanes))
+    return MemoryLimit(held.saved_bytes, held.pending_bytes, limits, held.input_bytes)
+
+
+_NEEDS_BYTES = "memory_limit is in bytes, so costs must say what stages hold: give Costs(saved_bytes=...)"
 
 
 def prove(
@@ -144,13 +177,14 @@ def prove(
 ) -> Proof:
     """Solve a small case exactly, and say how far from the optimum the search of `auto` is.
 
-    The solver starts from what `auto` finds with each stage on one lane, and keeps that placement. The proof
-    holds the better schedule of the two and a bound that no schedule of this placement passes. Needs
-    OR-Tools: `pip install 'penstock[exact]'`.
+    The solver starts from what `auto` finds with each stage on one lane (`two_ways=False`), and keeps that
+    placement. The proof holds the better schedule of the two and a bound that no schedule of this placement
+    passes. Needs OR-Tools, the extra `exact`.
 
     Raises:
         SolverError: when OR-Tools is missing, or the case is too big.
     """
+    check_size(3 * lanes * micro_batches * (stages_per_lane or _stages_in(costs, lanes)))
     found = build(
         "auto",
         lanes=lanes,
@@ -160,11 +194,13 @@ def prove(
         stages_per_lane=stages_per_lane,
         two_ways=False,
     )
-    timeline = simulate(found, costs)
-    hint = Draft(found, timeline.step_seconds, max(timeline.lane_seconds))
     limits = limit_per_lane(memory_limit, lanes)
-    splits = Kind.B not in found.kinds
+    splits = Kind.I in found.kinds
     problem = Problem("exact", found.lane_of, micro_batches, sized(costs, found.num_stages), limits, splits)
+    timeline = simulate(found, costs)
+    hint: Draft | None = Draft(found, timeline.step_seconds, max(timeline.lane_seconds))
+    if found.overlaps or {Kind.B, Kind.I} <= found.kinds:  # such pairs are not what the solver knows
+        hint = search(problem, objective="step")
     return solve_exactly(problem, hint=hint, time_limit_seconds=time_limit_seconds)
 
 

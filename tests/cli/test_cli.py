@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -81,7 +82,15 @@ def test_list_describes_every_schedule():
         (["--lanes", "-3"], "lanes: -3 must be a whole number"),
         (["--micro-batches", "0"], "micro_batches: 0"),
         (["--schedule", "zb_v3"], "Did you mean 'zb_v'"),
-        (["--compare", "1f1c"], "Did you mean '1f1b'"),
+        (["--compare", "1f1c,gpip"], "Did you mean '1f1b'"),
+        (["--compare", "1f1c,gpip"], "Did you mean 'gpipe'"),
+        (["--forward", "1e31"], "must be finite"),
+        (["--pending-bytes", "1"], "give these too"),
+        (["--backward", "1", "--weight-grad", "2"], "is more than backward"),
+        (["--lanes", "100000", "--micro-batches", "100000"], "too many actions"),
+        (["--html", ""], "it is a directory"),
+        (["--html", "x.html", "--csv", "x.html"], "the same name"),
+        (["--compare", "zb_v", "--forward", "1,1,1,1"], "zb_v: costs must be"),
         (["--schedule", "chimera", "--lanes", "5"], "4 or 6 would do"),
         (["--schedule", "1f1b", "--stages-per-lane", "2"], "leave stages_per_lane out"),
         (["--schedule", "interleaved_1f1b", "--stages-per-lane", "0"], "stages_per_lane: 0"),
@@ -91,7 +100,7 @@ def test_list_describes_every_schedule():
         (["--forward", "one"], "--forward: 'one' is not a number"),
         (["--transfer", "inf"], "transfer: inf must be finite"),
         (["--keep", "hodl"], "Did you mean 'hold'"),
-        (["--memory-limit", "1GiB"], "saved_bytes"),
+        (["--memory-limit", "1GiB"], "--saved-bytes must say"),
         (["--memory-limit", "1KiB", "--saved-bytes", "1KiB"], "its peak is"),
         (["--memory-limit", "0", "--saved-bytes", "1KiB"], "must be above zero"),
         (["--schedule", "auto", "--memory-limit", "1KiB", "--saved-bytes", "2KiB"], "no schedule fits"),
@@ -112,6 +121,63 @@ def test_a_malformed_csv_names_its_line(tmp_path):
     code, _, err = penstock("simulate", "--schedule", str(tmp_path / "bad.csv"))
     assert code == 2
     assert "line 2, cell 2" in err
+
+
+def test_a_schedule_in_a_comparison_that_does_not_fit_is_marked():
+    words = ["--schedule", "auto", "--memory-limit", "3GiB", "--saved-bytes", "1GiB", "--compare", "1f1b"]
+    code, out, _ = penstock("simulate", *words)
+    assert code == 0
+    assert "1f1b: does not fit the memory limit" in out
+    code, out, _ = penstock("simulate", *words, "--json")
+    assert [row["fits_memory_limit"] for row in json.loads(out)["schedules"]] == [True, False]
+
+
+def test_the_memory_limit_knows_what_is_kept():
+    """The story: recompute was refused for what holding would have taken."""
+    words = ["--schedule", "gpipe", "--saved-bytes", "1GiB", "--memory-limit", "2GiB"]
+    assert penstock("simulate", *words)[0] == 2
+    assert penstock("simulate", *words, "--keep", "recompute")[0] == 0
+
+
+def test_seconds_have_units():
+    """The story: 10m was read as ten million."""
+    _, out, _ = penstock("simulate", "--forward", "10ms", "--json")
+    assert json.loads(out)["schedules"][0]["step_seconds"] == pytest.approx(0.33)
+    assert penstock("simulate", "--forward", "10MB")[0] == 2
+
+
+def test_auto_is_not_behind_a_v_and_says_when_weights_are_there_twice():
+    """The story: with one stage a lane only, auto was longer than the zb_v beside it."""
+    _, out, _ = penstock("simulate", "--schedule", "auto", "--compare", "zb_v,zb_h1", "--json")
+    steps = [row["step_seconds"] for row in json.loads(out)["schedules"]]
+    assert steps[0] <= min(steps)
+    _, out, _ = penstock("simulate", "--schedule", "dualpipe")
+    assert "weights on two lanes" in out
+
+
+def test_a_file_has_its_own_counts(tmp_path):
+    penstock("simulate", "--csv", str(tmp_path / "s.csv"))
+    code, _, err = penstock("simulate", "--schedule", str(tmp_path / "s.csv"), "--lanes", "8")
+    assert code == 2
+    assert "its own lanes" in err
+
+
+def test_names_cannot_steer_the_terminal(tmp_path):
+    hostile = tmp_path / "a\x1b[31m[red]b.csv"
+    penstock("simulate", "--csv", str(tmp_path / "s.csv"))
+    (tmp_path / "s.csv").rename(hostile)
+    code, out, _ = penstock("simulate", "--schedule", str(hostile))
+    assert code == 0
+    assert "\x1b" not in out
+    assert "[red]b" in out
+
+
+def test_a_full_output_is_one_message():
+    run = [sys.executable, "-c", "from penstock.cli.main import run; run()", "simulate"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "Error: the output cannot be written: No space left on device\n"
 
 
 def test_nothing_is_written_when_something_is_wrong(tmp_path):

@@ -40,7 +40,7 @@ def test_arrays_are_taken_and_frozen():
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -1, "2", True, None, [1, float("nan")], [], [1, "x"], {}]
+    "value", [float("nan"), float("inf"), -1, "2", True, None, [1, float("nan")], [], [1, "x"], {}, 10**400]
 )
 def test_wrong_numbers_are_refused_with_their_place(value):
     with pytest.raises(CostError, match="forward"):
@@ -54,7 +54,19 @@ def test_all_faults_are_listed():
         Costs(forward=[1, 2], backward=[1, 2, 3])
 
 
-@pytest.mark.parametrize("speed", [0, -1, float("nan"), float("inf"), [1, 0]])
+def test_a_part_that_is_more_than_the_whole_is_refused():
+    for part in ("input_grad", "weight_grad"):
+        with pytest.raises(CostError, match=f"{part}: 5 is more than backward"):
+            Costs(backward=2, **{part: 5})
+    assert Costs(backward=2, input_grad=2, weight_grad=2)  # a whole backward may be cheaper than its parts
+
+
+def test_tensors_are_taken():
+    torch = pytest.importorskip("torch")
+    assert Costs(forward=torch.tensor([1.0, 2.0])).forward == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("speed", [0, -1, float("nan"), float("inf"), [1, 0], "fast", np.array([1.0, -1.0])])
 def test_wrong_speeds_are_refused(speed):
     with pytest.raises(CostError, match="speed"):
         Cluster(speed=speed)
@@ -63,6 +75,11 @@ def test_wrong_speeds_are_refused(speed):
 def test_wrong_links_are_refused():
     with pytest.raises(CostError, match="latency_seconds: -1"):
         Link(latency_seconds=-1)
-    for rate in (0, -5, float("nan")):
+    for rate in (0, -5, float("nan"), "1", None):
         with pytest.raises(CostError, match="bytes_per_second"):
             Link(bytes_per_second=rate)
+    with pytest.raises(CostError, match="shared_as"):
+        Link(shared_as="")
+    for links in ({(0, 1, 2): Link()}, {(0, 1): 5}):
+        with pytest.raises(CostError, match="from lane, to lane"):
+            Cluster(links=links)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock import Costs, simulate
+from penstock import Costs, schedules, simulate
 from penstock.errors import ScheduleError, SolverError, UsageError
 from penstock.planning import exact
 from penstock.planning.exact import Proof, solve_exactly
@@ -317,3 +317,15 @@ def test_a_process_that_cannot_start_is_told(monkeypatch):
 def test_ortools_stays_out_of_this_process():
     solve_exactly(make(range(2), 2), hint=None)
     assert not any(name.startswith("ortools.sat") for name in sys.modules)
+
+
+def test_prove_refuses_what_is_too_big_before_it_searches():
+    with pytest.raises(SolverError, match="too big"):
+        schedules.prove(lanes=64, micro_batches=1024)
+
+
+def test_prove_where_auto_would_overlap_forwards_and_backwards():
+    """The story: the schedule that auto made was handed to the solver, which does not know such pairs."""
+    costs = Costs(forward=1.0, backward=2.0, overlapped=1.6)
+    proof = schedules.prove(lanes=2, micro_batches=3, stages_per_lane=2, costs=costs, time_limit_seconds=10)
+    assert proof.bound_seconds <= proof.draft.step_seconds

@@ -94,6 +94,18 @@ def test_a_limit_for_one_micro_batch_is_enough():
     assert max(simulate(auto, costs).peak_bytes) <= 5.0
 
 
+def test_auto_finds_what_fits_where_more_is_pending_than_saved():
+    """The story: only split backwards were tried, which hold more there than whole ones."""
+    costs = Costs(saved_bytes=1.0, pending_bytes=2.0)
+    auto = schedules.build("auto", lanes=2, micro_batches=2, costs=costs, memory_limit=1.5)
+    assert max(simulate(auto, costs).peak_bytes) <= 1.5
+
+
+def test_auto_says_which_named_schedule_it_is():
+    assert schedules.build("auto", lanes=2, micro_batches=4).name in ("auto: dualpipe", "auto: chimera")
+    assert schedules.build("auto", lanes=1, micro_batches=1).name.startswith("auto")
+
+
 def test_costs_that_lanes_cannot_share_are_refused():
     with pytest.raises(ScheduleError, match="5 stages, which 2 lanes cannot share"):
         schedules.build("auto", lanes=2, micro_batches=2, costs=Costs(forward=[1, 2, 3, 4, 5]))

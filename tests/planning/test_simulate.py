@@ -12,7 +12,7 @@ import penstock
 from cases import every_schedule
 from oracle import run_slowly
 from penstock import Cluster, Costs, Link, schedules, simulate
-from penstock.errors import CostError, ScheduleError
+from penstock.errors import CostError, ScheduleError, UsageError
 from penstock.schedule.actions import Kind
 from penstock.schedule.lower import lower
 
@@ -251,6 +251,28 @@ def test_pending_values_count_from_the_input_gradient_to_the_weight_gradient():
     assert time.peak_saved == (1,)
 
 
+def test_memory_is_counted_in_order_where_nothing_takes_time():
+    """The story: copies to the host ended before what they copy was made, and lanes held less than nothing."""
+    schedule = schedules.build("gpipe", lanes=1, micro_batches=3)
+    for costs in (Costs(forward=0, backward=0, saved_bytes=1), Costs(forward=0, saved_bytes=1), Costs(saved_bytes=1)):
+        memory = simulate(schedule, costs, keep="offload").memory[0]
+        assert memory.held.min() == 0
+        assert memory.held.max() >= 1
+        assert memory.held[-1] == 0
+
+
+def test_arguments_without_effect_are_refused():
+    lowered = lower(schedules.build("1f1b", lanes=2, micro_batches=2))
+    for ignored in ({"keep": "recompute"}, {"skips": [(0, 1)]}):
+        with pytest.raises(UsageError, match="already"):
+            simulate(lowered, **ignored)
+    for wrong in ("1f1b", None, 3):
+        with pytest.raises(UsageError, match="only a schedule"):
+            simulate(wrong)
+    with pytest.raises(UsageError, match=r"give a penstock\.Costs"):
+        simulate(lowered, {"forward": 1})
+
+
 def test_a_schedule_that_deadlocks_is_refused():
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(schedules.Schedule.of(["0F0 0F1 0B1 0B0", "1F1 1B0 1F0 1B1"]))
@@ -259,6 +281,8 @@ def test_a_schedule_that_deadlocks_is_refused():
 def test_a_schedule_that_lacks_actions_is_refused():
     with pytest.raises(ScheduleError, match="verify"):
         simulate(schedules.Schedule.of(["0F0 0B0", "1F0"]))
+    with pytest.raises(ScheduleError, match="0B1 or 0W1 is missing"):
+        simulate(schedules.Schedule.of(["0F0 0F1 0B0"]))
 
 
 def test_costs_must_fit_the_schedule():

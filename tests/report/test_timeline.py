@@ -64,7 +64,10 @@ def test_chrome_trace(timeline, tmp_path):
     trace = json.loads(text)
     assert re.search(r'"rank":\s+(\d+)', text)  # what HTA looks for
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert len(spans) == len(timeline)
+    assert len(spans) == 36
+    transfers = {phase: [e for e in trace["traceEvents"] if e["ph"] == phase] for phase in "be"}
+    assert len(spans) + len(transfers["b"]) == len(timeline)
+    assert sorted(e["id"] for e in transfers["b"]) == sorted(e["id"] for e in transfers["e"])
     first = next(e for e in spans if e["name"] == "0F0")
     assert (first["pid"], first["ts"], first["dur"]) == (0, 0, pytest.approx(1e6))
     assert first["args"] == {"stage": 0, "micro-batch": 0}

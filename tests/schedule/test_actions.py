@@ -1,5 +1,7 @@
 """Actions and lanes: their text, their integers, and being equal."""
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,21 @@ def test_a_lane_cannot_be_changed():
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ScheduleError):
         Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    "item", [Action(Kind.F, 0, MAX_MBS), Action(Kind.F, MAX_STAGES, 0), Action(Kind.F, 0, -1), ("Z", 0, 0), ("F", 0), 5]
+)
+def test_numbers_that_do_not_fit_are_refused(item):
+    """The story: they wrapped around into other actions."""
+    with pytest.raises(ScheduleError):
+        Lane.of([item])
+
+
+def test_a_lane_read_back_is_still_frozen():
+    lane = copy.deepcopy(Lane.of("0F0 0B0"))
+    assert not lane.codes.flags.writeable
+    assert hash(lane) == hash(tuple(lane))
 
 
 def test_every_kind_has_words():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cases import every_schedule
 from penstock import schedules
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.actions import Action, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.lower import lower
@@ -110,8 +110,32 @@ def test_overlapping_neighbours_stay_neighbours():
             assert places[1] == places[0] + 1
 
 
+@pytest.mark.parametrize(
+    "lanes",
+    [["0F0 0F1 0B0"], ["0F0 0F1"], [""], ["0F0 0B0 0F0"], ["0F0 1B0", "1F0 0B0"], ["0F0 0B0", ""]],
+)
+@pytest.mark.parametrize("keep", ["hold", "recompute", "offload"])
+def test_what_lacks_actions_is_refused_whatever_is_kept(lanes, keep):
+    schedule = schedules.Schedule(lanes, (tuple(range(len(lanes))),), 2)
+    with pytest.raises(ScheduleError, match="cannot run"):
+        lower(schedule, keep=keep)
+
+
+def test_only_a_schedule_can_be_lowered():
+    lowered = lower(schedules.build("1f1b", lanes=2, micro_batches=2))
+    for wrong in (lowered, "1f1b", None):
+        with pytest.raises(UsageError, match="only a schedule"):
+            lower(wrong)
+
+
+@pytest.mark.parametrize("skips", [[(0,)], [(0, 1, 2)], [5], None, [(0.7, 2)], ["02"]])
+def test_what_is_no_skip_is_refused(skips):
+    with pytest.raises(ScheduleError, match="skips are pairs"):
+        lower(schedules.build("1f1b", lanes=3, micro_batches=2), skips=skips)
+
+
 def test_a_schedule_that_lacks_actions_cannot_be_lowered():
-    with pytest.raises(ScheduleError, match="verify"):
+    with pytest.raises(ScheduleError, match="1B0 or 1W0 is missing"):
         lower(schedules.Schedule.of(["0F0 0B0", "1F0"]))
 
 
@@ -129,8 +153,11 @@ def test_no_two_living_values_share_a_slot_and_no_slot_is_wasted(name, lanes, mb
     rows: Rows = lowered.rows
     living = defaultdict(dict)
     most = defaultdict(int)
-    frees = {Kind.F: [Value.ACTIVATION], Kind.B: [Value.GRADIENT, Value.SAVED], Kind.I: [Value.GRADIENT, Value.SAVED]}
-    frees |= {Kind.W: [Value.PENDING], Kind.OFFLOAD: [Value.SAVED]}
+    backward = [Value.GRADIENT, Value.SAVED, Value.ACTIVATION]
+    frees = {Kind.F: [Value.ACTIVATION], Kind.B: backward, Kind.I: backward, Kind.W: [Value.PENDING]}
+    frees |= {Kind.OFFLOAD: [Value.SAVED]}
+    if keep == "recompute":  # it starts from its input, which stays until then
+        frees[Kind.F] = []
     for at in range(len(rows)):
         action: Action = rows.action(at)
         lane, peer, slot = int(rows.lane[at]), int(rows.peer[at]), int(lowered.slots.of[at])

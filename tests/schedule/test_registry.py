@@ -1,5 +1,6 @@
 """Asking for schedules by name: counts, options, aliases, one's own builders."""
 
+import numpy as np
 import pytest
 
 from penstock import Costs, schedules
@@ -100,6 +101,26 @@ def test_a_limit_needs_bytes_and_is_enforced():
     for wrong in (0, -1, float("nan"), [1, 2, 3]):
         with pytest.raises(CostError, match="memory_limit"):
             build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=wrong)
+
+
+def test_numpys_whole_numbers_are_whole_numbers():
+    assert build("1f1b", lanes=np.int64(2), micro_batches=np.int32(3)) == build("1f1b", lanes=2, micro_batches=3)
+
+
+def test_costs_must_be_as_many_as_stages():
+    with pytest.raises(CostError, match="each of 4 stages"):
+        build("1f1b", lanes=4, micro_batches=2, costs=Costs(forward=[1, 2]))
+    with pytest.raises(CostError, match=r"give a penstock\.Costs"):
+        build("1f1b", lanes=4, micro_batches=2, costs=5)
+
+
+def test_what_is_no_builder_is_refused():
+    for name, builder in (("q", 3), (5, by_hand)):
+        with pytest.raises(ScheduleError, match="a name and a function"):
+            schedules.register(name, builder)
+    registry = Registry([Entry("none", lambda *, lanes, micro_batches: None, "returns nothing")])
+    with pytest.raises(ScheduleError, match="returned no Schedule"):
+        registry.build("none", lanes=1, micro_batches=1, options={})
 
 
 def by_hand(*, lanes: int, micro_batches: int) -> Schedule:

@@ -1,5 +1,8 @@
 """Text and CSV: round trips, torch's own files, ours in torch, and malformed ones."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 import torch_schedules as torchs
@@ -81,6 +84,8 @@ def test_our_files_load_in_torch_which_can_lower_them(name, lanes, mbs, tmp_path
         ('"0F0\n', r"not a CSV file"),
         ("(0F0;0B0\n", r"line 1, cell 1"),
         ("99999999999F0\n", r"out of range"),
+        ("0F" + "9" * 5000 + "\n", r"is not an action"),
+        ("0F0@" + "9" * 5000 + "\n", r"no whole number"),
         ("-1F0\n", r"is not an action"),
         ("0F0.5\n", r"is not an action"),
     ],
@@ -118,6 +123,50 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     with pytest.raises(OutputError, match="directory"):
         schedule.to_csv(tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["folder"]
+
+
+def test_what_is_no_regular_file_is_written_to_and_links_are_followed(tmp_path):
+    """The story: a pipe, a device and a link were replaced by a file."""
+    schedule = schedules.build("1f1b", lanes=2, micro_batches=2)
+    schedule.to_csv("/dev/null")
+    assert not Path("/dev/null").is_file()
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    schedule.to_csv(tmp_path / "link.csv")
+    assert (tmp_path / "link.csv").is_symlink()
+    assert load_csv(tmp_path / "real.csv") == schedule
+    with pytest.raises(OutputError, match="No space left"):
+        schedule.to_csv("/dev/full")
+
+
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path):
+    """The story: a diagonal of 10,000 stages and micro-batches took gigabytes."""
+    (tmp_path / "d.csv").write_text("\n".join(f"{i}F{i},{i}B{i}" for i in range(10_000)))
+    with pytest.raises(ScheduleError, match="lacks most of its actions"):
+        load_csv(tmp_path / "d.csv")
+    with pytest.raises(ScheduleError, match="not a file"):
+        load_csv("/dev/zero")
+
+
+def test_odd_files(tmp_path):
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf0F0,0B0\n")  # a byte order mark, as some editors write
+    assert str(load_csv(tmp_path / "b.csv")) == "0F0 0B0"
+    for name in (b"x.csv", None, "a\0b"):
+        with pytest.raises(ScheduleError):
+            load_csv(name)
+    with pytest.raises(OutputError):
+        schedules.build("1f1b", lanes=1, micro_batches=1).to_csv("a\0b")
+    with pytest.raises(ScheduleError, match="one text for each"):
+        Schedule.of("0F0 0B0")
+
+
+def test_lists_and_numpy_numbers_make_the_same_schedule():
+    given = Schedule(["0F0 0B0"], [[np.int64(0)]], np.int64(1), name="x")
+    assert given == Schedule.of(["0F0 0B0"])
+    assert hash(given) == hash(Schedule.of(["0F0 0B0"]))
+    for wrong in ({"ways": [[0.5]]}, {"num_mbs": 1.5}, {"lanes": [5]}, {"versions": [["x"]]}):
+        with pytest.raises(ScheduleError):
+            Schedule(**({"lanes": ["0F0 0B0"], "ways": [[0]], "num_mbs": 1} | wrong))
 
 
 def test_idle_cells_are_skipped(tmp_path):

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from cases import NAMES, OPEN, build_or_none, every_schedule
 from oracle import is_complete, run_slowly
 from penstock import Costs, schedules
-from penstock.errors import VerifyError
+from penstock.errors import CostError, ScheduleError, UsageError, VerifyError
 from penstock.schedule.actions import Action, Kind, Lane
 from penstock.schedule.lower import Lowered, lower
-from penstock.schedule.verify import find_faults
-from penstock.schedules import Schedule, verify
+from penstock.schedules import Schedule, find_faults, verify
 
 
 def with_lane(schedule, lane, actions):
@@ -243,6 +242,58 @@ def test_overlaps_that_cannot_be_are_caught(overlaps, message):
 def test_a_pair_that_waits_for_itself_is_caught():
     (fault,) = find_faults(Schedule.of(["(0F0;0B0)"]))
     assert fault.kind == "deadlock"
+
+
+def test_a_pair_has_its_forward_first():
+    """The story: backward first, the forward was given the memory and the slot that the backward still used."""
+    faults = find_faults(Schedule.of(["0F0 (0B0;0F1) 0B1"]))
+    assert [fault.kind for fault in faults] == ["overlap"]
+
+
+def test_pairs_are_verified_in_lowered_schedules_too():
+    """The story: with a transfer among the rows, the pair that waits for itself passed."""
+    schedule = Schedule.of(["0F0 0B0", "(1F0;1B0)"])
+    assert {fault.kind for fault in find_faults(schedule)} == {"deadlock"}
+    assert {fault.kind for fault in find_faults(lower(schedule))} == {"deadlock"}
+
+
+def test_memory_of_lowered_schedules_knows_what_is_kept():
+    """The story: what a recomputing stage's forward threw away was counted."""
+    costs = Costs(saved_bytes=1.0, input_bytes=0.01)
+    lowered = lower(schedules.build("gpipe", lanes=2, micro_batches=4), keep="recompute")
+    verify(lowered, costs=costs, memory_limit=1.05)
+    with pytest.raises(VerifyError, match=r"its peak is 1\.04"):
+        verify(lowered, costs=costs, memory_limit=1.03)
+
+
+def test_places_are_those_of_the_schedule_as_given_also_beside_unknown_actions():
+    """The story: places were counted without the unknown action."""
+    faults = find_faults(Schedule((Lane.of("0F7 0B0 0F0"),), ((0,),), 1))
+    assert [(fault.kind, fault.index) for fault in faults] == [("unknown", 0), ("deadlock", 1)]
+    assert "0F0 behind it on its own lane (action 2)" in faults[1].message
+
+
+def test_a_lowered_schedule_is_verified_for_the_channels_it_was_lowered_for():
+    lowered = lower(schedules.build("1f1b", lanes=3, micro_batches=4), channels="blocking")
+    with pytest.raises(VerifyError, match="waits for ever"):
+        verify(lowered)
+    verify(lowered, channels="ordered")
+
+
+def test_arguments_that_cannot_be_are_refused():
+    schedule = schedules.build("1f1b", lanes=2, micro_batches=2)
+    with pytest.raises(ScheduleError, match="Did you mean 'tagged'"):
+        verify(schedule, channels="taged")
+    with pytest.raises(UsageError, match="skips already"):
+        verify(lower(schedule), skips=[(0, 1)])
+    with pytest.raises(CostError, match="saved_bytes"):
+        verify(schedule, costs=Costs(forward=1.0), memory_limit=1)
+
+
+def test_a_gradient_that_no_update_uses_is_caught():
+    (fault,) = find_faults(Schedule.of(["0F0@0 0F1@0 0B0@0 0U0@1 0B1@0"]))
+    assert fault.kind == "version"
+    assert "no update" in fault.message
 
 
 def test_skips_are_verified():

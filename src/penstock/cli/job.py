@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostError
+from penstock.errors import CostError, ScheduleError, UsageError, VerifyError
 from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate
-from penstock.report.format import parse_bytes
+from penstock.report.format import parse_bytes, parse_seconds
 from penstock.report.timeline import Timeline
-from penstock.schedule.lower import Keep, check_keep
+from penstock.schedule.lower import Keep, check_keep, lower
 from penstock.schedule.schedule import Schedule
-from penstock.schedules import build, load_csv, names, verify
+from penstock.schedules import build, describe, load_csv, names, verify
 
 __all__ = ["Job", "Result"]
+
+_LANES, _MICRO_BATCHES = 4, 8  # where nothing is said
 
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule with its timeline."""
+    """One schedule with its timeline; `over_limit` says if it holds more than it may."""
 
     schedule: Schedule
     timeline: Timeline
+    over_limit: bool = False
 
     @property
     def peak_mbs(self) -> float:
@@ -40,6 +45,8 @@ class Result:
             "stages": schedule.num_stages,
             "micro_batches": schedule.num_mbs,
             "actions": schedule.num_actions,
+            "weights_on_two_lanes": schedule.is_bidirectional,
+            "fits_memory_limit": not self.over_limit,
             "step_seconds": timeline.step_seconds,
             "lane_seconds": list(timeline.lane_seconds),
             "bubble_over_makespan": timeline.bubble,
@@ -54,79 +61,129 @@ class Job:
     """What to simulate, as the command line gives it: numbers still as text."""
 
     schedules: tuple[str, ...]
-    lanes: int
-    micro_batches: int
-    stages_per_lane: int | None
-    keep: str
-    seconds: dict[str, str]
-    transfer: str
-    held: dict[str, str]
-    memory_limit: str
+    lanes: int | None = None
+    micro_batches: int | None = None
+    stages_per_lane: int | None = None
+    two_ways: bool = False
+    keep: str = "hold"
+    seconds: dict[str, str] | None = None
+    transfer: str = "0"
+    held: dict[str, str] | None = None
+    memory_limit: str = ""
 
-    def run(self, name: str) -> Result:
-        """Build, verify and simulate one schedule."""
-        schedule = self._schedule(name.strip())
+    def check(self) -> None:
+        """Refuse, before anything is built, what can be seen to be wrong; list all of it."""
+        faults = [str(fault) for name in self.schedules if (fault := _unknown(name))]
+        if faults:
+            raise ScheduleError("; ".join(faults))
+        is_file = [_is_file(name) for name in self.schedules]
+        if all(is_file) and (self.lanes is not None or self.micro_batches is not None):
+            raise UsageError("a CSV file has its own lanes and micro-batches: leave --lanes and --micro-batches out")
+        held = self.held or {}
+        if held.get("pending_bytes") and not held.get("saved_bytes"):
+            raise CostError("--pending-bytes is what is left of --saved-bytes: give these too")
+        if self.memory_limit.strip() and not held.get("saved_bytes"):
+            raise CostError("--memory-limit is in bytes, so --saved-bytes must say what a lane saves")
+        check_keep(self.keep, 1)  # type: ignore[arg-type]  # it says if this is no policy
+
+    def run(self, name: str, *, must_fit: bool) -> Result:
+        """Build, verify and simulate one schedule.
+
+        Args:
+            name: a schedule's name or a CSV file.
+            must_fit: refuse one that passes the memory limit, or only mark it.
+        """
+        try:
+            return self._run(name.strip(), must_fit=must_fit)
+        except CostError as error:
+            raise CostError(f"{name}: {error}" if len(self.schedules) > 1 else str(error)) from error
+
+    def _run(self, name: str, *, must_fit: bool) -> Result:
+        schedule = self._schedule(name)
         costs = self._costs(schedule.num_stages, schedule.num_lanes)
-        limit = _numbers("memory-limit", self.memory_limit)
-        verify(schedule, costs=costs, memory_limit=limit)
-        keep: Keep = self.keep  # type: ignore[assignment]  # checked next
-        check_keep(keep, schedule.num_stages)
-        return Result(schedule, simulate(schedule, costs, keep=keep))
+        keep: Keep = self.keep  # type: ignore[assignment]  # checked before
+        verify(schedule)
+        lowered = lower(schedule, keep=keep)
+        over_limit = False
+        try:
+            verify(lowered, costs=costs, memory_limit=self._limit())
+        except VerifyError:
+            if must_fit:
+                raise
+            over_limit = True
+        return Result(schedule, simulate(lowered, costs), over_limit)
+
+    def _limit(self) -> Any:  # noqa: ANN401 - one number or several
+        return _numbers("memory-limit", self.memory_limit, parse_bytes)
 
     def _schedule(self, name: str) -> Schedule:
-        if name.lower().endswith(".csv") or (Path(name).is_file() and name not in names()):
+        if _is_file(name):
             return load_csv(name)
-        per_lane = self.stages_per_lane if len(self.schedules) == 1 else self._stages_per_lane(name)
-        stages = self.lanes * (per_lane or _default_stages(name))
-        costs = self._costs(stages, self.lanes) if self.lanes > 0 else None
-        limit = _numbers("memory-limit", self.memory_limit)
-        return build(
-            name,
-            lanes=self.lanes,
-            micro_batches=self.micro_batches,
-            stages_per_lane=per_lane,
-            costs=costs,
-            memory_limit=limit,
-        )
+        entry = describe(name)
+        if entry.name != "auto":
+            given = self.stages_per_lane
+            if len(self.schedules) > 1 and "stages_per_lane" not in entry.options:
+                given = None  # in a comparison the option goes to those schedules that leave it open
+            return self._build(name, given)
+        tries = [self.stages_per_lane] if self.stages_per_lane or not self._is_one_number_a_lane() else [1, 2]
+        found = [self._build(name, per_lane) for per_lane in tries]
+        return min(found, key=lambda s: simulate(s, self._costs(s.num_stages, s.num_lanes)).step_seconds)
 
-    def _stages_per_lane(self, name: str) -> int | None:
-        """In a comparison the option goes to those schedules that leave it open."""
-        from penstock.schedules import describe
+    def _build(self, name: str, per_lane: int | None) -> Schedule:
+        lanes = _LANES if self.lanes is None else self.lanes
+        mbs = _MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+        costs = self._costs(lanes * (per_lane or _default_stages(name)), lanes) if lanes > 0 else None
+        options: dict[str, Any] = {}
+        if describe(name).name == "auto":
+            # with recompute or offload a schedule holds less than it would: there the limit is checked afterwards
+            options = {"two_ways": self.two_ways, "memory_limit": self._limit() if self.keep == "hold" else None}
+        return build(name, lanes=lanes, micro_batches=mbs, stages_per_lane=per_lane, costs=costs, **options)
 
-        return self.stages_per_lane if "stages_per_lane" in describe(name).options else None
+    def _is_one_number_a_lane(self) -> bool:
+        texts = [*(self.seconds or {}).values(), *(self.held or {}).values(), self.transfer]
+        return not any("," in text for text in texts)
 
     def _costs(self, num_stages: int, num_lanes: int) -> Costs:
         """Return costs a stage; one number is a lane's, shared evenly by its stages."""
         share = num_lanes / num_stages
-        texts = {**self.seconds, **self.held}
-        given = {name: _numbers(name.replace("_", "-"), text) for name, text in texts.items()}
+        given = {
+            name: _numbers(name.replace("_", "-"), text, parse)
+            for texts, parse in ((self.seconds, parse_seconds), (self.held, parse_bytes))
+            for name, text in (texts or {}).items()
+        }
         spread = {name: value * share if isinstance(value, float) else value for name, value in given.items()}
-        if spread["backward"] is None and spread["input_grad"] is None and spread["weight_grad"] is None:
-            spread.pop("backward")
-        return Costs(
-            transfer=_numbers("transfer", self.transfer) or 0.0, **{k: v for k, v in spread.items() if v is not None}
-        )
+        known = {name: value for name, value in spread.items() if value is not None}
+        return Costs(transfer=_numbers("transfer", self.transfer, parse_seconds) or 0.0, **known)
+
+
+def _is_file(name: str) -> bool:
+    return name.lower().endswith(".csv") or (name.lower() not in names() and Path(name).is_file())
+
+
+def _unknown(name: str) -> ScheduleError | None:
+    if _is_file(name.strip()):
+        return None
+    try:
+        describe(name)
+    except ScheduleError as error:
+        return error
+    return None
 
 
 def _default_stages(name: str) -> int:
     """Return how many stages a lane has if nothing is said."""
-    import inspect
-
-    from penstock.schedules import describe
-
     entry = describe(name)
     parameter = inspect.signature(entry.builder).parameters.get("stages_per_lane")
     default = parameter.default if parameter is not None else None
     return entry.stages_per_lane or (default if isinstance(default, int) else 1)
 
 
-def _numbers(option: str, text: str) -> float | list[float] | None:
+def _numbers(option: str, text: str, parse: Callable[[str], float]) -> Any:  # noqa: ANN401 - one number or several
     """Read one number, or several with commas; None for nothing."""
     if not text.strip():
         return None
-    words = text.split(",")
     try:
-        numbers = [parse_bytes(word) for word in words]
+        numbers = [parse(word) for word in text.split(",")]
     except ValueError:
         raise CostError(f"--{option}: {text!r} is not a number, or numbers with commas between them") from None
     return numbers[0] if len(numbers) == 1 else numbers

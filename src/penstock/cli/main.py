@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -46,10 +47,22 @@ def run() -> None:
     from penstock.errors import PenstockError
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except PenstockError as error:
         typer.secho(f"Error: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader went away, as `| head` does
-        sys.stderr.close()
+        _drop_output()
         sys.exit(0)
+    except OSError as error:  # a full disk behind the output
+        _drop_output()
+        typer.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Keep Python from writing, at its end, what could not be written before."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

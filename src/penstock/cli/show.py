@@ -7,12 +7,13 @@ import json
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.job import Job, Result
-from penstock.report.format import show_bytes, show_seconds, show_share
+from penstock.report.format import printable, show_bytes, show_seconds, show_share
 from penstock.report.text import draw_text
 from penstock.schedules import describe, names
 
@@ -51,27 +52,43 @@ def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
         task = progress.add_task("", total=len(job.schedules))
         results = []
         for name in job.schedules:
-            progress.update(task, description=f"{name}: build, verify, simulate")
-            results.append(job.run(name))
+            progress.update(task, description=f"{escape(printable(name))}: build, verify, simulate")
+            results.append(job.run(name, must_fit=name == job.schedules[0]))
             progress.advance(task)
     return results
 
 
 def table(results: list[Result]) -> None:
     """Print the figures of all schedules, each beside the first."""
-    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
-    grid.caption = "bubble: share without compute, over the step's makespan and over the longest lane span"
-    grid.add_column("schedule", style="cyan", no_wrap=True)
-    for heading in ("step", "bubble,\nmakespan", "bubble,\nlane span", "micro-batches\nheld at most"):
+    grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column("schedule", style="cyan", overflow="fold")
+    for heading in ("step", "bubble,\nmakespan", "bubble,\nlane span", "micro-\nbatches"):
         grid.add_column(heading, justify="right", no_wrap=True)
     has_bytes = any(max(result.timeline.peak_bytes) > 0 for result in results)
     if has_bytes:
-        grid.add_column("bytes held\nat most", justify="right", no_wrap=True)
+        grid.add_column("bytes", justify="right", no_wrap=True)
     if len(results) > 1:
         grid.add_column("step over\nthe first", justify="right", no_wrap=True)
     for result in results:
         grid.add_row(*_cells(result, results[0], has_bytes=has_bytes, has_ratio=len(results) > 1))
-    Console().print(grid)
+    console = Console()
+    console.print(grid)
+    for line in _notes(results):
+        console.print(Text(line, style="dim"))
+
+
+def _notes(results: list[Result]) -> list[str]:
+    lines = [
+        "bubble: share without compute, over the makespan and over the longest lane span;",
+        "micro-batches, bytes: what the fullest lane holds at most",
+    ]
+    for result in results:
+        name = printable(result.schedule.name)
+        if result.over_limit:
+            lines.append(f"{name}: does not fit the memory limit")
+        if result.schedule.is_bidirectional:
+            lines.append(f"{name}: keeps each stage's weights on two lanes")
+    return lines
 
 
 def charts(results: list[Result]) -> None:
@@ -88,10 +105,10 @@ def note(text: str) -> None:
     Console().print(Text(text, style="bold"), soft_wrap=True)
 
 
-def _cells(result: Result, first: Result, *, has_bytes: bool, has_ratio: bool) -> list[str]:
+def _cells(result: Result, first: Result, *, has_bytes: bool, has_ratio: bool) -> list[str | Text]:
     timeline = result.timeline
-    cells = [
-        result.schedule.name,
+    cells: list[str | Text] = [
+        Text(printable(result.schedule.name)),
         show_seconds(timeline.step_seconds),
         show_share(timeline.bubble),
         show_share(timeline.span_bubble),

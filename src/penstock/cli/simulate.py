@@ -18,30 +18,51 @@ _WHAT, _COSTS, _SHOW = "What to simulate", "What it costs", "What to show"
 
 def simulate(
     schedule: Annotated[str, typer.Option(help="A schedule's name, or a CSV file.", rich_help_panel=_WHAT)] = "1f1b",
-    lanes: Annotated[int, typer.Option(help="Lanes.", rich_help_panel=_WHAT)] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches a step.", rich_help_panel=_WHAT)] = 8,
+    lanes: Annotated[int | None, typer.Option(help="Lanes; 4 if nothing is said.", rich_help_panel=_WHAT)] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches a step; 8 if nothing is said.", rich_help_panel=_WHAT)
+    ] = None,
     stages_per_lane: Annotated[
         int | None, typer.Option(help="Stages a lane, where the schedule leaves it open.", rich_help_panel=_WHAT)
     ] = None,
     compare: Annotated[
         str, typer.Option(help="Schedules to set beside it, with commas between them.", rich_help_panel=_WHAT)
     ] = "",
+    two_ways: Annotated[
+        bool, typer.Option(help="Let auto keep each stage's weights on two lanes.", rich_help_panel=_WHAT)
+    ] = False,
     keep: Annotated[
         str, typer.Option(help="What stages do with saved values: hold, recompute or offload.", rich_help_panel=_WHAT)
     ] = "hold",
     forward: Annotated[
         str,
         typer.Option(
-            help="Seconds of a lane's forward for a micro-batch, shared evenly by its stages; or one number a stage,"
-            " with commas.",
+            help="Seconds of a lane's forward for a micro-batch, as 18.5ms, shared evenly by its stages; or one number"
+            " a stage, with commas.",
             rich_help_panel=_COSTS,
         ),
     ] = "1",
     backward: Annotated[
-        str, typer.Option(help="The same for a backward; by default twice the forward.", rich_help_panel=_COSTS)
+        str,
+        typer.Option(
+            help="The same for a whole backward; by default the sum of its two parts.",
+            rich_help_panel=_COSTS,
+        ),
     ] = "",
-    input_grad: Annotated[str, typer.Option(help="The same for the input gradient.", rich_help_panel=_COSTS)] = "",
-    weight_grad: Annotated[str, typer.Option(help="The same for the weight gradient.", rich_help_panel=_COSTS)] = "",
+    input_grad: Annotated[
+        str,
+        typer.Option(
+            help="The same for the input gradient; by default as the forward.",
+            rich_help_panel=_COSTS,
+        ),
+    ] = "",
+    weight_grad: Annotated[
+        str,
+        typer.Option(
+            help="The same for the weight gradient; by default as the input gradient.",
+            rich_help_panel=_COSTS,
+        ),
+    ] = "",
     transfer: Annotated[
         str, typer.Option(help="Seconds until another lane sees a value.", rich_help_panel=_COSTS)
     ] = "0",
@@ -50,7 +71,11 @@ def simulate(
         typer.Option(help="Bytes a lane saves for a micro-batch, as 512MiB; or one a stage.", rich_help_panel=_COSTS),
     ] = "",
     pending_bytes: Annotated[
-        str, typer.Option(help="Of these, what the weight gradient still needs.", rich_help_panel=_COSTS)
+        str,
+        typer.Option(
+            help="Of these, what the weight gradient still needs; by default all.",
+            rich_help_panel=_COSTS,
+        ),
     ] = "",
     memory_limit: Annotated[
         str,
@@ -64,7 +89,7 @@ def simulate(
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.", rich_help_panel=_SHOW)] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write the schedule in torch.distributed.pipelining's CSV.", rich_help_panel=_SHOW),
+        typer.Option(help="Write the schedule as CSV, in torch.distributed.pipelining's form.", rich_help_panel=_SHOW),
     ] = None,
     chart: Annotated[bool, typer.Option(help="Draw the lanes.", rich_help_panel=_SHOW)] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.", rich_help_panel=_SHOW)] = False,
@@ -87,16 +112,19 @@ def simulate(
         show.list_schedules(as_json=as_json)
         return
     job = Job(
-        schedules=(schedule, *(name for name in compare.split(",") if name.strip())),
+        schedules=(schedule, *(name.strip() for name in compare.split(",") if name.strip())),
         lanes=lanes,
         micro_batches=micro_batches,
         stages_per_lane=stages_per_lane,
+        two_ways=two_ways,
         keep=keep,
         seconds={"forward": forward, "backward": backward, "input_grad": input_grad, "weight_grad": weight_grad},
         transfer=transfer,
         held={"saved_bytes": saved_bytes, "pending_bytes": pending_bytes},
         memory_limit=memory_limit,
     )
+    job.check()
+    _check_outputs([path for path in (html, chrome, csv) if path is not None])
     results = show.run_with_progress(job, quiet=as_json)
     written = _write(results, html=html, chrome=chrome, csv=csv)
     if as_json:
@@ -107,6 +135,19 @@ def simulate(
         show.charts(results)
     for what, path in written.items():
         show.note(f"{what}: {path}")
+    if csv is not None and (results[0].schedule.is_bidirectional or results[0].schedule.versions is not None):
+        show.note("torch has no words for stages on two lanes, or for updates within a step: it will refuse this CSV")
+
+
+def _check_outputs(paths: list[Path]) -> None:
+    """Say beforehand which files cannot be written, so that none is when one cannot."""
+    from penstock.errors import UsageError
+    from penstock.files import check_writable
+
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UsageError("two outputs have the same name")
+    for path in paths:
+        check_writable(path)
 
 
 def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:

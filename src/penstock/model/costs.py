@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -12,6 +11,8 @@ from numpy.typing import NDArray
 from penstock.errors import CostError
 
 __all__ = ["Costs", "StageCosts"]
+
+_MOST = 1e30  # seconds or bytes; sums of many stay far from what a float can hold
 
 Floats = NDArray[np.float64]
 PerStage = float | Sequence[float] | Floats
@@ -60,6 +61,7 @@ class Costs:
         lengths = {f.name: len(v) for f in fields(self) if isinstance(v := getattr(self, f.name), tuple)}
         if len(set(lengths.values())) > 1:
             faults.append("lists of different lengths: " + ", ".join(f"{name}: {n}" for name, n in lengths.items()))
+        faults += [] if faults else _contradictions(self)
         if faults:
             raise CostError("; ".join(faults))
 
@@ -129,9 +131,20 @@ class StageCosts:
     update: Floats
 
 
+def _contradictions(costs: Costs) -> list[str]:
+    """Say where a part is given as more than the whole."""
+    if costs.backward is None or (costs.input_grad is not None and costs.weight_grad is not None):
+        return []  # a whole backward may well be cheaper than its two parts
+    for name in ("input_grad", "weight_grad"):
+        part = getattr(costs, name)
+        if part is not None and (np.asarray(part) > np.asarray(costs.backward)).any():
+            return [f"{name}: {part} is more than backward: {costs.backward}; give both parts of it, or neither"]
+    return []
+
+
 def _plain(value: object) -> object:
     """Turn arrays and lists into tuples of Python numbers, so that costs stay frozen."""
-    if isinstance(value, (np.ndarray, np.number)):
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
         value = value.tolist()
     return tuple(value) if isinstance(value, list) else value
 
@@ -150,6 +163,11 @@ def _fault(name: str, value: object, default: object) -> str:
 def _number_fault(place: str, number: object) -> str:
     if isinstance(number, bool) or not isinstance(number, (int, float, np.number)):
         return f"{place}: {number!r} is not a number"
-    if not math.isfinite(number) or number < 0:
-        return f"{place}: {number} must be finite and not negative"
+    if not 0 <= number <= _MOST:
+        return f"{place}: {_short(number)} must be finite and not negative"
     return ""
+
+
+def _short(number: object) -> str:
+    text = str(number)
+    return text if len(text) < 20 else f"{text[:17]}..."

@@ -14,6 +14,10 @@ from penstock.errors import CostError
 __all__ = ["Cluster", "Link"]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Link:
     """A way for bytes: its latency, its bandwidth, and what other links it shares both with.
@@ -29,10 +33,12 @@ class Link:
     shared_as: str | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
-            raise CostError(f"latency_seconds: {self.latency_seconds} must be finite and not negative")
-        if not self.bytes_per_second > 0:
-            raise CostError(f"bytes_per_second: {self.bytes_per_second} must be above zero")
+        if not _is_number(self.latency_seconds) or not 0 <= self.latency_seconds < math.inf:
+            raise CostError(f"latency_seconds: {self.latency_seconds!r} must be a number, finite and not negative")
+        if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
+            raise CostError(f"bytes_per_second: {self.bytes_per_second!r} must be a number above zero")
+        if self.shared_as is not None and not (isinstance(self.shared_as, str) and self.shared_as):
+            raise CostError(f"shared_as: {self.shared_as!r} must be a name, or None")
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,16 @@ class Cluster:
     host_link: Link = Link()
 
     def __post_init__(self) -> None:
-        given = self.speed if isinstance(self.speed, Sequence) else [self.speed]
-        for number in given:
-            if not (math.isfinite(number) and number > 0):
-                raise CostError(f"speed: {number} must be finite and above zero")
+        if isinstance(self.speed, np.ndarray):
+            object.__setattr__(self, "speed", self.speed.tolist())
+        for number in self.speed if isinstance(self.speed, Sequence) else [self.speed]:
+            if not _is_number(number) or not 0 < number < math.inf:
+                raise CostError(f"speed: {number!r} must be a number, finite and above zero")
+        for pair, link in self.links.items():
+            if not (isinstance(pair, tuple) and len(pair) == 2) or not isinstance(link, Link):
+                raise CostError(f"links: give a Link for (from lane, to lane); given: {pair!r}: {link!r}")
+        if not isinstance(self.link, Link) or not isinstance(self.host_link, Link):
+            raise CostError("link and host_link: give a Link")
 
     def speeds(self, num_lanes: int) -> NDArray[np.float64]:
         """Return one speed a lane."""

@@ -17,7 +17,7 @@ from penstock.planning.exact_model import ExactModel, Proof, kinds_of
 from penstock.planning.exact_worker import Answer, Shop
 from penstock.planning.greedy import Draft, Objective, Problem
 
-__all__ = ["MAX_ACTIONS", "Proof", "solve_exactly"]
+__all__ = ["MAX_ACTIONS", "Proof", "check_size", "solve_exactly"]
 
 MAX_ACTIONS = 2000  # the largest that a minute is known to prove have some 1,500
 _GRACE_SECONDS = 20.0  # for the child to start, build its model and stop
@@ -52,7 +52,7 @@ def solve_exactly(
 
 def _check(problem: Problem, time_limit_seconds: float, workers: int) -> None:
     faults = []
-    if not 0 < time_limit_seconds < math.inf:
+    if not isinstance(time_limit_seconds, (int, float)) or not 0 < time_limit_seconds < math.inf:
         faults.append(f"time_limit_seconds: {time_limit_seconds} must be finite and more than 0")
     if workers < 1:
         faults.append(f"workers: {workers} must be 1 or more")
@@ -62,7 +62,15 @@ def _check(problem: Problem, time_limit_seconds: float, workers: int) -> None:
         faults.append(f"lanes without a stage: {idle}")
     if faults:
         raise UsageError("; ".join(faults))
-    num_actions = len(kinds_of(problem)) * len(problem.lane_of) * problem.num_mbs
+    check_size(len(kinds_of(problem)) * len(problem.lane_of) * problem.num_mbs)
+
+
+def check_size(num_actions: int) -> None:
+    """Refuse a problem that the solver would not finish.
+
+    Raises:
+        SolverError: when it has too many actions.
+    """
     if num_actions > MAX_ACTIONS:
         raise SolverError(
             f"the problem is too big for the exact solver; actions: {num_actions}, at most: {MAX_ACTIONS}; "

@@ -42,7 +42,10 @@ def limit_per_lane(memory_limit: float | Sequence[float] | None, lanes: int) -> 
     """
     if memory_limit is None:
         return (float("inf"),) * lanes
-    given = np.asarray(memory_limit, dtype=np.float64)
+    try:
+        given = np.asarray(memory_limit, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise CostError(f"memory_limit: {memory_limit!r} is not a number of bytes, or one a lane") from None
     if given.ndim > 1 or (given.ndim == 1 and len(given) != lanes):
         raise CostError(f"memory_limit must be one number or one for each of {lanes} lanes; given: {memory_limit!r}")
     if not (given > 0).all():

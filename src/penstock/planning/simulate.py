@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, UsageError
 from penstock.model.costs import Costs, StageCosts
 from penstock.planning.cluster import Cluster, Link
 from penstock.report.timeline import Timeline
@@ -16,6 +16,7 @@ from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
 from penstock.schedule.advance import Queues, Run, advance
 from penstock.schedule.flow import NONE, Flow
 from penstock.schedule.lower import Keep, Lowered, lower
+from penstock.schedule.overlaps import pair_rows
 from penstock.schedule.rules import RULES, Where
 from penstock.schedule.schedule import Schedule
 
@@ -50,6 +51,10 @@ def simulate(
     >>> simulate(gpipe(lanes=4, micro_batches=8), Costs(forward=1.0, backward=2.0)).step_seconds
     33.0
     """
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs: give a penstock.Costs; given: {type(costs).__name__}")
+    if isinstance(schedule, Lowered) and (keep != "hold" or tuple(skips)):
+        raise UsageError("a lowered schedule has its keep policies and skips already: give neither")
     lowered = schedule if isinstance(schedule, Lowered) else lower(schedule, keep=keep, skips=skips)
     plan = lowered.schedule
     stage_costs = (costs or Costs()).for_stages(plan.num_stages)
@@ -112,6 +117,7 @@ class _Wiring:
             to_lane=lane_of_peer[order],
             start=run.start,
             end=run.seen,
+            place=order.astype(np.int32),
             saved_bytes=self.costs.saved_bytes,
             pending_bytes=self.costs.pending_bytes,
             input_bytes=self.costs.input_bytes,
@@ -177,8 +183,6 @@ class _Wiring:
         place[self.order] = np.arange(len(self.order), dtype=np.int32)
         receives = self._pick(Where.NOTHING)
         place[receives] = place[flow.needs[receives, 0]]
-        if (flow.needs[self.order] < NONE).any():
-            raise ScheduleError("the schedule lacks actions: verify() lists what is missing")
         columns = [place[flow.needs[self.order, k]] for k in range(flow.needs.shape[1])]
         issued = self._issued_after()[self.order]
         if not (place[issued] == columns[0])[issued >= 0].all():
@@ -198,11 +202,9 @@ class _Wiring:
         plan = self.lowered.schedule
         if not plan.overlaps:
             return needs
-        is_built = self.rows.kind[self.pieces[0].at] != KIND_INDEX[Kind.RECOMPUTE]
-        place = np.flatnonzero(is_built)  # of an action of the schedule as built, in the queues
-        starts = np.cumsum([0] + [len(lane) for lane in plan.lanes])
-        first = place[np.array([starts[lane] + index for lane, index in plan.overlaps], dtype=np.int64)]
-        second = first + 1
+        place = np.empty(len(self.rows), dtype=np.int64)  # of a lane's row in the queues
+        place[self.pieces[0].at] = np.arange(len(self.pieces[0].at))
+        first, second = (place[rows] for rows in pair_rows(plan, self.rows))
         at = self.pieces[0].at
         stages = self.rows.stage[at]
         given = np.maximum(self.costs.overlapped[stages[first]], self.costs.overlapped[stages[second]])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.model.costs import Costs
+from penstock.model.costs import Costs, StageCosts
 from penstock.planning.greedy import Draft, Problem
 from penstock.planning.limits import limit_per_lane, sized
 from penstock.planning.search import search
@@ -53,14 +53,15 @@ def synthesize(
     seeds = [draft for build in named if (draft := _fitting(build, costs, limit)) is not None]
     best = seeds
     for lane_of in dict.fromkeys((loop(lanes, stages_per_lane), snake(lanes, stages_per_lane))):
-        for splits in _ways_to_split(costs):
+        for splits in _ways_to_split(stage_costs):
             problem = Problem("auto", lane_of, micro_batches, stage_costs, limits, splits_backward=splits)
             own = [seed for seed in seeds if _is_like(seed.schedule, problem)]
             if (found := search(problem, objective="step", seeds=own)) is not None:
                 best = [*best, found]
     if not best:
         raise ScheduleError(_nothing_fits(limits, stage_costs.saved_bytes, lanes))
-    return replace(min(best, key=lambda draft: draft.step_seconds).schedule, name="auto")
+    chosen = min(best, key=lambda draft: draft.step_seconds).schedule
+    return replace(chosen, name="auto" if chosen.name == "auto" else f"auto: {chosen.name}")
 
 
 def _fitting(build: NamedBuilder, costs: Costs | None, limit: MemoryLimit) -> Draft | None:
@@ -74,13 +75,12 @@ def _fitting(build: NamedBuilder, costs: Costs | None, limit: MemoryLimit) -> Dr
     return Draft(schedule, timeline.step_seconds, max(timeline.lane_seconds))
 
 
-def _ways_to_split(costs: Costs | None) -> Iterator[bool]:
-    """Split backwards where nothing is known against it; where a full one is cheaper than its parts, try both."""
+def _ways_to_split(costs: StageCosts) -> Iterator[bool]:
+    """Split backwards where nothing is known against it; try both where a full one takes less time or memory."""
     yield True
-    if costs is not None and costs.backward is not None:
-        split = costs.for_stages(len(costs.backward) if isinstance(costs.backward, tuple) else 1)
-        if (split.backward < (split.input_grad + split.weight_grad) * (1 - 1e-9)).any():
-            yield False
+    parts = (costs.input_grad + costs.weight_grad) * (1 - 1e-9)
+    if (costs.backward < parts).any() or (costs.pending_bytes > costs.saved_bytes).any():
+        yield False
 
 
 def _is_like(schedule: Schedule, problem: Problem) -> bool:

@@ -14,9 +14,11 @@ from penstock.files import write_whole
 from penstock.report.timeline import Timeline
 from penstock.schedule.rules import RULES, Where
 
+Event = dict[str, Any]
+
 __all__ = ["trace_events", "write_chrome"]
 
-_COMPUTE, _TRANSFERS = 0, 1  # threads of a lane's process
+_COMPUTE = 0  # the thread of a lane's process that its compute is drawn on
 
 
 def write_chrome(timeline: Timeline, path: str | PathLike[str]) -> None:
@@ -29,36 +31,39 @@ def write_chrome(timeline: Timeline, path: str | PathLike[str]) -> None:
     write_whole(path, gzip.compress(text.encode(), mtime=0) if is_packed else text)
 
 
-def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace: a process a lane, its compute and its transfers as threads, and its memory."""
+def trace_events(timeline: Timeline) -> Iterator[Event]:
+    """Yield the events of a trace: a process a lane, with its compute, its transfers and its memory."""
     for lane in range(timeline.num_lanes):
         yield {"ph": "M", "name": "process_name", "pid": lane, "args": {"name": f"lane {lane}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": lane, "args": {"sort_index": lane}}
-        for thread, name in ((_COMPUTE, "compute"), (_TRANSFERS, "transfers")):
-            yield {"ph": "M", "name": "thread_name", "pid": lane, "tid": thread, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_name", "pid": lane, "tid": _COMPUTE, "args": {"name": "compute"}}
     begin = float(timeline.start.min())
     for number, span in enumerate(timeline):
-        is_compute = RULES[span.action.kind].where is Where.LANE
-        thread = _COMPUTE if is_compute else _TRANSFERS
-        start, end = (1e6 * (moment - begin) for moment in (span.start, span.end))
-        yield {
-            "ph": "X",
+        common = {
             "name": str(span.action),
             "cat": span.action.kind.words,
             "pid": span.lane,
-            "tid": thread,
-            "ts": start,
-            "dur": end - start,
             "args": {"stage": span.action.stage, "micro-batch": span.action.mb},
         }
-        if span.to_lane >= 0:  # an arrow from the send to the lane where the value arrives
-            arrow = {"cat": "transfer", "name": str(span.action), "id": number}
-            yield {**arrow, "ph": "s", "pid": span.lane, "tid": thread, "ts": start}
-            yield {**arrow, "ph": "f", "bp": "e", "pid": span.to_lane, "tid": _COMPUTE, "ts": end}
+        start, end = (1e6 * (moment - begin) for moment in (span.start, span.end))
+        if RULES[span.action.kind].where is Where.LANE:
+            yield {**common, "ph": "X", "tid": _COMPUTE, "ts": start, "dur": end - start}
+        else:
+            yield from _transfer_events(common, number, span.to_lane, start, end)
     yield from _memory_events(timeline, begin)
 
 
-def _memory_events(timeline: Timeline, begin: float) -> Iterator[dict[str, Any]]:
+def _transfer_events(common: dict[str, Any], number: int, to_lane: int, start: float, end: float) -> Iterator[Event]:
+    """Yield a transfer as events of its own track, for several are on their way at once, and as an arrow."""
+    yield {**common, "ph": "b", "id": number, "ts": start}
+    yield {**common, "ph": "e", "id": number, "ts": end}
+    if to_lane >= 0:  # from the action that made the value, to the next one on the lane where it arrives
+        arrow = {"cat": "transfer", "name": common["name"], "id": number, "tid": _COMPUTE}
+        yield {**arrow, "ph": "s", "pid": common["pid"], "ts": max(0.0, start - 1e-3)}
+        yield {**arrow, "ph": "f", "pid": to_lane, "ts": end}
+
+
+def _memory_events(timeline: Timeline, begin: float) -> Iterator[Event]:
     in_bytes = max(timeline.peak_bytes) > 0
     name = "held bytes" if in_bytes else "held stage micro-batches"
     for lane, memory in enumerate(timeline.memory):

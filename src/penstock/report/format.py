@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["parse_bytes", "show_bytes", "show_seconds", "show_share"]
+__all__ = ["parse_bytes", "parse_seconds", "printable", "show_bytes", "show_seconds", "show_share"]
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -53,3 +53,25 @@ def parse_bytes(text: str) -> float:
         if word.endswith(unit):
             return float(word.removesuffix(unit)) * powers[unit]
     return float(word)
+
+
+def parse_seconds(text: str) -> float:
+    """Read seconds with or without a unit.
+
+    >>> parse_seconds("18.5ms"), parse_seconds("2"), parse_seconds("600 us")
+    (0.0185, 2.0, 0.0006)
+    """
+    word = text.strip().lower().replace("µ", "u")
+    for unit, size in (("ms", 1e3), ("us", 1e6), ("ns", 1e9), ("s", 1.0)):
+        if word.endswith(unit):
+            return float(word.removesuffix(unit)) / size
+    return float(word)
+
+
+def printable(name: str) -> str:
+    r"""Return a name that is safe to print: what would steer a terminal is shown by its code.
+
+    >>> printable("zb\x1b[31m")
+    'zb\\x1b[31m'
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)

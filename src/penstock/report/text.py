@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.report.format import show_bytes, show_seconds, show_share
+from penstock.report.format import printable, show_bytes, show_seconds, show_share
 from penstock.report.timeline import Timeline
 from penstock.schedule.actions import KINDS, Kind
 from penstock.schedule.rules import RULES, Where
@@ -37,6 +37,8 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
     for lane in range(min(timeline.num_lanes, _MOST_LANES)):
         at = np.flatnonzero(on_lane & (timeline.lane == lane))
         lines.append(f"lane {lane}".ljust(label) + _draw_lane(timeline, at, columns - label, colored=colored))
+    if _is_crowded(timeline, columns - label):
+        lines.append("(too narrow to show every action: a wider terminal, or the page, does)")
     if timeline.num_lanes > _MOST_LANES:
         lines.append(f"({timeline.num_lanes - _MOST_LANES} more lanes)")
     if colored:
@@ -50,7 +52,7 @@ def summary(timeline: Timeline) -> str:
     if max(timeline.peak_bytes) > 0:
         held += f", {show_bytes(max(timeline.peak_bytes))}"
     return (
-        f"{timeline.name}: step {show_seconds(timeline.step_seconds)}, {held}\n"
+        f"{printable(timeline.name)}: step {show_seconds(timeline.step_seconds)}, {held}\n"
         f"bubble over the makespan {show_share(timeline.bubble)}, "
         f"over the longest lane span {show_share(timeline.span_bubble)}"
     )
@@ -58,7 +60,13 @@ def summary(timeline: Timeline) -> str:
 
 def _legend(timeline: Timeline) -> str:
     present = [kind for kind in _COLOR if (timeline.kind == KINDS.index(kind)).any()]
-    return "  ".join(f"\033[48;5;{_COLOR[kind]}m  \033[0m {kind.words}" for kind in present)
+    return "  ".join(f"\033[48;5;{_COLOR[kind]}m {kind.value[0]} \033[0m {kind.words}" for kind in present)
+
+
+def _is_crowded(timeline: Timeline, columns: int) -> bool:
+    """Are actions on average narrower than two characters?"""
+    on_lane = np.array([RULES[kind].where is Where.LANE for kind in KINDS])[timeline.kind]
+    return bool(on_lane.sum() * 2 > columns * timeline.num_lanes)
 
 
 def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, colored: bool) -> str:

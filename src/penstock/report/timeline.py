@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from typing import NamedTuple
@@ -59,6 +59,7 @@ class Timeline:
     saved_bytes: Floats
     pending_bytes: Floats
     input_bytes: Floats
+    place: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # in the lowered lanes, where it is known
 
     def __len__(self) -> int:
         return len(self.start)
@@ -165,6 +166,10 @@ class Timeline:
         inner = np.stack([self.start[own], self.end[own]], axis=1).ravel()
         when = np.concatenate([self.end[out], inner, self.start[back]])
         order = np.argsort(when, kind="stable")
+        if len(out) and len(self.place):  # what takes no time: as it stands in the lane
+            own_ranks = (2 * self.place[own][:, None] + np.arange(2)).ravel()
+            rank = np.concatenate([2 * self.place[out] + 1, own_ranks, 2 * self.place[back]])
+            order = np.lexsort((rank, when))
 
         def curve(at_start: Floats, at_end: Floats) -> Floats:
             lane_changes = np.stack([_look_up(at_start, self, own), _look_up(at_end, self, own)], axis=1).ravel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -63,7 +64,7 @@ STAGE_BITS, MB_BITS = 24, 32
 MAX_STAGES, MAX_MBS = 1 << STAGE_BITS, 1 << (MB_BITS - 1)  # a micro-batch fits a signed 32-bit number
 _STAGE_MASK, _MB_MASK = MAX_STAGES - 1, MAX_MBS - 1
 
-_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(KINDS, key=len, reverse=True)) + r")(\d+)")
+_PATTERN = re.compile(r"([0-9]{1,12})(" + "|".join(sorted(KINDS, key=len, reverse=True)) + r")([0-9]{1,12})")
 
 Codes = NDArray[np.int64]
 Ints = NDArray[np.int32]
@@ -118,6 +119,19 @@ def _action(code: int) -> Action:
     return Action(KINDS[code >> (STAGE_BITS + MB_BITS)], (code >> MB_BITS) & _STAGE_MASK, code & _MB_MASK)
 
 
+def _checked(item: Action | str) -> Action:
+    """Return an action whose numbers fit, from an action or its text."""
+    if isinstance(item, str):
+        return Action.parse(item)
+    try:
+        kind, stage, mb = Kind(item[0]), operator.index(item[1]), operator.index(item[2])
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ScheduleError(f"{item!r} is not an action: give a kind, a stage and a micro-batch") from None
+    if not (0 <= stage < MAX_STAGES and 0 <= mb < MAX_MBS):
+        raise ScheduleError(f"{item!r} is out of range: stages go from 0 to 2^24, micro-batches from 0 to 2^31")
+    return Action(kind, stage, mb)
+
+
 class Lane(Sequence[Action]):
     """One ordered list of actions, kept as integers and read as actions; equal to a tuple of the same actions.
 
@@ -142,8 +156,7 @@ class Lane(Sequence[Action]):
         if isinstance(actions, Lane):
             return actions
         items = actions.split() if isinstance(actions, str) else actions
-        parsed = [Action.parse(item) if isinstance(item, str) else item for item in items]
-        return cls(np.array([int(encode(*action)) for action in parsed], dtype=np.int64))
+        return cls(np.array([int(encode(*_checked(item))) for item in items], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -168,7 +181,10 @@ class Lane(Sequence[Action]):
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self.codes.tobytes())
+        return hash(tuple(self))  # as that of the tuple it is equal to
+
+    def __reduce__(self) -> tuple[type[Lane], tuple[Codes]]:
+        return Lane, (self.codes,)  # frozen again when it is read back
 
     def __str__(self) -> str:
         return " ".join(map(str, self))

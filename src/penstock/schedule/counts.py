@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from penstock.errors import ScheduleError
 
-__all__ = ["check_stages_per_lane", "loop", "need_even_lanes", "snake"]
+__all__ = ["check_count", "loop", "need_even_lanes", "snake"]
+
+
+def check_count(name: str, value: object, most: int) -> int:
+    """Return a whole number from 1 up; refuse anything else."""
+    count = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else 0
+    if count < 1:
+        raise ScheduleError(f"{name}: {value!r} must be a whole number, 1 or more")
+    if count >= most:
+        raise ScheduleError(f"{name}: {count} is too many; less than {most} would do")
+    return count
 
 
 def need_even_lanes(name: str, lanes: int) -> None:
@@ -14,13 +26,6 @@ def need_even_lanes(name: str, lanes: int) -> None:
         raise ScheduleError(
             f"{name} runs two ways over its lanes, so their number must be even; lanes: {lanes}, {options} would do"
         )
-
-
-def check_stages_per_lane(name: str, stages_per_lane: int, *, allowed: str, fits: bool) -> int:
-    """Refuse a number of stages per lane that a schedule has no definition for."""
-    if not fits:
-        raise ScheduleError(f"{name} has {allowed}; stages per lane: {stages_per_lane}")
-    return stages_per_lane
 
 
 def loop(lanes: int, stages_per_lane: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ schedule as built (compute only, a value passes straight from maker to user) and
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind, dec
 from penstock.schedule.rules import RULES, At, Copy, Need, Value
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["MISSING", "NONE", "Flow", "Rows", "edges_of", "trace_flow"]
+__all__ = ["MISSING", "NONE", "Flow", "Rows", "check_skips", "edges_of", "trace_flow"]
 
 NONE = -1  # nothing to wait for
 MISSING = -2  # needed, but no action makes it
@@ -35,6 +36,7 @@ class Rows:
     lane: Ints
     peer: Ints  # of a transfer: the stage at the other end; else -1
     starts: NDArray[np.int64]  # lane l has the positions starts[l] .. starts[l + 1] - 1
+    given_at: Ints | None = None  # an action's place in its lane as it was given, where rows were left out
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -64,22 +66,45 @@ class Rows:
 
     def index(self, position: int) -> int:
         """Return an action's place in its own lane."""
+        if self.given_at is not None:
+            return int(self.given_at[position])
         return int(position - self.starts[self.lane[position]])
+
+    def without(self, places: Iterable[tuple[int, int]]) -> Rows:
+        """Return the rows less those at some (lane, index); the others keep the index they had."""
+        keep = np.ones(len(self), dtype=np.bool_)
+        keep[[int(self.starts[lane]) + index for lane, index in places]] = False
+        given_at = (np.arange(len(self)) - self.starts[self.lane]).astype(np.int32)
+        starts = np.concatenate([[0], np.cumsum(np.bincount(self.lane[keep], minlength=len(self.starts) - 1))])
+        cut = {name: getattr(self, name)[keep] for name in ("kind", "stage", "mb", "lane", "peer")}
+        return Rows(**cut, starts=starts.astype(np.int64), given_at=given_at[keep])
 
 
 def edges_of(num_stages: int, skips: Iterable[Sequence[int]] = ()) -> tuple[tuple[int, int], ...]:
     """Return which stage hands values to which: every stage to its next, and the skips.
 
     Raises:
-        ScheduleError: when a skip does not lead from a stage to a later, not adjacent one.
+        ScheduleError: when a skip does not lead from a stage to a later one.
     """
     chain = [(s, s + 1) for s in range(num_stages - 1)]
     extra = []
-    for skip in skips:
-        if len(skip) != 2 or not 0 <= skip[0] < skip[1] < num_stages:
-            raise ScheduleError(f"a skip leads from a stage to a later one; skip: {tuple(skip)}, stages: {num_stages}")
-        extra.append((int(skip[0]), int(skip[1])))
+    for skip in check_skips(skips):
+        if not 0 <= skip[0] < skip[1] < num_stages:
+            raise ScheduleError(f"a skip leads from a stage to a later one; skip: {skip}, stages: {num_stages}")
+        extra.append(skip)
     return tuple(dict.fromkeys(chain + sorted(extra)))
+
+
+def check_skips(skips: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Return skips as pairs of numbers.
+
+    Raises:
+        ScheduleError: when they are anything else.
+    """
+    try:
+        return tuple((operator.index(source), operator.index(target)) for source, target in skips)
+    except (TypeError, ValueError):
+        raise ScheduleError(f"skips are pairs (from stage, to stage) of whole numbers; given: {skips!r}") from None
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError, nearest
+from penstock.errors import ScheduleError, UsageError, nearest
 from penstock.schedule.actions import KIND_INDEX, Ints, Kind
-from penstock.schedule.flow import NONE, Flow, Rows, trace_flow
+from penstock.schedule.faults import find_incomplete, find_unknown
+from penstock.schedule.flow import NONE, Flow, Rows, check_skips, trace_flow
+from penstock.schedule.overlaps import pair_rows
 from penstock.schedule.rules import Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.slots import Slots, assign_slots
 
-__all__ = ["Channels", "Keep", "Lowered", "check_keep", "lower"]
+__all__ = ["Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
 
 Keep = Literal["hold", "recompute", "offload"]
 # tagged: a receive names its message. ordered: one queue from lane to lane, nothing blocks.
@@ -49,7 +51,7 @@ class Lowered:
 
     @cached_property
     def slots(self) -> Slots:
-        """Which buffer each value lives in; a buffer is used again once its value is freed."""
+        """Which buffer each value lives in; a buffer is used again once the action that frees its value has ended."""
         return assign_slots(self.rows)
 
     def lane_texts(self, *, slots: bool = False) -> Iterator[list[str]]:
@@ -95,11 +97,12 @@ def lower(
     0F0 0SEND_F0 0RECV_B0 0B0
     1RECV_F0 1F0 1B0 1SEND_B0
     """
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"only a schedule can be lowered; given: {type(schedule).__name__}")
     policies = check_keep(keep, schedule.num_stages)
-    if channels not in get_args(Channels):
-        raise ScheduleError(f"channels: {channels!r}, choose one of {', '.join(get_args(Channels))}")
-    pairs = tuple((int(a), int(b)) for a, b in skips)
-    flow = trace_flow(schedule, skips=pairs)
+    check_channels(channels)
+    pairs = check_skips(skips)
+    flow = _checked_flow(schedule, pairs)
     front, back = _pair_ends(schedule, flow.rows)
     parts = [_Part.of_compute(flow.rows)]
     parts += _transfers(schedule, flow, channels, front, back)
@@ -107,8 +110,30 @@ def lower(
     return Lowered(schedule, _merge(parts, flow.rows), policies, pairs, channels)
 
 
+def _checked_flow(schedule: Schedule, skips: tuple[tuple[int, int], ...]) -> Flow:
+    """Return what actions wait for, if all that a step needs is there."""
+    rows = Rows.of(schedule)
+    faults = list(find_unknown(schedule, rows, is_lowered=False))
+    if not faults:
+        flow = trace_flow(schedule, rows, skips=skips)
+        faults = find_incomplete(schedule, flow)
+    if faults:
+        raise ScheduleError(f"{schedule.name} cannot run; faults: {len(faults)}, verify() shows all; {faults[0]}")
+    return flow
+
+
+def check_channels(channels: str) -> Channels:
+    """Return how a transport matches receives, if it is a way that we know."""
+    if channels not in get_args(Channels):
+        hint = nearest(str(channels), get_args(Channels))
+        raise ScheduleError(f"channels: {channels!r} is not one of {', '.join(get_args(Channels))}.{hint}")
+    return channels  # type: ignore[return-value]  # it is one of them
+
+
 def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]:
     """Return one policy a stage, or say what is wrong with them."""
+    if not isinstance(keep, (str, Sequence)):
+        raise ScheduleError(f"keep: {keep!r} is not a policy or a list of policies")
     policies = (keep,) * num_stages if isinstance(keep, str) else tuple(keep)
     for policy in policies:
         if policy not in get_args(Keep):
@@ -143,9 +168,8 @@ def _key(anchor: Positions, turn: int) -> Positions:
 def _pair_ends(schedule: Schedule, rows: Rows) -> tuple[Positions, Positions]:
     """Return for each action the first and the last of those that start with it: itself, or its overlapping pair."""
     front, back = np.arange(len(rows)), np.arange(len(rows))
-    if schedule.overlaps:
-        first = np.array([rows.starts[lane] + index for lane, index in schedule.overlaps], dtype=np.int64)
-        front[first + 1], back[first] = first, first + 1
+    first, second = pair_rows(schedule, rows)
+    front[second], back[first] = first, second
     return front, back
 
 
@@ -187,15 +211,8 @@ class _Transfers:
 
     @classmethod
     def of(cls, flow: Flow, value: Value, from_stage: Ints, to_stage: Ints, mb: Ints) -> _Transfers:
-        table = flow.made.get(value)
-        if table is None:
-            table = np.full(
-                (1 + int(max(from_stage.max(initial=0), to_stage.max(initial=0))), 1 + int(mb.max(initial=0))), NONE
-            )
         # the action that makes a value on one stage is the one that uses it on the next
-        maker, user = table[from_stage, mb].astype(np.int64), table[to_stage, mb].astype(np.int64)
-        if (maker < 0).any() or (user < 0).any():
-            raise ScheduleError("the schedule lacks actions, so it cannot be lowered: verify() lists what is missing")
+        maker, user = (flow.made[value][stage, mb].astype(np.int64) for stage in (from_stage, to_stage))
         return cls(np.full(len(mb), value is Value.GRADIENT), from_stage, to_stage, mb, maker, user)
 
     @classmethod

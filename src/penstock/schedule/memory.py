@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import KINDS
+from penstock.schedule.actions import KINDS, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
@@ -28,6 +28,7 @@ class MemoryLimit:
     saved_bytes: Floats
     pending_bytes: Floats
     limit_bytes: Floats  # one a lane
+    input_bytes: Floats | None = None  # what a stage that recomputes holds in place of what its forward saves
 
 
 def changes(
@@ -51,8 +52,15 @@ def changes(
 
 
 def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Iterator[tuple[int, int, str]]:
-    """Yield (lane, index, message) for the first action of each lane that goes over its limit."""
-    at_start, at_end = changes(limit.saved_bytes, limit.pending_bytes)
+    """Yield (lane, index, message) for the first action of each lane that goes over its limit.
+
+    This follows the lanes' own order: copies to host memory count as done where they stand. How much they hold
+    while they run depends on the host link, which `simulate` knows.
+    """
+    recomputes = np.zeros(schedule.num_stages, dtype=np.bool_)
+    recomputes[rows.stage[rows.where(Kind.RECOMPUTE)]] = True
+    kept_input = np.zeros(schedule.num_stages) if limit.input_bytes is None else limit.input_bytes
+    at_start, at_end = changes(limit.saved_bytes, limit.pending_bytes, kept_input, recomputes)
     for lane in range(schedule.num_lanes):
         here = slice(*rows.starts[lane : lane + 2].tolist())
         starts, ends = at_start[rows.kind[here], rows.stage[here]], at_end[rows.kind[here], rows.stage[here]]
@@ -60,10 +68,6 @@ def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Itera
         # sums of many floats: a limit that is met exactly is not passed
         over = np.flatnonzero(held > limit.limit_bytes[lane] * (1 + 1e-9))
         if over.size:
-            at = int(over[0])
-            yield (
-                lane,
-                at,
-                f"{rows.action(int(rows.starts[lane]) + at)} takes the lane to {held[at]:.6g} bytes, its peak is "
-                f"{held.max():.6g}; limit: {limit.limit_bytes[lane]:.6g}",
-            )
+            at = int(rows.starts[lane]) + int(over[0])
+            facts = f"its peak is {held.max():,.6g}; limit: {limit.limit_bytes[lane]:,.6g}"
+            yield lane, rows.index(at), f"{rows.action(at)} takes the lane to {held[over[0]]:,.6g} bytes, {facts}"

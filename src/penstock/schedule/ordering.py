@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.schedule.actions import KINDS, Ints, Kind
 from penstock.schedule.advance import Queues, advance
 from penstock.schedule.flow import NONE, Flow, Rows
+from penstock.schedule.overlaps import pair_rows
 from penstock.schedule.rules import RULES, Where
 from penstock.schedule.schedule import Schedule
 
@@ -25,7 +26,9 @@ def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tu
         blocking: do sends and receives keep their lane until the other end is reached?
     """
     rows = flow.rows
-    needs = _with_partners(flow) if blocking else _with_overlaps(schedule, flow)
+    needs = _with_overlaps(schedule, flow)
+    if blocking:
+        needs = _with_partners(flow.rows, needs)
     zeros = np.zeros(len(rows))
     lanes = np.arange(schedule.num_lanes)
     run = advance(Queues(rows.starts[:-1], rows.starts[1:], lanes, needs, zeros, zeros))
@@ -51,29 +54,23 @@ def _who(rows: Rows, lane: int, at: int) -> str:
 
 def _with_overlaps(schedule: Schedule, flow: Flow) -> Ints:
     """Two actions that overlap start together: the first also waits for what the second needs."""
-    width = flow.needs.shape[1]
-    firsts = [
-        int(flow.rows.starts[lane]) + index
-        for lane, index in schedule.overlaps
-        if 0 <= lane < schedule.num_lanes and 0 <= index < len(schedule.lanes[lane]) - 1
-    ]
-    if not firsts or len(flow.rows) != schedule.num_actions:
+    first, second = pair_rows(schedule, flow.rows)
+    if not len(first):
         return flow.needs
+    width = flow.needs.shape[1]
     needs = np.full((len(flow.rows), 2 * width), NONE, dtype=np.int32)
     needs[:, :width] = flow.needs
-    needs[firsts, width:] = flow.needs[np.array(firsts) + 1]
+    needs[first, width:] = flow.needs[second]
     return needs
 
 
-def _with_partners(flow: Flow) -> Ints:
+def _with_partners(rows: Rows, given: Ints) -> Ints:
     """A send ends when its receive is reached, and the other way round: each waits for what stands before the other."""
-    rows = flow.rows
-    receives = np.flatnonzero(
-        np.isin(rows.kind, [k for k, kind in enumerate(KINDS) if RULES[kind].where is Where.NOTHING])
-    )
-    sends = flow.needs[receives, 0]
+    nothing = [k for k, kind in enumerate(KINDS) if RULES[kind].where is Where.NOTHING]
+    receives = np.flatnonzero(np.isin(rows.kind, nothing))
+    sends = given[receives, 0]
     extra = np.full((len(rows), 1), NONE, dtype=np.int32)
-    needs = flow.needs.copy()
+    needs = given.copy()
     extra[sends, 0], needs[receives, 0] = _before(rows, receives), _before(rows, sends)
     return np.concatenate([needs, extra], axis=1)
 

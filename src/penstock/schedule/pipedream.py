@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import KIND_INDEX, Ints, Kind, decode
-from penstock.schedule.counts import loop
+from penstock.schedule.actions import KIND_INDEX, MAX_MBS, Ints, Kind, decode
+from penstock.schedule.counts import check_count, loop
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.ticks import Tick, from_ticks, one_f_one_b
 
@@ -33,7 +33,7 @@ def pipedream_2bw(*, lanes: int, micro_batches: int, update_every: int | None = 
         micro_batches: how many micro-batches.
         update_every: micro-batches in a group, at least as many as lanes (the default).
     """
-    group = lanes if update_every is None else update_every
+    group = lanes if update_every is None else check_count("update_every", update_every, MAX_MBS)
     if group < lanes:
         raise ScheduleError(
             "pipedream_2bw keeps two versions only where a group has as many micro-batches as lanes; "

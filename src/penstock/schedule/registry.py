@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import ScheduleError, nearest
 from penstock.schedule.actions import MAX_MBS, MAX_STAGES
+from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["Builder", "Entry", "Registry"]
@@ -69,6 +70,8 @@ class Registry:
         Raises:
             ScheduleError: when the name is taken or the builder takes other arguments than it should.
         """
+        if not isinstance(entry.name, str) or not callable(entry.builder):
+            raise ScheduleError("a schedule is registered as a name and a function that builds it")
         word = entry.name.lower().replace("-", "_")
         if not word.isidentifier() and not word.replace("_", "").isalnum():
             raise ScheduleError(f"a schedule's name has letters, digits and underscores; name: {entry.name!r}")
@@ -87,27 +90,22 @@ class Registry:
             ScheduleError: for an unknown name, counts that do not fit, or an option the schedule has no use for.
         """
         entry = self.entry(name)
-        check_count("lanes", lanes, MAX_STAGES)
-        check_count("micro_batches", micro_batches, MAX_MBS)
+        lanes = check_count("lanes", lanes, MAX_STAGES)
+        micro_batches = check_count("micro_batches", micro_batches, MAX_MBS)
         _check_size(lanes, micro_batches)
         given = {key: value for key, value in options.items() if value is not None}
         stages = given.get("stages_per_lane")
         if stages is not None:
-            check_count("stages_per_lane", stages, MAX_STAGES)
+            given["stages_per_lane"] = stages = check_count("stages_per_lane", stages, MAX_STAGES)
             if entry.stages_per_lane is not None and stages == entry.stages_per_lane:
                 del given["stages_per_lane"]
         unused = [key for key in given if key not in entry.options]
         if unused:
             raise ScheduleError(_no_use(entry, unused))
-        return entry.builder(lanes=lanes, micro_batches=micro_batches, **given)
-
-
-def check_count(name: str, value: object, most: int) -> None:
-    """Refuse what is not a whole number from 1 up."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ScheduleError(f"{name}: {value!r} must be a whole number, 1 or more")
-    if value >= most:
-        raise ScheduleError(f"{name}: {value} is too many; less than {most} would do")
+        schedule = entry.builder(lanes=lanes, micro_batches=micro_batches, **given)
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(f"the builder of {entry.name!r} returned no Schedule but: {type(schedule).__name__}")
+        return schedule
 
 
 def _check_size(lanes: int, micro_batches: int) -> None:

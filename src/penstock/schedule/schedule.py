@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +43,7 @@ class Schedule:
     name: str = "schedule"
 
     def __post_init__(self) -> None:
+        self._normalise()
         if not self.lanes or not self.ways or not self.ways[0]:
             raise ScheduleError("a schedule needs at least one lane and one stage")
         if self.num_mbs < 1:
@@ -61,6 +63,22 @@ class Schedule:
         if self.versions is not None and [len(v) for v in self.versions] != [len(lane) for lane in self.lanes]:
             raise ScheduleError("versions must hold one number for each action of each lane")
 
+    def _normalise(self) -> None:
+        """Take lists for tuples, texts for lanes and numpy's whole numbers for Python's."""
+        try:
+            values = {
+                "lanes": tuple(Lane.of(lane) for lane in self.lanes),
+                "ways": tuple(tuple(operator.index(lane) for lane in way) for way in self.ways),
+                "num_mbs": operator.index(self.num_mbs),
+                "way_of": tuple(operator.index(way) for way in self.way_of),
+                "overlaps": frozenset((operator.index(lane), operator.index(at)) for lane, at in self.overlaps),
+                "versions": None if self.versions is None else tuple(_frozen(used) for used in self.versions),
+            }
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ScheduleError(f"a schedule is made of lanes of actions and whole numbers: {error}") from None
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
     @classmethod
     def of(cls, lanes: Iterable[str | Iterable[Action | str]], *, name: str = "schedule") -> Schedule:
         """Make a schedule from lanes of actions or texts; where each stage lives is read off them.
@@ -70,6 +88,8 @@ class Schedule:
         """
         from penstock.schedule.text import read_lanes
 
+        if isinstance(lanes, str):
+            raise ScheduleError("give a list of lanes, one text for each")
         return read_lanes([lane if isinstance(lane, str) else " ".join(map(str, lane)) for lane in lanes], name=name)
 
     @property
@@ -158,6 +178,12 @@ class Schedule:
         from penstock.schedule.text import write_csv
 
         write_csv(self, path)
+
+
+def _frozen(used: Ints) -> Ints:
+    numbers = np.array(used, dtype=np.int32)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _same(a: Sequence[Ints] | None, b: Sequence[Ints] | None) -> bool:

@@ -10,13 +10,14 @@ import numpy as np
 
 from penstock.schedule.actions import KINDS, Ints, Kind
 from penstock.schedule.flow import NONE, Rows
+from penstock.schedule.memory import HELD
 from penstock.schedule.rules import RULES, At, Rule, Value
 
 __all__ = ["Slots", "assign_slots"]
 
 Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value the stage it comes from (else -1)
 
-_HELD = {Value.SAVED, Value.PENDING}  # received values are held too, from their receive to the action that uses them
+_HELD = HELD - {Value.INPUT}  # an input is held in the slot it was received in
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def assign_slots(rows: Rows) -> Slots:
             counts[pool] = max(counts[pool], slot + 1)
             held[lane, stage, value, mb].append((pool, slot))
             of[at] = slot
-        for value in _gives_back(rule):
+        for value in _gives_back(rule, recomputes=(stage, mb) in recomputed):
             for pool, slot in held.pop((lane, stage, value, mb), ()):
                 heapq.heappush(free[pool], slot)
     return Slots(of, dict(counts))
@@ -57,8 +58,12 @@ def _takes(rule: Rule) -> tuple[Value, ...]:
     return tuple(v for v in rule.makes if v in _HELD) + rule.remakes
 
 
-def _gives_back(rule: Rule) -> tuple[Value, ...]:
+def _gives_back(rule: Rule, *, recomputes: bool) -> tuple[Value, ...]:
+    """What is received goes back with the action that uses it; a stage that recomputes uses its input until then."""
     used_up = tuple(need.value for need in rule.needs if need.at in (At.BEFORE, At.AFTER))
+    if recomputes:
+        kept = (Value.ACTIVATION,) if Value.INPUT in rule.frees else ()
+        used_up = tuple(value for value in used_up if value is not Value.ACTIVATION) + kept
     return used_up + tuple(v for v in rule.frees if v in _HELD)
 
 

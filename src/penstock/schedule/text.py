@@ -53,22 +53,34 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     Raises:
         ScheduleError: when the file is not such a CSV, naming the line and the cell.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise ScheduleError(f"a CSV file is given by its path; given: {path!r}")
     name = os.fspath(path)
     try:
+        if not Path(name).is_file():
+            Path(name).stat()  # says what is wrong, where there is nothing
+            raise ScheduleError(f"{name}: cannot be read: it is not a file")
         if Path(name).stat().st_size > _MAX_CSV_BYTES:
             raise ScheduleError(f"{name}: larger than 1 GiB, which no schedule is")
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"{name}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{name}: is not text: byte {error.start} is not UTF-8") from error
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        if isinstance(error, (UnicodeDecodeError, ScheduleError)):
+            raise _not_text(name, error) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"{name}: cannot be read: {reason}") from error
     try:
-        rows: list[Sequence[str]] = list(csv.reader(text.splitlines(), strict=True))
+        rows: list[Sequence[str]] = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
         raise ScheduleError(f"{name}: is not a CSV file: {error}") from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return read_lanes(rows, name=Path(name).stem, source=name)
+
+
+def _not_text(name: str, error: Exception) -> Exception:
+    if isinstance(error, UnicodeDecodeError):
+        return ScheduleError(f"{name}: is not text: byte {error.start} is not UTF-8")
+    return error
 
 
 def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", source: str = "") -> Schedule:
@@ -105,13 +117,16 @@ def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", 
 
 
 def _cells(schedule: Schedule, *, closing: str) -> Iterator[list[str]]:
+    pairs: dict[int, set[int]] = {}
+    for number, index in schedule.overlaps:
+        pairs.setdefault(number, set()).add(index)
     for number, lane in enumerate(schedule.lanes):
         words = [str(action) for action in lane]
         if schedule.versions is not None:
             words = [
                 f"{word}@{version}" for word, version in zip(words, schedule.versions[number].tolist(), strict=True)
             ]
-        firsts = {index for at, index in schedule.overlaps if at == number}
+        firsts = {index for index in pairs.get(number, ()) if index < len(words) - 1}
         cells = []
         for index, word in enumerate(words):
             if index in firsts:
@@ -125,7 +140,7 @@ def _read_cell(cell: str) -> Iterator[tuple[Action, int]]:
     pair = _PAIR.fullmatch(cell)
     for word in (pair[1], pair[2]) if pair else (cell,):
         text, _, version = word.partition("@")
-        if version and not version.isdecimal():
+        if version and not re.fullmatch("[0-9]{1,9}", version):
             raise ScheduleError(f"{word[:40]!r} has no whole number as its version after '@'")
         if _TORCH_ONLY.fullmatch(text):
             raise ScheduleError(f"{word[:40]!r} belongs to torch's lowered form: load the compute-only one")
@@ -143,6 +158,11 @@ def _place(
     prefix = f"{source}: " if source else ""
     num_stages = _count({a.stage for lane in parsed for a in lane}, f"{prefix}stage")
     num_mbs = _count({a.mb for lane in parsed for a in lane}, f"{prefix}micro-batch")
+    num_actions = sum(map(len, parsed))
+    if num_stages * num_mbs > 4 * num_actions + 10_000:  # before anything of that size is made
+        raise ScheduleError(
+            f"{prefix}lacks most of its actions; stages: {num_stages}, micro-batches: {num_mbs}, actions: {num_actions}"
+        )
     ways, way_of = _ways(parsed, num_stages, num_mbs)
     lanes = tuple(Lane(np.array([int(encode(*action)) for action in lane], dtype=np.int64)) for lane in parsed)
     has_versions = any(action.kind is Kind.U for lane in parsed for action in lane) or any(map(any, versions))

@@ -21,10 +21,14 @@ def find_version_faults(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
     used_by_forward: dict[tuple[int, int], int] = {}
     for number, lane in enumerate(schedule.lanes):
         newest: dict[int, int] = {}
+        unused: dict[int, int] = {}  # for each stage, where the newest gradient is that no update has used
         for index, action in enumerate(lane):
             version = schedule.version(number, index)
             key = (action.stage, action.mb)
+            if action.kind in (Kind.B, Kind.W):
+                unused[action.stage] = index
             if action.kind is Kind.U:
+                unused.pop(action.stage, None)
                 newest[action.stage] = newest.get(action.stage, 0) + 1
                 if version != newest[action.stage]:
                     yield (
@@ -43,6 +47,8 @@ def find_version_faults(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
                     )
             elif key in used_by_forward and version != used_by_forward[key]:
                 yield number, index, f"{action} uses version {version}, but its forward used {used_by_forward[key]}"
+        for stage, index in unused.items():
+            yield number, index, f"{lane[index]} makes a gradient that no update of stage {stage} uses"
 
 
 def stashed_versions(schedule: Schedule) -> tuple[int, ...]:

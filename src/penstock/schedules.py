@@ -23,14 +23,31 @@ from penstock.schedule.memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import load_csv
+from penstock.schedule.ticks import from_ticks
 from penstock.schedule.verify import Fault
 from penstock.schedule.verify import find_faults as _find_faults
 from penstock.schedule.verify import verify as _verify
 
 __all__ = [
-    "Action", "Fault", "Keep", "Kind", "Lane", "Lowered", "Proof", "Schedule",
-    "build", "describe", "find_faults", "load_csv", "lower", "names", "prove", "register", "verify",
-]  # fmt: skip
+    "Action",
+    "Fault",
+    "Keep",
+    "Kind",
+    "Lane",
+    "Lowered",
+    "Proof",
+    "Schedule",
+    "build",
+    "describe",
+    "find_faults",
+    "from_ticks",
+    "load_csv",
+    "lower",
+    "names",
+    "prove",
+    "register",
+    "verify",
+]
 
 
 def build(

@@ -99,7 +99,7 @@ def _ask(shop: Shop, time_limit_seconds: float) -> Answer:
             "what helps: fewer micro-batches or workers, for it may have run out of memory"
         ) from error
     if answer["status"] == "missing":
-        raise SolverError(f"the exact solver needs OR-Tools: pip install 'penstock[exact]' ({answer['message']})")
+        raise SolverError(f"the exact solver needs OR-Tools: pip install ortools ({answer['message']})")
     if answer["status"] == "invalid":
         raise SolverError(f"the exact solver refuses the model: {answer['message']}")
     return answer

@@ -61,7 +61,8 @@ def synthesize(
     if not best:
         raise ScheduleError(_nothing_fits(limits, stage_costs.saved_bytes, lanes))
     chosen = min(best, key=lambda draft: draft.step_seconds).schedule
-    return replace(chosen, name="auto" if chosen.name == "auto" else f"auto: {chosen.name}")
+    same = next((seed.schedule.name for seed in seeds if seed.schedule == chosen), "")
+    return replace(chosen, name=f"auto: {same}" if same else "auto")
 
 
 def _fitting(build: NamedBuilder, costs: Costs | None, limit: MemoryLimit) -> Draft | None:

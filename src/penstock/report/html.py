@@ -52,8 +52,8 @@ def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None
         UsageError: when there is nothing to draw.
         OutputError: when the file cannot be written.
     """
-    if not timelines:
-        raise UsageError("a page needs at least one timeline")
+    if not timelines or not all(isinstance(timeline, Timeline) for timeline in timelines):
+        raise UsageError("a page needs at least one timeline, and nothing else")
     if empty := [timeline.name for timeline in timelines if not len(timeline)]:
         raise UsageError(f"nothing to draw: no spans in {', '.join(empty)}")
     write_whole(path, _page(timelines))

@@ -29,7 +29,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
         width: characters a line; by default the terminal's.
         color: colour kinds; by default where the output is a terminal.
     """
-    columns = max(30, width or shutil.get_terminal_size((100, 24)).columns)
+    columns = max(30, shutil.get_terminal_size((100, 24)).columns if width is None else width)
     colored = sys.stdout.isatty() if color is None else color
     label = len(f"lane {timeline.num_lanes - 1} ")
     on_lane = np.array([RULES[kind].where is Where.LANE for kind in KINDS])[timeline.kind]

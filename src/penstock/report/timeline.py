@@ -39,7 +39,7 @@ class Memory:
     held: Ints
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """The spans of one step as columns, with the bytes that its stages hold.
 
@@ -63,6 +63,9 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.name!r}, {self.num_lanes} lanes, {len(self)} spans)"
 
     def __iter__(self) -> Iterator[Span]:
         columns = (self.kind, self.stage, self.mb, self.lane, self.to_lane, self.start, self.end)

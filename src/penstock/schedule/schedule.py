@@ -16,7 +16,7 @@ from penstock.schedule.actions import KIND_INDEX, Action, Codes, Ints, Kind, Lan
 __all__ = ["Schedule"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """The lanes of actions of one step.
 
@@ -167,6 +167,10 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((self.lanes, self.num_mbs))
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_lanes} lanes, {self.num_stages} stages, {self.num_mbs} micro-batches"
+        return f"Schedule({self.name!r}, {counts}, {self.num_actions} actions)"
 
     def __str__(self) -> str:
         from penstock.schedule.text import to_text

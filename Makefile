@@ -20,7 +20,7 @@ test: lint types tests ## all checks: lint, types, tests
 
 lint: $(VENV)/.installed-dev ## style, with ruff
 	$(SAY) "Lint"
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev ## types, strictly, with mypy

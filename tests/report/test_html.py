@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import open_browser
 from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page
 
+from browser import open_browser
 from penstock.errors import OutputError, UsageError
 from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate

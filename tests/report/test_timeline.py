@@ -67,10 +67,11 @@ def test_chrome_trace(timeline, tmp_path):
     assert len(spans) == 36
     transfers = {phase: [e for e in trace["traceEvents"] if e["ph"] == phase] for phase in "be"}
     assert len(spans) + len(transfers["b"]) == len(timeline)
-    assert sorted(e["id"] for e in transfers["b"]) == sorted(e["id"] for e in transfers["e"])
+    assert sorted(e["id2"]["local"] for e in transfers["b"]) == sorted(e["id2"]["local"] for e in transfers["e"])
     first = next(e for e in spans if e["name"] == "0F0")
     assert (first["pid"], first["ts"], first["dur"]) == (0, 0, pytest.approx(1e6))
-    assert first["args"] == {"stage": 0, "micro-batch": 0}
+    assert first["args"] == {"action": "0F0", "stage": 0, "micro-batch": 0}
+    assert {e["name"] for e in transfers["b"]} == {"send of an activation", "send of a gradient"}
     arrows = {phase: [e for e in trace["traceEvents"] if e["ph"] == phase] for phase in "sf"}
     assert len(arrows["s"]) == len(arrows["f"]) == 2 * 2 * 4
     starts = {e["id"]: e for e in arrows["s"]}
@@ -78,7 +79,7 @@ def test_chrome_trace(timeline, tmp_path):
         assert end["ts"] > starts[end["id"]]["ts"]
         assert abs(end["pid"] - starts[end["id"]]["pid"]) == 1
     counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == 0]
-    assert max(e["args"]["held bytes"] for e in counters) <= timeline.peak_bytes[0]
+    assert max(e["args"]["bytes"] for e in counters) <= timeline.peak_bytes[0]
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {
         "lane 0",
         "lane 1",

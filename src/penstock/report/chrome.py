@@ -43,7 +43,7 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
             "name": str(span.action),
             "cat": span.action.kind.words,
             "pid": span.lane,
-            "args": {"stage": span.action.stage, "micro-batch": span.action.mb},
+            "args": {"action": str(span.action), "stage": span.action.stage, "micro-batch": span.action.mb},
         }
         start, end = (1e6 * (moment - begin) for moment in (span.start, span.end))
         if RULES[span.action.kind].where is Where.LANE:
@@ -55,8 +55,10 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
 
 def _transfer_events(common: dict[str, Any], number: int, to_lane: int, start: float, end: float) -> Iterator[Event]:
     """Yield a transfer as events of its own track, for several are on their way at once, and as an arrow."""
-    yield {**common, "ph": "b", "id": number, "ts": start}
-    yield {**common, "ph": "e", "id": number, "ts": end}
+    # named by its kind, for Perfetto draws a track a name; an id of its own process, or it stands outside the lanes
+    own = {"name": common["cat"], "id2": {"local": f"{number:#x}"}}
+    yield {**common, **own, "ph": "b", "ts": start}
+    yield {**common, **own, "ph": "e", "ts": end}
     if to_lane >= 0:  # from the action that made the value, to the next one on the lane where it arrives
         arrow = {"cat": "transfer", "name": common["name"], "id": number, "tid": _COMPUTE}
         yield {**arrow, "ph": "s", "pid": common["pid"], "ts": max(0.0, start - 1e-3)}
@@ -65,9 +67,9 @@ def _transfer_events(common: dict[str, Any], number: int, to_lane: int, start: f
 
 def _memory_events(timeline: Timeline, begin: float) -> Iterator[Event]:
     in_bytes = max(timeline.peak_bytes) > 0
-    name = "held bytes" if in_bytes else "held stage micro-batches"
+    unit = "bytes" if in_bytes else "stage micro-batches"
     for lane, memory in enumerate(timeline.memory):
         values = memory.held_bytes if in_bytes else memory.held
         last = np.flatnonzero(np.diff(memory.seconds, append=np.inf))  # the last value of each moment
         for moment, value in zip(memory.seconds[last].tolist(), values[last].tolist(), strict=True):
-            yield {"ph": "C", "name": name, "pid": lane, "ts": 1e6 * (moment - begin), "args": {name: value}}
+            yield {"ph": "C", "name": "held", "pid": lane, "ts": 1e6 * (moment - begin), "args": {unit: value}}

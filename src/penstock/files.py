@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from os import PathLike
 from pathlib import Path
 
 from penstock.errors import OutputError
 
 __all__ = ["check_writable", "write_whole"]
+
+_NEW_FILE = 0o666  # less the user's umask, as for any new file
 
 
 def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
@@ -18,24 +21,28 @@ def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
     Raises:
         OutputError: when it cannot be written; nothing is left behind.
     """
-    data = content.encode() if isinstance(content, str) else content
     part: Path | None = None
     try:
-        target = _target(path)
-        if target.exists() and not target.is_file():
-            with target.open("wb") as stream:
+        data = content.encode() if isinstance(content, str) else content
+        if _is_stream(path):
+            with Path(path).open("wb") as stream:
                 stream.write(data)
             return
+        target = _target(path)
         beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
-        # opened like any new file, so that it gets the permissions that the user's umask gives
-        with beside.open("xb") as file:
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        # what replaces a private file is never readable by others, not even for a moment
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(beside, flags, _NEW_FILE if mode is None else 0o600), "wb") as file:
             part = beside
             file.write(data)
+        if mode is not None:
+            part.chmod(mode)
         part.replace(target)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         if part is not None:
             part.unlink(missing_ok=True)
-        raise OutputError(f"{os.fspath(path)!s}: cannot be written: {_reason(error)}") from error
+        raise OutputError(f"{path!s}: cannot be written: {_reason(error)}") from error
 
 
 def check_writable(path: str | PathLike[str]) -> None:
@@ -45,23 +52,33 @@ def check_writable(path: str | PathLike[str]) -> None:
         OutputError: when its folder is not there or may not be written to, or a folder is in its place.
     """
     try:
-        target = _target(path)
-        if not target.exists() and not target.parent.is_dir():
+        where = Path(path) if _is_stream(path) else _target(path).parent
+        if not where.exists():
             raise FileNotFoundError(2, "No such file or directory")
-        if not os.access(target if target.exists() and not target.is_file() else target.parent, os.W_OK):
+        if not os.access(where, os.W_OK):
             raise PermissionError(13, "Permission denied")
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{os.fspath(path)!s}: cannot be written: {_reason(error)}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise OutputError(f"{path!s}: cannot be written: {_reason(error)}") from error
+
+
+def _is_stream(path: str | PathLike[str]) -> bool:
+    """Is there a pipe or a device under this name? Its real path may lead nowhere, as that of /dev/stdout."""
+    try:
+        mode = Path(path).stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _target(path: str | PathLike[str]) -> Path:
-    if not os.fspath(path):
+    name = os.fspath(path)
+    if not name:
         raise ValueError("its name is empty")
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
+    target = Path(os.path.realpath(name))
+    if target.is_dir() or name.endswith(os.sep):
         raise IsADirectoryError(21, "it is a directory")
     return target
 
 
-def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)

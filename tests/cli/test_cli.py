@@ -88,6 +88,10 @@ def test_list_describes_every_schedule():
         (["--pending-bytes", "1"], "give these too"),
         (["--backward", "1", "--weight-grad", "2"], "is more than backward"),
         (["--lanes", "100000", "--micro-batches", "100000"], "too many actions"),
+        (["--two-ways"], "is for auto"),
+        (["--schedule", "auto", "--stages-per-lane", "0"], "stages_per_lane: 0"),
+        (["--memory-limit", "1", "--saved-bytes", " "], "--saved-bytes must say"),
+        (["--saved-bytes", "1bb"], "is not a number"),
         (["--html", ""], "it is a directory"),
         (["--html", "x.html", "--csv", "x.html"], "the same name"),
         (["--compare", "zb_v", "--forward", "1,1,1,1"], "zb_v: costs must be"),
@@ -137,6 +141,29 @@ def test_the_memory_limit_knows_what_is_kept():
     words = ["--schedule", "gpipe", "--saved-bytes", "1GiB", "--memory-limit", "2GiB"]
     assert penstock("simulate", *words)[0] == 2
     assert penstock("simulate", *words, "--keep", "recompute")[0] == 0
+
+
+@pytest.mark.parametrize("keep", ["hold", "recompute", "offload"])
+def test_auto_fits_whatever_is_kept(keep):
+    """The story: with recompute the limit was left out of the search, and what came of it was refused."""
+    words = ["--schedule", "auto", "--lanes", "2", "--saved-bytes", "1GiB", "--memory-limit", "1GiB", "--keep", keep]
+    code, out, err = penstock("simulate", *words, "--json")
+    assert code == 0, err
+    assert json.loads(out)["schedules"][0]["fits_memory_limit"]
+
+
+def test_outputs_go_where_they_are_sent(tmp_path):
+    """The story: /dev/stdout into a pipe was not found; a link that leads to itself was a traceback."""
+    run = [sys.executable, "-c", "from penstock.cli.main import run; run()", "simulate", "--json", "--csv"]
+    piped = subprocess.run([*run, "/dev/stdout"], capture_output=True, text=True, check=False)
+    assert piped.returncode == 0
+    assert "0F0,0F1" in piped.stdout
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    looped = subprocess.run([*run, str(tmp_path / "a")], capture_output=True, text=True, check=False)
+    assert looped.returncode == 2
+    assert "Too many levels of symbolic links" in looped.stderr
+    assert looped.stderr.count("\n") == 1
 
 
 def test_seconds_have_units():

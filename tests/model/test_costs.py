@@ -61,6 +61,11 @@ def test_a_part_that_is_more_than_the_whole_is_refused():
     assert Costs(backward=2, input_grad=2, weight_grad=2)  # a whole backward may be cheaper than its parts
 
 
+def test_any_sequence_of_numbers_is_taken():
+    assert Costs(forward=range(1, 3)).forward == (1, 2)
+    assert Costs(forward=[np.array(1.0), np.float32(2.0)]).forward == (1.0, 2.0)
+
+
 def test_tensors_are_taken():
     torch = pytest.importorskip("torch")
     assert Costs(forward=torch.tensor([1.0, 2.0])).forward == (1.0, 2.0)
@@ -80,6 +85,6 @@ def test_wrong_links_are_refused():
             Link(bytes_per_second=rate)
     with pytest.raises(CostError, match="shared_as"):
         Link(shared_as="")
-    for links in ({(0, 1, 2): Link()}, {(0, 1): 5}):
+    for links in ({(0, 1, 2): Link()}, {(0, 1): 5}, {("a", 1): Link()}, None, [Link()]):
         with pytest.raises(CostError, match="from lane, to lane"):
             Cluster(links=links)

@@ -261,6 +261,20 @@ def test_memory_is_counted_in_order_where_nothing_takes_time():
         assert memory.held[-1] == 0
 
 
+def test_what_ends_is_freed_before_what_starts_at_the_same_moment():
+    """The story: a fetch that started as a backward ended was counted before what the backward freed."""
+    schedule = schedules.Schedule.of(["0F1 2F1 2B1 0F0 2F0 2B0 0I0 0B1 0W0", "1F1 1I1 1F0 1W1 1I0 1W0"])
+    costs = Costs(forward=1, input_grad=[1, 1, 2], weight_grad=1, saved_bytes=[1, 4, 2], pending_bytes=0)
+    wire = Cluster(host_link=Link(bytes_per_second=1.0, shared_as="h"))
+    assert simulate(schedule, costs, keep=["offload", "offload", "hold"], cluster=wire).peak_bytes == (2.0, 4.0)
+
+
+def test_an_order_that_cannot_run_says_so_whatever_is_kept():
+    for keep in ("hold", "recompute", "offload"):
+        with pytest.raises(ScheduleError, match="deadlock"):
+            simulate(schedules.Schedule.of(["0B0 0F0"]), keep=keep)
+
+
 def test_arguments_without_effect_are_refused():
     lowered = lower(schedules.build("1f1b", lanes=2, micro_batches=2))
     for ignored in ({"keep": "recompute"}, {"skips": [(0, 1)]}):
@@ -271,6 +285,8 @@ def test_arguments_without_effect_are_refused():
             simulate(wrong)
     with pytest.raises(UsageError, match=r"give a penstock\.Costs"):
         simulate(lowered, {"forward": 1})
+    with pytest.raises(UsageError, match=r"give a penstock\.Cluster"):
+        simulate(lowered, cluster="fast")
 
 
 def test_a_schedule_that_deadlocks_is_refused():

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import OutputError
-from penstock.report.format import parse_bytes, show_bytes, show_seconds
+from penstock.report.format import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,8 @@ def test_numbers_for_people():
     assert show_seconds(1e-10) == "0.1 ns"
     assert show_seconds(123456.0) == "123,456 s"
     assert show_bytes(2**60) == "1024 PiB"
-    assert [parse_bytes(t) for t in ("12", "1KiB", "2 MB", "1e3", "3g")] == [12, 1024, 2e6, 1000, 3e9]
+    assert [parse_bytes(t) for t in ("12", "1KiB", "2 MB", "1e3", "3g", "1PiB")] == [12, 1024, 2e6, 1000, 3e9, 2**50]
+    assert [parse_seconds(t) for t in ("600\N{GREEK SMALL LETTER MU}s", "600µs", "600us")] == [6e-4] * 3
     for wrong in ("x", "1QiB", "", "--3"):
         with pytest.raises(ValueError, match="could not convert"):
             parse_bytes(wrong)

@@ -98,7 +98,7 @@ def test_a_limit_needs_bytes_and_is_enforced():
     assert build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=10)
     with pytest.raises(ScheduleError, match="memory"):
         build("gpipe", lanes=2, micro_batches=4, costs=costs, memory_limit=10)
-    for wrong in (0, -1, float("nan"), [1, 2, 3]):
+    for wrong in (0, -1, float("nan"), [1, 2, 3], True, "5", "16GiB"):
         with pytest.raises(CostError, match="memory_limit"):
             build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=wrong)
 

@@ -139,6 +139,13 @@ def test_what_is_no_regular_file_is_written_to_and_links_are_followed(tmp_path):
         schedule.to_csv("/dev/full")
 
 
+def test_a_private_file_stays_private(tmp_path):
+    path = tmp_path / "s.csv"
+    path.touch(mode=0o600)
+    schedules.build("1f1b", lanes=2, micro_batches=2).to_csv(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_small_file_cannot_ask_for_much_memory(tmp_path):
     """The story: a diagonal of 10,000 stages and micro-batches took gigabytes."""
     (tmp_path / "d.csv").write_text("\n".join(f"{i}F{i},{i}B{i}" for i in range(10_000)))

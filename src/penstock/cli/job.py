@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostError, ScheduleError, UsageError, VerifyError
+from penstock.errors import CostError, ScheduleError, UsageError
 from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate
 from penstock.report.format import parse_bytes, parse_seconds
 from penstock.report.timeline import Timeline
-from penstock.schedule.lower import Keep, check_keep, lower
+from penstock.schedule.lower import Keep, Lowered, check_keep, lower
 from penstock.schedule.schedule import Schedule
-from penstock.schedules import build, describe, load_csv, names, verify
+from penstock.schedules import build, describe, find_faults, load_csv, names, verify
 
 __all__ = ["Job", "Result"]
 
@@ -79,7 +80,9 @@ class Job:
         is_file = [_is_file(name) for name in self.schedules]
         if all(is_file) and (self.lanes is not None or self.micro_batches is not None):
             raise UsageError("a CSV file has its own lanes and micro-batches: leave --lanes and --micro-batches out")
-        held = self.held or {}
+        if self.two_ways and not any(name.strip().lower() == "auto" for name in self.schedules):
+            raise UsageError("--two-ways is for auto: no other schedule has the choice")
+        held = {name: text.strip() for name, text in (self.held or {}).items()}
         if held.get("pending_bytes") and not held.get("saved_bytes"):
             raise CostError("--pending-bytes is what is left of --saved-bytes: give these too")
         if self.memory_limit.strip() and not held.get("saved_bytes"):
@@ -100,18 +103,21 @@ class Job:
 
     def _run(self, name: str, *, must_fit: bool) -> Result:
         schedule = self._schedule(name)
-        costs = self._costs(schedule.num_stages, schedule.num_lanes)
-        keep: Keep = self.keep  # type: ignore[assignment]  # checked before
         verify(schedule)
-        lowered = lower(schedule, keep=keep)
-        over_limit = False
-        try:
-            verify(lowered, costs=costs, memory_limit=self._limit())
-        except VerifyError:
-            if must_fit:
-                raise
-            over_limit = True
-        return Result(schedule, simulate(lowered, costs), over_limit)
+        result = self._simulate(schedule)
+        if must_fit and result.over_limit:
+            lowered, costs = self._lowered(schedule)
+            verify(lowered, costs=costs, memory_limit=self._limit())  # says by how much
+        return result
+
+    def _lowered(self, schedule: Schedule) -> tuple[Lowered, Costs]:
+        keep: Keep = self.keep  # type: ignore[assignment]  # checked before
+        return lower(schedule, keep=keep), self._costs(schedule.num_stages, schedule.num_lanes)
+
+    def _simulate(self, schedule: Schedule) -> Result:
+        lowered, costs = self._lowered(schedule)
+        faults = find_faults(lowered, costs=costs, memory_limit=self._limit())
+        return Result(schedule, simulate(lowered, costs), over_limit=any(fault.kind == "memory" for fault in faults))
 
     def _limit(self) -> Any:  # noqa: ANN401 - one number or several
         return _numbers("memory-limit", self.memory_limit, parse_bytes)
@@ -125,18 +131,35 @@ class Job:
             if len(self.schedules) > 1 and "stages_per_lane" not in entry.options:
                 given = None  # in a comparison the option goes to those schedules that leave it open
             return self._build(name, given)
-        tries = [self.stages_per_lane] if self.stages_per_lane or not self._is_one_number_a_lane() else [1, 2]
-        found = [self._build(name, per_lane) for per_lane in tries]
-        return min(found, key=lambda s: simulate(s, self._costs(s.num_stages, s.num_lanes)).step_seconds)
+        return self._auto(name)
 
-    def _build(self, name: str, per_lane: int | None) -> Schedule:
+    def _auto(self, name: str) -> Schedule:
+        """Return the shortest that fits of what auto makes: with one and two stages a lane, with the limit and without.
+
+        With recompute or offload a schedule holds less than auto thinks, so that one made without a limit may fit.
+        """
+        is_open = self.stages_per_lane is None and self._is_one_number_a_lane()
+        per_lane = [1, 2] if is_open else [self.stages_per_lane]
+        limits = [self._limit()] if self.keep == "hold" or not self.memory_limit.strip() else [None, self._limit()]
+        found: list[tuple[bool, float, Schedule]] = []
+        refused: list[ScheduleError] = []
+        for stages, limit in product(per_lane, limits):
+            try:
+                schedule = self._build(name, stages, two_ways=self.two_ways, memory_limit=limit)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            result = self._simulate(schedule)
+            found.append((result.over_limit, result.timeline.step_seconds, schedule))
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda candidate: candidate[:2])[2]
+
+    def _build(self, name: str, per_lane: int | None, **options: Any) -> Schedule:  # noqa: ANN401 - auto's own
         lanes = _LANES if self.lanes is None else self.lanes
         mbs = _MICRO_BATCHES if self.micro_batches is None else self.micro_batches
-        costs = self._costs(lanes * (per_lane or _default_stages(name)), lanes) if lanes > 0 else None
-        options: dict[str, Any] = {}
-        if describe(name).name == "auto":
-            # with recompute or offload a schedule holds less than it would: there the limit is checked afterwards
-            options = {"two_ways": self.two_ways, "memory_limit": self._limit() if self.keep == "hold" else None}
+        stages = _default_stages(name) if per_lane is None else per_lane
+        costs = self._costs(lanes * stages, lanes) if lanes > 0 and stages > 0 else None
         return build(name, lanes=lanes, micro_batches=mbs, stages_per_lane=per_lane, costs=costs, **options)
 
     def _is_one_number_a_lane(self) -> bool:

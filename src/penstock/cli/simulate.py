@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,10 +145,10 @@ def _check_outputs(paths: list[Path]) -> None:
     from penstock.errors import UsageError
     from penstock.files import check_writable
 
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise UsageError("two outputs have the same name")
     for path in paths:
         check_writable(path)
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise UsageError("two outputs have the same name")
 
 
 def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:

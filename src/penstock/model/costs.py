@@ -146,7 +146,9 @@ def _plain(value: object) -> object:
     """Turn arrays and lists into tuples of Python numbers, so that costs stay frozen."""
     if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
         value = value.tolist()
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(item.tolist() if hasattr(item, "tolist") else item for item in value)
+    return value
 
 
 def _fault(name: str, value: object, default: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +67,11 @@ class Cluster:
         for number in self.speed if isinstance(self.speed, Sequence) else [self.speed]:
             if not _is_number(number) or not 0 < number < math.inf:
                 raise CostError(f"speed: {number!r} must be a number, finite and above zero")
+        if not isinstance(self.links, Mapping):
+            raise CostError(f"links: give a Link for each (from lane, to lane); given: {self.links!r}")
         for pair, link in self.links.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2) or not isinstance(link, Link):
+            is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(lane, Integral) for lane in pair)
+            if not is_pair or not isinstance(link, Link):
                 raise CostError(f"links: give a Link for (from lane, to lane); given: {pair!r}: {link!r}")
         if not isinstance(self.link, Link) or not isinstance(self.host_link, Link):
             raise CostError("link and host_link: give a Link")

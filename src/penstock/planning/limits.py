@@ -43,6 +43,8 @@ def limit_per_lane(memory_limit: float | Sequence[float] | None, lanes: int) -> 
     if memory_limit is None:
         return (float("inf"),) * lanes
     try:
+        if isinstance(memory_limit, (bool, str)):
+            raise TypeError(memory_limit)
         given = np.asarray(memory_limit, dtype=np.float64)
     except (TypeError, ValueError):
         raise CostError(f"memory_limit: {memory_limit!r} is not a number of bytes, or one a lane") from None

@@ -53,6 +53,8 @@ def simulate(
     """
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs: give a penstock.Costs; given: {type(costs).__name__}")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise UsageError(f"cluster: give a penstock.Cluster; given: {type(cluster).__name__}")
     if isinstance(schedule, Lowered) and (keep != "hold" or tuple(skips)):
         raise UsageError("a lowered schedule has its keep policies and skips already: give neither")
     lowered = schedule if isinstance(schedule, Lowered) else lower(schedule, keep=keep, skips=skips)

@@ -47,8 +47,9 @@ def parse_bytes(text: str) -> float:
     >>> parse_bytes("16GiB") == 16 * 2**30, parse_bytes("1.5 kB")
     (True, 1500.0)
     """
-    word = text.strip().lower().rstrip("b").strip()
-    powers = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+    word = text.strip().lower().removesuffix("b").strip()
+    powers = {letter: 1000.0**power for power, letter in enumerate("kmgtp", 1)}
+    powers |= {f"{letter}i": 1024.0**power for power, letter in enumerate("kmgtp", 1)}
     for unit in sorted(powers, key=len, reverse=True):
         if word.endswith(unit):
             return float(word.removesuffix(unit)) * powers[unit]
@@ -61,7 +62,7 @@ def parse_seconds(text: str) -> float:
     >>> parse_seconds("18.5ms"), parse_seconds("2"), parse_seconds("600 us")
     (0.0185, 2.0, 0.0006)
     """
-    word = text.strip().lower().replace("µ", "u")
+    word = text.strip().lower().replace("\N{MICRO SIGN}", "u").replace("\N{GREEK SMALL LETTER MU}", "u")
     for unit, size in (("ms", 1e3), ("us", 1e6), ("ns", 1e9), ("s", 1.0)):
         if word.endswith(unit):
             return float(word.removesuffix(unit)) / size

@@ -18,6 +18,7 @@ from penstock.schedule.rules import RULES, Where
 __all__ = ["Memory", "Span", "Timeline"]
 
 Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
 
 
 class Span(NamedTuple):
@@ -169,10 +170,8 @@ class Timeline:
         inner = np.stack([self.start[own], self.end[own]], axis=1).ravel()
         when = np.concatenate([self.end[out], inner, self.start[back]])
         order = np.argsort(when, kind="stable")
-        if len(out) and len(self.place):  # what takes no time: as it stands in the lane
-            own_ranks = (2 * self.place[own][:, None] + np.arange(2)).ravel()
-            rank = np.concatenate([2 * self.place[out] + 1, own_ranks, 2 * self.place[back]])
-            order = np.lexsort((rank, when))
+        if len(out) and len(self.place):
+            order = np.lexsort((*self._ranks(out, own, back), when))
 
         def curve(at_start: Floats, at_end: Floats) -> Floats:
             lane_changes = np.stack([_look_up(at_start, self, own), _look_up(at_end, self, own)], axis=1).ravel()
@@ -182,6 +181,16 @@ class Timeline:
         held_bytes, held = curve(*self._byte_changes), np.rint(curve(*self._count_changes)).astype(np.int32)
         changed = (np.diff(held_bytes, prepend=0.0) != 0) | (np.diff(held, prepend=0) != 0)
         return Memory(when[order][changed], held_bytes[changed], held[changed])
+
+    def _ranks(self, out: Positions, own: Positions, back: Positions) -> tuple[Ints, Ints]:
+        """Return the order of what happens at one moment: ends, then what takes no time as it stands, then starts."""
+        takes_time = self.end > self.start
+        ends = np.where(takes_time, 0, 1)
+        starts = np.where(takes_time, 2, 1)
+        group = np.concatenate([ends[out], np.stack([starts[own], ends[own]], axis=1).ravel(), starts[back]])
+        own_places = (2 * self.place[own][:, None] + np.arange(2)).ravel()
+        place = np.concatenate([2 * self.place[out] + 1, own_places, 2 * self.place[back]])
+        return place.astype(np.int32), group.astype(np.int32)
 
     @cached_property
     def _holding(self) -> list[NDArray[np.int64]]:

@@ -256,13 +256,10 @@ def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positio
             # before the receive: it needs no gradient, so it runs while that is still on its way
             parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
         else:
-            # one action early, so that the copy back runs beside compute
+            # one action early, so that the copy back runs beside compute, but not before the copy out
+            early = np.minimum(np.maximum(front[backward] - 1, back[forward] + 1), front[backward])
             parts.append(_Part(Kind.OFFLOAD, stage, mb, peer, _key(back[forward], _OFFLOAD)))
-            parts.append(
-                _Part(
-                    Kind.FETCH, stage, mb, peer, _key(front[np.maximum(front[backward] - 1, back[forward] + 1)], _FETCH)
-                )
-            )
+            parts.append(_Part(Kind.FETCH, stage, mb, peer, _key(front[early], _FETCH)))
     return parts
 
 

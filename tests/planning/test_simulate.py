@@ -90,12 +90,15 @@ def test_overlapped_pairs_start_together_and_take_the_time_that_costs_give_them(
     assert together.bubble == 0
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
 def test_v_shapes_hold_what_their_papers_say(p):
-    costs = Costs(forward=0.5, backward=1.0)
+    costs = Costs(forward=0.5, backward=1.0, saved_bytes=0.5, pending_bytes=0.5)  # held until the weight gradient
     for name, units in (("zb_v", p), ("v_half", (p + 2) // 2), ("v_min", (p + 4) // 3)):
-        time = step(name, p, 3 * p, costs)
-        assert max(time.peak_saved) <= 2 * units, name
+        for m in (1, p, 3 * p):
+            time = simulate(schedules.build(name, lanes=p, micro_batches=m), costs)
+            assert max(time.peak_bytes) <= units, name
+            assert max(time.peak_saved) <= 2 * units, name
+            assert time.step_seconds <= step("1f1b", p, m, Costs(forward=1.0, backward=2.0)).step_seconds, name
     assert step("zb_v", p, 3 * p, costs).span_bubble == pytest.approx(0.0, abs=1e-12)
 
 

@@ -13,16 +13,15 @@ from penstock.model.costs import Costs, StageCosts
 __all__ = ["limit_per_lane", "sized", "units_to_bytes"]
 
 
-def sized(costs: Costs | None, num_stages: int) -> StageCosts:
-    """Return costs a stage; where bytes are not given, a stage micro-batch saves 1 and leaves half pending.
+def sized(costs: Costs | None, num_stages: int, *, pending_share: float = 0.5) -> StageCosts:
+    """Return costs a stage; where bytes are not given, a stage micro-batch saves 1 and leaves a share pending.
 
     Half is what a transformer block leaves, roughly: the inputs of its matmuls, out of all that it saves.
     """
     given = costs or Costs()
     if given.saved_bytes is None:
-        given = replace(
-            given, saved_bytes=1.0, pending_bytes=0.5 if given.pending_bytes is None else given.pending_bytes
-        )
+        pending = pending_share if given.pending_bytes is None else given.pending_bytes
+        given = replace(given, saved_bytes=1.0, pending_bytes=pending)
     return given.for_stages(num_stages)
 
 

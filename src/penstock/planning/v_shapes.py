@@ -37,7 +37,9 @@ def v_half(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Sch
 
 def v_min(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
     """About a third of the memory of 1f1b, and a somewhat smaller bubble."""
-    order = _hops("v_min", lanes, micro_batches, there=1, back=1)
+    # where three divides the lanes, all hops would meet in the same ticks; pauses at the turns keep them apart
+    pauses = (1, 1, 2) if lanes % 3 == 0 else (0, 0, 0)
+    order = _hops("v_min", lanes, micro_batches, there=1, back=1, pauses=pauses)
     return _v_shape("v_min", order, lanes, micro_batches, costs, units=(lanes + 4) // 3)
 
 
@@ -45,7 +47,8 @@ def _v_shape(
     name: str, order: tuple[Lane, ...], lanes: int, micro_batches: int, costs: Costs | None, *, units: int
 ) -> Schedule:
     """Fill in the weight gradients; where costs are given, improve the whole for them."""
-    lane_of, stage_costs = snake(lanes, 2), sized(costs, 2 * lanes)
+    # their papers count a micro-batch as held until its weight gradient has run
+    lane_of, stage_costs = snake(lanes, 2), sized(costs, 2 * lanes, pending_share=1.0)
     limits = units_to_bytes(units, lane_of, stage_costs)
     problem = Problem(name, lane_of, micro_batches, stage_costs, limits, order=order)
     drafts = fill_weights(problem, objective="span")
@@ -55,24 +58,30 @@ def _v_shape(
     return best.schedule
 
 
-def _hops(name: str, lanes: int, micro_batches: int, *, there: int, back: int) -> tuple[Lane, ...]:
+def _hops(
+    name: str, lanes: int, micro_batches: int, *, there: int, back: int, pauses: tuple[int, int, int] = (0, 0, 0)
+) -> tuple[Lane, ...]:
     """Return the order of forwards and input gradients that hop from lane to lane at a steady pace.
 
     A forward takes `there` ticks a lane on its way there and `back` on its way back, an input gradient the
-    same; micro-batches follow each other every six ticks, in which a lane runs two F, two I and two W.
+    same; micro-batches follow each other every six ticks, in which a lane runs two F, two I and two W. At each
+    of the three turns (forwards at the last lane, from forward to backward, input gradients at the last lane)
+    a micro-batch may pause for some ticks.
     """
-    turn = lanes * there + (lanes - 1) * back  # when the first micro-batch reaches its last stage
+    turn = lanes * there + pauses[0]  # where the way back starts, counted from where the way there does
+    loss = turn + (lanes - 1) * back  # when the first micro-batch reaches its last stage
 
     def lane_of(s: Ints) -> Ints:
         return np.where(s < lanes, s, 2 * lanes - 1 - s)
 
     def forward(s: Ints, m: Ints) -> Ints:
         i = lane_of(s)
-        return 6 * m + np.where(s < lanes, i * there, lanes * there + (lanes - 1 - i) * back)
+        return 6 * m + np.where(s < lanes, i * there, turn + (lanes - 1 - i) * back)
 
     def input_grad(s: Ints, m: Ints) -> Ints:
         i = lane_of(s)
-        return 6 * m + turn + 1 + np.where(s < lanes, lanes * there + (lanes - 1 - i) * back, i * there)
+        first = 6 * m + loss + 1 + pauses[1]
+        return first + np.where(s < lanes, lanes * there + pauses[2] + (lanes - 1 - i) * back, i * there)
 
     ticks: dict[Kind, Tick] = {Kind.I: input_grad, Kind.F: forward}
     return from_ticks(name, [snake(lanes, 2)], num_mbs=micro_batches, ticks=ticks).lanes

@@ -1,23 +1,11 @@
-"""The zero-bubble paper's tables 5 and 8, as benchmarks/published holds them."""
+"""benchmarks/published, for the tests: the same rows, costs and measure as the benchmark prints."""
 
-import csv
+import importlib.util
 from pathlib import Path
 
-FOLDER = Path(__file__).parent.parent / "benchmarks" / "published"
+_PATH = Path(__file__).parent.parent / "benchmarks" / "published" / "run.py"
+_SPEC = importlib.util.spec_from_file_location("published_run", _PATH)
+_RUN = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_RUN)
 
-
-def rows(table):
-    """Return a table's rows: counts and times as numbers, and the published bubbles that it has."""
-    with (FOLDER / f"{table}.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    names = [name for name in lines[0] if name.startswith(("1f1b", "zb_"))]
-    return [
-        {key: int(value) for key, value in line.items() if key not in names}
-        | {"published": {name: float(line[name]) for name in names if line[name]}}
-        for line in lines
-    ]
-
-
-def pending_share(row, sequence=1024):
-    """Of what a transformer block saves, the share that its weight gradients need: 32 h of 34 h + 5 a s."""
-    return 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * sequence)
+read_rows, costs_of, measure = _RUN.read_rows, _RUN.costs_of, _RUN.measure

@@ -21,10 +21,10 @@ def pending_share(row: dict[str, str]) -> float:
     return 32 * hidden / (34 * hidden + 5 * heads * 1024)
 
 
-def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
-    """Return the bubble over the longest lane span, the peak in 1f1b's unit, and the seconds it took to build."""
-    share = 0.5 if name == "zb_v" else 1.0
-    costs = Costs(
+def costs_of(row: dict[str, str], stages_per_lane: int = 1) -> Costs:
+    """Return a row's costs a stage, with bytes in units of what a lane saves for a micro-batch."""
+    share = 1 / stages_per_lane
+    return Costs(
         forward=int(row["F"]) * share,
         input_grad=int(row["I"]) * share,
         weight_grad=int(row["W"]) * share,
@@ -32,6 +32,11 @@ def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
         saved_bytes=share,
         pending_bytes=pending_share(row) * share,
     )
+
+
+def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
+    """Return the bubble over the longest lane span, the peak in 1f1b's unit, and the seconds it took to build."""
+    costs = costs_of(row, 2 if name == "zb_v" else 1)
     begin = time.perf_counter()
     schedule = schedules.build(name, lanes=int(row["lanes"]), micro_batches=int(row["micro_batches"]), costs=costs)
     seconds = time.perf_counter() - begin
@@ -39,11 +44,16 @@ def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
     return timeline.span_bubble, max(timeline.peak_bytes), seconds
 
 
+def read_rows(table: str) -> list[dict[str, str]]:
+    """Return the rows of a table: inputs, and published bubbles where there are any."""
+    with (FOLDER / f"{table}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def main() -> None:
     quick = "--quick" in sys.argv
     for table in ("table5", "table8"):
-        with (FOLDER / f"{table}.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_rows(table)
         names = [name for name in rows[0] if name.startswith(("1f1b", "zb_")) and any(row[name] for row in rows)]
         print(f"\n{table}: published → ours; for searched schedules the peak over the limit, and seconds to build\n")
         print("| lanes × micro-batches | F, I, W, transfer (µs) | " + " | ".join(names) + " |")

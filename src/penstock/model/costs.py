@@ -130,6 +130,17 @@ class StageCosts:
     overlapped: Floats
     update: Floats
 
+    def seconds_of(self, kind: str) -> Floats:
+        """Return what a kind of compute, given by its text, takes on each stage."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.input_grad,
+            "W": self.weight_grad,
+            "U": self.update,
+            "RECOMPUTE": self.recompute,
+        }[kind]
+
 
 def _contradictions(costs: Costs) -> list[str]:
     """Say where a part is given as more than the whole."""

@@ -30,11 +30,10 @@ class JobShop:
         self.problem, self.schedule, self.objective = problem, schedule, objective
         flow = trace_flow(schedule)
         rows, costs = flow.rows, problem.costs
-        seconds = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
         self.codes = schedule.codes()
         self.lane = rows.lane.tolist()
         self.seconds = [
-            float(seconds[KINDS[k]][s]) for k, s in zip(rows.kind.tolist(), rows.stage.tolist(), strict=True)
+            float(costs.seconds_of(KINDS[k])[s]) for k, s in zip(rows.kind.tolist(), rows.stage.tolist(), strict=True)
         ]
         self.before: list[list[tuple[int, float]]] = [[] for _ in self.codes]
         self.after: list[list[tuple[int, float]]] = [[] for _ in self.codes]

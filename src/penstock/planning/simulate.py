@@ -16,8 +16,8 @@ from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
 from penstock.schedule.advance import Queues, Run, advance
 from penstock.schedule.flow import NONE, Flow
 from penstock.schedule.lower import Keep, Lowered, lower
-from penstock.schedule.overlaps import pair_rows
-from penstock.schedule.rules import RULES, Where
+from penstock.schedule.overlaps import pair_rows, wait_together
+from penstock.schedule.rules import RULES, Where, occupying
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["simulate"]
@@ -130,15 +130,8 @@ class _Wiring:
 
     def _compute(self) -> _Piece:
         at, rows, costs = self._pick(Where.LANE), self.rows, self.costs
-        seconds = {
-            Kind.F: costs.forward,
-            Kind.B: costs.backward,
-            Kind.I: costs.input_grad,
-            Kind.W: costs.weight_grad,
-            Kind.U: costs.update,
-            Kind.RECOMPUTE: costs.recompute,
-        }
-        table = np.stack([seconds.get(kind, np.zeros_like(costs.forward)) for kind in KINDS])
+        on_lane = occupying(Where.LANE)
+        table = np.stack([costs.seconds_of(kind) if kind in on_lane else 0 * costs.forward for kind in KINDS])
         speeds = self.cluster.speeds(self.lowered.schedule.num_lanes)
         duration = table[rows.kind[at], rows.stage[at]] / speeds[rows.lane[at]]
         servers = self._number([("lane", lane) for lane in range(len(speeds))])
@@ -213,10 +206,7 @@ class _Wiring:
         speed = self.cluster.speeds(plan.num_lanes)[self.rows.lane[at][first]]
         together = np.where(np.isnan(given), duration[first] + duration[second], given / speed)
         duration[first], lag[first], duration[second] = 0.0, together, together
-        both = np.full((len(needs), 2 * needs.shape[1]), NONE, dtype=np.int32)
-        both[:, : needs.shape[1]] = needs
-        both[first, needs.shape[1] :] = needs[second]
-        return both
+        return wait_together(needs, first, second)
 
     def _number(self, names: list[object]) -> Positions:
         """Number servers by name, across all pieces: what has the same name is one server."""

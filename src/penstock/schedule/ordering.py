@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.schedule.actions import KINDS, Ints, Kind
 from penstock.schedule.advance import Queues, advance
 from penstock.schedule.flow import NONE, Flow, Rows
-from penstock.schedule.overlaps import pair_rows
+from penstock.schedule.overlaps import pair_rows, wait_together
 from penstock.schedule.rules import RULES, Where
 from penstock.schedule.schedule import Schedule
 
@@ -26,7 +26,7 @@ def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tu
         blocking: do sends and receives keep their lane until the other end is reached?
     """
     rows = flow.rows
-    needs = _with_overlaps(schedule, flow)
+    needs = wait_together(flow.needs, *pair_rows(schedule, rows))
     if blocking:
         needs = _with_partners(flow.rows, needs)
     zeros = np.zeros(len(rows))
@@ -50,18 +50,6 @@ def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tu
 def _who(rows: Rows, lane: int, at: int) -> str:
     where = "behind it on its own lane" if rows.lane[at] == lane else f"on lane {rows.lane[at]}"
     return f"{rows.action(at)} {where} (action {rows.index(at)})"
-
-
-def _with_overlaps(schedule: Schedule, flow: Flow) -> Ints:
-    """Two actions that overlap start together: the first also waits for what the second needs."""
-    first, second = pair_rows(schedule, flow.rows)
-    if not len(first):
-        return flow.needs
-    width = flow.needs.shape[1]
-    needs = np.full((len(flow.rows), 2 * width), NONE, dtype=np.int32)
-    needs[:, :width] = flow.needs
-    needs[first, width:] = flow.needs[second]
-    return needs
 
 
 def _with_partners(rows: Rows, given: Ints) -> Ints:

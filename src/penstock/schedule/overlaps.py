@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import KIND_INDEX, Kind
-from penstock.schedule.flow import Rows
+from penstock.schedule.actions import KIND_INDEX, Ints, Kind
+from penstock.schedule.flow import NONE, Rows
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["BUILT", "find_bad_overlaps", "pair_rows"]
+__all__ = ["BUILT", "find_bad_overlaps", "pair_rows", "wait_together"]
 
 # the kinds that a schedule has as built; lowering adds the others
 BUILT = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U)
@@ -26,6 +26,17 @@ def pair_rows(schedule: Schedule, rows: Rows) -> tuple[NDArray[np.int64], NDArra
     starts = np.cumsum([0] + [len(lane) for lane in schedule.lanes])
     first = np.array(sorted(starts[lane] + index for lane, index in schedule.overlaps), dtype=np.int64)
     return place[first], place[first + 1]
+
+
+def wait_together(needs: Ints, first: NDArray[np.int64], second: NDArray[np.int64]) -> Ints:
+    """Return needs in which the first of each pair also waits for what the second needs: they start together."""
+    if not len(first):
+        return needs
+    width = needs.shape[1]
+    both = np.full((len(needs), 2 * width), NONE, dtype=np.int32)
+    both[:, :width] = needs
+    both[first, width:] = needs[second]
+    return both
 
 
 def find_bad_overlaps(schedule: Schedule) -> Iterator[tuple[int, int, str]]:

@@ -5,6 +5,9 @@ PenstockError                    everything below; catch this to catch them all
 ├── ScheduleError (ValueError)   a schedule that cannot be built, read or run
 │   └── VerifyError              a schedule with faults; carries all of them
 ├── CostError (ValueError)       costs that are not finite, not positive or not as many as stages
+├── GraphError (ValueError)      a graph or cuts that contradict themselves
+├── CaptureError                 a model that no path can take; says where, and what to do
+├── PartitionError (ValueError)  no cuts fit; says what is missing where, and what would fit
 ├── OutputError (OSError)        a file that cannot be written
 └── SolverError                  the exact solver is missing, or gave no answer in its time
 """
@@ -15,8 +18,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
+    "CaptureError",
     "CostError",
+    "GraphError",
     "OutputError",
+    "PartitionError",
     "PenstockError",
     "ScheduleError",
     "SolverError",
@@ -47,6 +53,18 @@ class VerifyError(ScheduleError):
 
 class CostError(PenstockError, ValueError):
     """Costs that are not finite, not positive, or not as many as the schedule's stages."""
+
+
+class GraphError(PenstockError, ValueError):
+    """A graph that contradicts itself, or cuts that it does not have."""
+
+
+class CaptureError(PenstockError):
+    """A model that no path can take; the message names the line in the model and what to do."""
+
+
+class PartitionError(PenstockError, ValueError):
+    """No cuts fit the memory, or the user's constraints; the message says what is missing and what would fit."""
 
 
 class OutputError(PenstockError, OSError):

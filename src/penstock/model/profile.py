@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import CostError
+from penstock.files import write_whole
+from penstock.model.costs import Costs
 from penstock.model.graph import Graph
 
 __all__ = ["Profile"]
 
 Floats = NDArray[np.float64]
+
+_COLUMNS = ("forward", "input_grad", "weight_grad", "saved_bytes", "pending_bytes")
+_FORMAT = "penstock profile 1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,3 +54,134 @@ class Profile:
     optimizer_bytes: float = 2.0
     device: str = ""
     method: str = "measured"
+
+    def __post_init__(self) -> None:
+        faults = []
+        for name in _COLUMNS:
+            try:
+                column = np.array(getattr(self, name), dtype=np.float64)
+            except (TypeError, ValueError):
+                faults.append(f"{name}: give one number for each node")
+                continue
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+            faults += _column_faults(name, column, self.graph)
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, (int, np.integer)):
+            faults.append(f"batch_size: {self.batch_size!r} is not a whole number")
+        elif self.batch_size < 1:
+            faults.append(f"batch_size: {self.batch_size} must be at least 1")
+        if isinstance(self.optimizer_bytes, bool) or not isinstance(self.optimizer_bytes, (int, float, np.number)):
+            faults.append(f"optimizer_bytes: {self.optimizer_bytes!r} is not a number")
+        elif not 0 <= self.optimizer_bytes < float("inf"):
+            faults.append(f"optimizer_bytes: {self.optimizer_bytes} must be finite and not negative")
+        if faults:
+            raise CostError("; ".join(faults))
+
+    @cached_property
+    def crossing_bytes(self) -> Floats:
+        """How many bytes cross each cut, from 0 to the number of nodes, on the way forward."""
+        return np.array(self.graph.crossing_bytes(self.batch_size), dtype=np.float64)
+
+    @cached_property
+    def crossing_grad_bytes(self) -> Floats:
+        """How many bytes of gradients cross each cut on the way back: as many as the values that have one."""
+        graph, change = self.graph, np.zeros(len(self.graph.nodes) + 2)
+        for index, value in enumerate(graph.values):
+            last = graph.last_use_of[index]
+            if value.has_grad and last > value.producer and not graph.is_free(index):
+                change[value.producer + 1] += value.bytes_at(self.batch_size)
+                change[last + 1] -= value.bytes_at(self.batch_size)
+        return np.cumsum(change)[: len(graph.nodes) + 1]
+
+    def costs(self, cuts: Sequence[int]) -> Costs:
+        """Return what each stage takes between cuts, for `simulate` and the schedules.
+
+        Raises:
+            GraphError: when the graph has no such cuts.
+        """
+        self.graph.check_cuts(cuts)
+        ends = [0, *cuts, len(self.graph.nodes)]
+
+        def sums(column: Floats) -> list[float]:
+            return [float(column[a:b].sum()) for a, b in pairwise(ends)]
+
+        input_grad, weight_grad = sums(self.input_grad), sums(self.weight_grad)
+        return Costs(
+            forward=sums(self.forward),
+            backward=[i + w for i, w in zip(input_grad, weight_grad, strict=True)],
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            saved_bytes=sums(self.saved_bytes),
+            pending_bytes=sums(self.pending_bytes),
+            output_bytes=[*(float(self.crossing_bytes[c]) for c in cuts), 0.0],
+            input_bytes=[0.0, *(float(self.crossing_bytes[c]) for c in cuts)],
+        )
+
+    def weight_bytes(self, nodes: Iterable[int]) -> float:
+        """Return the bytes of the parameters and buffers that some nodes use, each once."""
+        return float(sum(self.graph.parameters[name].num_bytes for name in self.graph.parameters_of(nodes)))
+
+    def grad_bytes(self, nodes: Iterable[int]) -> float:
+        """Return the bytes of the gradients of the parameters that some nodes use: only trainable ones have any."""
+        used = (self.graph.parameters[name] for name in self.graph.parameters_of(nodes))
+        return float(sum(parameter.num_bytes for parameter in used if parameter.is_trainable))
+
+    def state_bytes(self, nodes: Iterable[int]) -> float:
+        """Return what the parameters that some nodes use take: weights, gradients and optimizer state."""
+        chosen = list(nodes)
+        return self.weight_bytes(chosen) + (1 + self.optimizer_bytes) * self.grad_bytes(chosen)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile as JSON, whole or not at all; the graph itself is not in it.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        content = {
+            "format": _FORMAT,
+            "graph": _fingerprint(self.graph),
+            "batch_size": int(self.batch_size),
+            "optimizer_bytes": float(self.optimizer_bytes),
+            "device": self.device,
+            "method": self.method,
+            **{name: getattr(self, name).tolist() for name in _COLUMNS},
+        }
+        write_whole(path, json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], graph: Graph) -> Profile:
+        """Read a profile that was saved for the same graph.
+
+        Raises:
+            CostError: when the file cannot be read, is no profile, or is one of another graph.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CostError(f"{path!s}: cannot be read as a profile: {error}") from error
+        wanted = {"graph", "batch_size", "optimizer_bytes", "device", "method", *_COLUMNS}
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or not wanted <= set(content):
+            raise CostError(f"{path!s}: is not a profile that this version of Penstock wrote")
+        if content["graph"] != _fingerprint(graph):
+            raise CostError(
+                f"{path!s}: was measured for another graph; nodes there: {len(content['forward'])}, "
+                f"here: {len(graph.nodes)}; profile the model again"
+            )
+        return cls(graph=graph, **{name: content[name] for name in wanted - {"graph"}})
+
+
+def _column_faults(name: str, column: Floats, graph: Graph) -> list[str]:
+    if column.shape != (len(graph.nodes),):
+        return [f"{name}: give one number for each of {len(graph.nodes)} nodes; given: {column.size}"]
+    wrong = np.flatnonzero(~(np.isfinite(column) & (column >= 0)))
+    if not wrong.size:
+        return []
+    node = int(wrong[0])
+    more = f" (and {wrong.size - 1} more)" if wrong.size > 1 else ""
+    return [f"{name} of node {graph.nodes[node].name}: {column[node]} must be finite and not negative{more}"]
+
+
+def _fingerprint(graph: Graph) -> str:
+    """Return a short name for the nodes of a graph and how they hang together."""
+    text = json.dumps([[n.name, n.op, n.inputs, n.outputs, n.parameters] for n in graph.nodes])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,210 @@
+"""Run a model and what was made of it on the same batch under the same seed, and say what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Batch",
+    "Outcome",
+    "as_batch",
+    "difference",
+    "named_buffers",
+    "restore",
+    "run",
+    "seed_all",
+    "snapshot",
+    "tensors_of",
+    "weighted",
+]
+
+SEED = 1234
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with every tensor changed."""
+        return Batch(tuple(_mapped(x, change) for x in self.args), _mapped(self.kwargs, change))
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Return a copy with every float in a precision."""
+        return self.mapped(lambda x: x.to(dtype) if x.is_floating_point() else x.clone())
+
+    def resized(self, old: int, new: int) -> Batch:
+        """Return a batch of another size: rows are left out, or come again."""
+        rows = torch.arange(new) % old
+        return self.mapped(lambda x: x[rows] if x.ndim and x.shape[0] == old else x)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward and backward left behind."""
+
+    shape: str
+    own_loss: str
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def as_batch(example: Any) -> Batch:  # noqa: ANN401
+    """Return an example in one form, whichever it came in."""
+    if isinstance(example, dict):
+        return Batch((), dict(example))
+    return Batch(example if isinstance(example, tuple) else (example,), {})
+
+
+def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, dict):
+        return {key: _mapped(value, change) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(_mapped(value, change) for value in x)
+    return x
+
+
+def tensors_of(x: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
+    """Yield every tensor in a structure with its path, through dicts, lists, dataclasses and plain objects."""
+    if isinstance(x, Tensor):
+        yield path or "output", x
+    elif isinstance(x, Mapping):
+        for key, value in x.items():
+            yield from tensors_of(value, f"{path}[{key!r}]", depth + 1)
+    elif isinstance(x, list | tuple):
+        for index, value in enumerate(x):
+            yield from tensors_of(value, f"{path}[{index}]", depth + 1)
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        for entry in dataclasses.fields(x):
+            yield from tensors_of(getattr(x, entry.name), f"{path}.{entry.name}", depth + 1)
+    elif depth < 6 and hasattr(x, "__dict__") and not callable(x):
+        yield from tensors_of(vars(x), path, depth + 1)
+
+
+def shape_of(x: Any) -> str:  # noqa: ANN401
+    """Return what a structure is made of: its types and keys, and the values that are no tensors."""
+    if isinstance(x, Tensor):
+        return "tensor"
+    name = type(x).__name__
+    if isinstance(x, Mapping):
+        return f"{name}({', '.join(f'{key}: {shape_of(value)}' for key, value in x.items())})"
+    if isinstance(x, list | tuple):
+        return f"{name}({', '.join(map(shape_of, x))})"
+    if dataclasses.is_dataclass(x):
+        return f"{name}({', '.join(f'{f.name}: {shape_of(getattr(x, f.name))}' for f in dataclasses.fields(x))})"
+    return repr(x) if isinstance(x, str | int | float | bool | None) else name
+
+
+def own_loss(out: Any) -> str:  # noqa: ANN401
+    """Return the path of the output's own loss, or an empty string."""
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not (isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad):
+        return ""
+    return next(path for path, x in tensors_of(out) if x is found)
+
+
+def weighted(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a weighted sum of all that has a gradient, so that no gradient is zero by chance."""
+    generator = torch.Generator().manual_seed(SEED)
+    total = torch.zeros((), dtype=torch.float64)
+    for x in tensors:
+        if x.requires_grad:
+            weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            real = torch.view_as_real(x).sum(-1) if x.is_complex() else x
+            total = total + (real.double() * weights).sum()
+    return total
+
+
+def seed_all() -> None:
+    """Seed all that a model may draw from."""
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+
+
+def run(call: Callable[..., Any], batch: Batch, owner: nn.Module, stages: Sequence[nn.Module] = ()) -> Outcome:
+    """Return what one forward and backward of a callable leaves in the model that owns the parameters."""
+    for parameter in (*owner.parameters(), *(p for stage in stages for p in stage.parameters())):
+        parameter.grad = None
+    batch = batch.mapped(torch.clone)
+    seed_all()
+    out = call(*batch.args, **batch.kwargs)
+    found = dict(tensors_of(out))
+    outputs = {path: x.detach().clone() for path, x in found.items()}
+    own = own_loss(out)
+    loss = found[own].sum() if own else weighted(found.values())
+    outputs["the loss"] = loss.detach().clone()
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in owner.named_parameters()}
+    buffers = {name: x.detach().clone() for name, x in named_buffers(owner, stages)}
+    return Outcome(shape_of(out), own, outputs, gradients, buffers)
+
+
+def named_buffers(owner: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's buffers; where a stage has one of the same name, its own counts."""
+    found = dict(owner.named_buffers())
+    for stage in stages:
+        found.update((name, x) for name, x in stage.named_buffers() if name in found)
+    yield from found.items()
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers."""
+    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+@torch.no_grad()
+def restore(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put back what a snapshot holds, in place, where names agree."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved and x.shape == saved[name].shape:
+            x.copy_(saved[name])
+
+
+def difference(ours: Outcome, plain: Outcome, dtype: torch.dtype) -> str:
+    """Return the first thing that differs, or an empty string."""
+    if ours.shape != plain.shape:
+        return f"output is {ours.shape[:150]}, not {plain.shape[:150]}"
+    for what in ("outputs", "gradients", "buffers"):
+        mine, theirs = getattr(ours, what), getattr(plain, what)
+        if mine.keys() != theirs.keys():
+            return f"{what}: {sorted(mine.keys() ^ theirs.keys())[:5]} only on one side"
+        wrong = [text for name in mine if (text := _differs(mine[name], theirs[name], TOLERANCE[dtype]))]
+        if wrong:
+            first = next(name for name in mine if _differs(mine[name], theirs[name], TOLERANCE[dtype]))
+            return f"{len(wrong)} of {len(mine)} {what} differ, first {first}: {wrong[0]}"
+    return ""
+
+
+def _differs(a: Tensor | None, b: Tensor | None, tolerance: float) -> str:
+    if a is None or b is None:
+        return "" if a is b else f"{'none' if a is None else 'one'} where {'none' if b is None else 'one'} is due"
+    if a.is_sparse or b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
+    if a.numel() == 0:
+        return ""
+    if not (a.is_floating_point() or a.is_complex()):
+        return "" if torch.equal(a, b) else "other integers"
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return "not finite elsewhere"
+    a, b = torch.nan_to_num(a, 0, 0, 0), torch.nan_to_num(b, 0, 0, 0)
+    worst, size = (a - b).abs().max().item(), b.abs().max().item()
+    return "" if worst <= tolerance * max(1.0, size) else f"by {worst:.2e} of {size:.2e}"

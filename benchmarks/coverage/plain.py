@@ -1,0 +1,521 @@
+"""Architectures in plain torch: transformers, recurrent nets, convolutional nets, mixtures, graphs, a VAE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from registry import BATCH, model
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+Built = tuple[nn.Module, Any]
+VOCAB, WIDTH, LENGTH = 101, 32, 12
+
+
+def tokens(*, length: int = LENGTH) -> Tensor:
+    return torch.randint(VOCAB, (BATCH, length))
+
+
+@model("plain")
+def transformer() -> Built:
+    """nn.Transformer, encoder and decoder, with masks and dropout."""
+
+    class Translate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source, self.target = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
+            self.core = nn.Transformer(WIDTH, 4, 3, 3, 64, batch_first=True)
+            self.head = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
+            out = self.core(self.source(source), self.target(target), tgt_mask=causal, src_key_padding_mask=source == 0)
+            return self.head(out)
+
+    return Translate(), (tokens(), tokens(length=9))
+
+
+@model("plain")
+def transformer_encoder() -> Built:
+    """nn.TransformerEncoder with a class token and a learned position."""
+
+    class Classify(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, WIDTH)
+            self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+            self.position = nn.Parameter(torch.randn(1, LENGTH + 1, WIDTH))
+            layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, norm_first=True, batch_first=True)
+            self.core = nn.TransformerEncoder(layer, 6, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+            self.head = nn.Linear(WIDTH, 10)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = torch.cat([self.token.expand(len(ids), -1, -1), self.embed(ids)], 1) + self.position
+            return self.head(self.core(x)[:, 0])
+
+    return Classify(), tokens()
+
+
+class Block(nn.Module):
+    """A causal transformer block."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, drop: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.drop = heads, drop
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(drop))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        drop = self.drop if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=drop)
+        x = x + self.out(y.transpose(1, 2).reshape(b, n, d))
+        return x + self.mlp(self.norm2(x))
+
+
+@model("plain")
+def nano_gpt() -> Built:
+    """A small GPT with tied embeddings and its own loss."""
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(8))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+            x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.norm(x))
+            if targets is None:
+                return logits, None
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Gpt(), (tokens(), tokens())
+
+
+@model("plain")
+def lstm_language_model() -> Built:
+    """Stacked LSTMs with tied weights and the state among the outputs."""
+
+    class Lstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, WIDTH)
+            self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+            self.drop, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, VOCAB)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+            x, states = self.embed(ids), []
+            for layer in self.layers:
+                x, state = layer(x)
+                x = self.drop(x)
+                states.append(state)
+            return self.head(x), states
+
+    return Lstm(), tokens()
+
+
+@model("plain")
+def gru_seq2seq() -> Built:
+    """A GRU encoder and a decoder of GRU cells with attention, unrolled in Python."""
+
+    class Seq2Seq(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, WIDTH)
+            self.encoder = nn.GRU(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+            self.bridge, self.cell = nn.Linear(2 * WIDTH, WIDTH), nn.GRUCell(2 * WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            memory = self.bridge(self.encoder(self.embed(source))[0])
+            state, outs = memory.mean(1), []
+            for step in self.embed(target).unbind(1):
+                weights = torch.softmax((memory @ state.unsqueeze(-1)).squeeze(-1), -1)
+                context = (weights.unsqueeze(-1) * memory).sum(1)
+                state = self.cell(torch.cat([step, context], -1), state)
+                outs.append(self.head(state))
+            return torch.stack(outs, 1)
+
+    return Seq2Seq(), (tokens(), tokens(length=5))
+
+
+def conv_block(inside: int, outside: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)
+    )
+
+
+@model("plain")
+def unet() -> Built:
+    """A U-Net with long skips."""
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            wide = [8, 16, 24, 32]
+            self.down = nn.ModuleList(conv_block(a, b) for a, b in zip([3, *wide], wide, strict=False))
+            self.middle = conv_block(32, 32)
+            self.up = nn.ModuleList(
+                nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in [(32, 32), (32, 24), (24, 16), (16, 8)]
+            )
+            self.merge = nn.ModuleList(conv_block(2 * a, a) for a in reversed(wide))
+            self.head = nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            skips = []
+            for block in self.down:
+                x = block(x)
+                skips.append(x)
+                x = F.max_pool2d(x, 2)
+            x = self.middle(x)
+            for up, merge in zip(self.up, self.merge, strict=True):
+                x = merge(torch.cat([up(x), skips.pop()], 1))
+            return self.head(x)
+
+    return UNet(), torch.randn(BATCH, 3, 32, 32)
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block of three convolutions."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu, self.downsample = nn.ReLU(inplace=True), None
+        if stride != 1 or inside != outside:
+            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+@model("plain")
+def resnet50() -> Built:
+    """ResNet-50 as torchvision writes it, an eighth as wide."""
+
+    class ResNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.bn1 = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+            self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            inside = 8
+            for index, (width, count) in enumerate([(8, 3), (16, 4), (32, 6), (64, 3)]):
+                blocks = []
+                for i in range(count):
+                    blocks.append(Bottleneck(inside, width, 2 if index and i == 0 else 1))
+                    inside = 4 * width
+                setattr(self, f"layer{index + 1}", nn.Sequential(*blocks))
+            self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(inside, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+            x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+            return self.fc(torch.flatten(self.avgpool(x), 1))
+
+    return ResNet(), torch.randn(BATCH, 3, 64, 64)
+
+
+@model("plain")
+def cifar_cnn() -> Built:
+    """The small CNN for CIFAR-10 of many tutorials, with its view(-1, …)."""
+
+    class CNN(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(3, 16, kernel_size=3, padding=1)
+            self.pool = nn.MaxPool2d(2, 2)
+            self.conv2 = nn.Conv2d(16, 32, kernel_size=3, padding=1)
+            self.fc1 = nn.Linear(32 * 8 * 8, 64)
+            self.fc2 = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.pool(nn.functional.relu(self.conv1(x)))
+            x = self.pool(nn.functional.relu(self.conv2(x)))
+            x = x.view(-1, 32 * 8 * 8)
+            x = nn.functional.relu(self.fc1(x))
+            return self.fc2(x)
+
+    return CNN(), torch.randn(BATCH, 3, 32, 32)
+
+
+@model("plain")
+def vgg() -> Built:
+    """A VGG-like nn.Sequential with dropout."""
+    layers: list[nn.Module] = []
+    inside = 3
+    for width in (8, 8, 16, 16, 32):
+        layers += [nn.Conv2d(inside, width, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        inside = width
+    layers += [nn.Flatten(), nn.Linear(inside, 64), nn.ReLU(True), nn.Dropout(0.5), nn.Linear(64, 10)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 3, 32, 32)
+
+
+@model("plain")
+def mlp() -> Built:
+    """A nn.Sequential of linear layers."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(BATCH, WIDTH)
+
+
+@model("plain")
+def mixer() -> Built:
+    """An MLP-mixer: one MLP over positions, one over channels."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.over_places = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            self.over_channels = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.over_places(self.norm1(x).mT).mT
+            return x + self.over_channels(self.norm2(x))
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch = nn.Conv2d(3, WIDTH, 8, 8)
+            self.layers = nn.Sequential(*(Layer() for _ in range(6)))
+            self.head = nn.Linear(WIDTH, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(self.patch(x).flatten(2).mT).mean(1))
+
+    return Mixer(), torch.randn(BATCH, 3, 32, 32)
+
+
+@model("plain")
+def densenet() -> Built:
+    """Dense blocks: every layer reads all earlier ones."""
+
+    class Dense(nn.Module):
+        def __init__(self, inside: int, count: int, growth: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(conv_block(inside + i * growth, growth) for i in range(count))
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = [x]
+            for layer in self.layers:
+                features.append(layer(torch.cat(features, 1)))
+            return torch.cat(features, 1)
+
+    layers = [nn.Conv2d(3, 8, 3, padding=1), Dense(8, 4, 4), nn.Conv2d(24, 12, 1), nn.AvgPool2d(2), Dense(12, 4, 4)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(28, 10)]
+    return nn.Sequential(*layers, *head), torch.randn(BATCH, 3, 16, 16)
+
+
+@model("plain")
+def two_tower() -> Built:
+    """Two towers that meet in a contrastive loss over the batch."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.users, self.items = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
+            self.user_net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)))
+            self.item_net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)))
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, *, users: Tensor, items: Tensor) -> dict[str, Tensor]:
+            a = F.normalize(self.user_net(self.users(users).mean(1)), dim=-1)
+            b = F.normalize(self.item_net(self.items(items).mean(1)), dim=-1)
+            scores = self.scale.exp() * a @ b.T
+            return {"loss": F.cross_entropy(scores, torch.arange(len(a))), "scores": scores}
+
+    return Towers(), {"users": tokens(), "items": tokens(length=5)}
+
+
+@model("plain")
+def mixture_of_experts() -> Built:
+    """Top-2 routing with nonzero and index_add_, and a balance loss."""
+
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 4, bias=False)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 48), nn.SiLU(), nn.Linear(48, WIDTH)) for _ in range(4)
+            )
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            flat = x.reshape(-1, WIDTH)
+            weights = self.gate(flat).softmax(-1)
+            top, index = weights.topk(2, -1)
+            out = torch.zeros_like(flat)
+            for number, expert in enumerate(self.experts):
+                row, slot = (index == number).nonzero(as_tuple=True)
+                out.index_add_(0, row, expert(flat[row]) * top[row, slot, None])
+            return x + out.view_as(x), (weights.mean(0) ** 2).sum() * 4
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Moe() for _ in range(4))
+            self.head = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, ids: Tensor) -> dict[str, Tensor]:
+            x, balance = self.embed(ids), []
+            for layer in self.layers:
+                x, extra = layer(x)
+                balance.append(extra)
+            return {"logits": self.head(x), "balance": torch.stack(balance).sum()}
+
+    return Model(), tokens()
+
+
+@model("plain")
+def graph_net() -> Built:
+    """Message passing along edges that do not depend on the batch."""
+
+    class Pass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.message, self.update = nn.Linear(2 * WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            start, end = edges
+            message = torch.relu(self.message(torch.cat([x[:, start], x[:, end]], -1)))
+            total = torch.zeros_like(x).index_add(1, end, message)
+            return self.update(total.flatten(0, 1), x.flatten(0, 1)).view_as(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(6, WIDTH)
+            self.layers = nn.ModuleList(Pass() for _ in range(4))
+            self.head = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            x = self.inside(x)
+            for layer in self.layers:
+                x = layer(x, edges)
+            return self.head(x.mean(1))
+
+    return Net(), (torch.randn(BATCH, 7, 6), torch.randint(7, (2, 20)))
+
+
+@model("plain")
+def vae() -> Built:
+    """A variational auto-encoder: noise is drawn in the middle."""
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, WIDTH), nn.ReLU())
+            self.mean, self.log_var = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+            self.decoder = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 64), nn.Sigmoid())
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.encoder(x)
+            mean, log_var = self.mean(hidden), self.log_var(hidden)
+            drawn = mean + torch.randn_like(mean) * (0.5 * log_var).exp() if self.training else mean
+            again = self.decoder(drawn)
+            spread = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(-1).mean()
+            return {"loss": F.mse_loss(again, x) + spread, "again": again, "mean": mean}
+
+    return Vae(), torch.rand(BATCH, 64)
+
+
+@model("plain")
+def wavenet() -> Built:
+    """Gated dilated convolutions whose skips are all summed at the end."""
+
+    class Layer(nn.Module):
+        def __init__(self, dilation: int) -> None:
+            super().__init__()
+            self.pad = dilation
+            self.conv, self.out = nn.Conv1d(16, 32, 2, dilation=dilation), nn.Conv1d(16, 32, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = self.conv(F.pad(x, (self.pad, 0))).chunk(2, 1)
+            rest, skip = self.out(torch.tanh(a) * torch.sigmoid(b)).chunk(2, 1)
+            return x + rest, skip
+
+    class WaveNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Conv1d(1, 16, 1)
+            self.layers = nn.ModuleList(Layer(2 ** (i % 4)) for i in range(8))
+            self.head = nn.Sequential(nn.ReLU(), nn.Conv1d(16, 16, 1), nn.ReLU(), nn.Conv1d(16, 20, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, skips = self.inside(x), 0
+            for layer in self.layers:
+                x, skip = layer(x)
+                skips = skips + skip
+            return self.head(skips)
+
+    return WaveNet(), torch.randn(BATCH, 1, 50)
+
+
+@model("plain")
+def diffusion_unet() -> Built:
+    """A denoiser: a time step as an integer tensor, conditioning in every block, attention in the middle."""
+
+    class Res(nn.Module):
+        def __init__(self, inside: int, outside: int) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.GroupNorm(4, inside), nn.Conv2d(inside, outside, 3, padding=1)
+            self.time, self.skip = nn.Linear(WIDTH, outside), nn.Conv2d(inside, outside, 1)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.conv(F.silu(self.norm(x))) + self.time(time)[:, :, None, None] + self.skip(x)
+
+    class Denoise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
+            self.inside, self.down1, self.down2 = nn.Conv2d(3, 8, 3, padding=1), Res(8, 16), Res(16, 32)
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+            self.up2, self.up1, self.head = Res(64, 16), Res(32, 8), nn.Conv2d(8, 3, 3, padding=1)
+
+        def forward(self, x: Tensor, step: Tensor) -> Tensor:
+            rates = torch.exp(-torch.arange(WIDTH // 2, dtype=x.dtype) / 4)
+            angles = step[:, None].to(x.dtype) * rates
+            time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+            a = self.down1(self.inside(x), time)
+            b = self.down2(F.avg_pool2d(a, 2), time)
+            flat = b.flatten(2).mT
+            middle = b + self.attention(flat, flat, flat, need_weights=False)[0].mT.reshape(b.shape)
+            x = F.interpolate(self.up2(torch.cat([middle, b], 1), time), scale_factor=2)
+            return self.head(self.up1(torch.cat([x, a], 1), time))
+
+    return Denoise(), (torch.randn(BATCH, 3, 16, 16), torch.randint(1000, (BATCH,)))
+
+
+@model("plain")
+def dlrm() -> Built:
+    """A recommender: many embedding tables, their products, and a deep net."""
+
+    class Dlrm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.EmbeddingBag(50, 16, mode="sum") for _ in range(6))
+            self.bottom = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU())
+            self.top = nn.Sequential(nn.Linear(16 + 21, 32), nn.ReLU(), nn.Linear(32, 1))
+
+        def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+            x = self.bottom(dense)
+            rows = torch.stack([x, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], 1)
+            left, right = torch.tril_indices(7, 7, -1)
+            products = torch.bmm(rows, rows.mT)[:, left, right]
+            return torch.sigmoid(self.top(torch.cat([x, products], 1)))
+
+    return Dlrm(), (torch.randn(BATCH, 13), torch.randint(50, (BATCH, 6, 3)))

@@ -1,0 +1,47 @@
+"""The models of this benchmark that need nothing but torch: a name, a group and a function that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["BATCH", "ENTRIES", "Entry", "model"]
+
+BATCH = 4  # the batch size of every example; no other leading dimension may be that long
+
+Builder = Callable[[], tuple[nn.Module, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model.
+
+    Attributes:
+        build: returns the model and an example: a tensor, a tuple of arguments or a dict of keyword arguments.
+        group: "plain" for architectures, "pattern" for a habit that is hard to capture.
+        is_single: compared in float32, because in float64 the habit would not show (autocast).
+        has_one_batch_size: another batch size means nothing to it.
+    """
+
+    build: Builder
+    group: str
+    is_single: bool = False
+    has_one_batch_size: bool = False
+
+
+ENTRIES: dict[str, Entry] = {}
+
+
+def model(group: str, *, is_single: bool = False, has_one_batch_size: bool = False) -> Callable[[Builder], Builder]:
+    """Register a builder under its own name."""
+
+    def register(build: Builder) -> Builder:
+        if build.__name__ in ENTRIES:
+            raise ValueError(f"two models are called {build.__name__}")
+        ENTRIES[build.__name__] = Entry(build, group, is_single, has_one_batch_size)
+        return build
+
+    return register

@@ -1,0 +1,152 @@
+"""How many models can be captured, and come out right? Ours and torch.distributed.pipelining side by side.
+
+    .venv/bin/python benchmarks/coverage/run.py [NAME|GROUP ...] [--jobs 2] [--timeout 300] [--out results.json]
+    .venv/bin/python benchmarks/coverage/run.py --only-failed results.json --out results.json
+
+A group is plain, pattern, hf or all-hf, or one of the groups of hf.py. Each model runs in processes of its own, so that
+a crash or a hang costs one model. A model is right when all its cases are: 2 and 4 stages, training and evaluation, two
+batch sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+Report = dict[str, Any]
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the models of each group."""
+    import control  # noqa: F401
+    import hf
+    import patterns  # noqa: F401
+    import plain  # noqa: F401
+    from registry import ENTRIES
+
+    found: dict[str, list[str]] = {"plain": [], "pattern": []}
+    for name, entry in ENTRIES.items():
+        found[entry.group].append(name)
+    return found | {group: list(names) for group, names in hf.GROUPS.items()}
+
+
+def group_of() -> dict[str, str]:
+    return {name: group for group, names in groups().items() for name in names}
+
+
+def chosen(words: list[str]) -> list[str]:
+    """Return the models that names and groups stand for, each once."""
+    import hf
+
+    known = groups()
+    names: list[str] = []
+    for word in words or [*known]:
+        if word == "hf":
+            names += [name for group in hf.GROUPS for name in known[group]]
+        elif word == "all-hf":
+            names += hf.ALL
+        else:
+            names += known.get(word, [word])
+    return list(dict.fromkeys(names))
+
+
+def attempt(name: str, what: str, timeout: float) -> Report:
+    """Run one worker and return its report, or what became of it."""
+    command = [sys.executable, str(HERE / "worker.py"), name, "--what", what]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"model": name, "what": what, "error": f"no answer in {timeout:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return json.loads(lines[-1])
+    return {"model": name, "what": what, "error": f"exit code {done.returncode}: {done.stderr[-300:]}"}
+
+
+def is_right(report: Report | None) -> bool:
+    """Return whether all cases that the plain model can run came out right, and there were some."""
+    if not report or "error" in report:
+        return False
+    cases = [text for text in report["results"].values() if not text.startswith("skip")]
+    return bool(cases) and all(text == "ok" for text in cases)
+
+
+def first_fault(report: Report) -> str:
+    if "error" in report:
+        return report["error"]
+    return next((f"{key}: {text}" for key, text in report["results"].items() if text != "ok"), "")
+
+
+def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report]) -> None:
+    """Run models side by side and keep their reports by name."""
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(attempt, name, what, timeout): (name, what) for name in names for what in whats}
+        for number, done in enumerate(as_completed(waiting), 1):
+            name, what = waiting[done]
+            report = done.result()
+            results.setdefault(name, {})[what] = report
+            mark = "right" if is_right(report) else "WRONG"
+            text = f"{report.get('path', '')} {report.get('seconds', '')} s"
+            fault = "" if mark == "right" else f"  {first_fault(report)[:240]}"
+            print(f"[{number}/{len(waiting)}] {mark} {what:5} {name:28} {text}{fault}", file=sys.stderr, flush=True)
+
+
+def table(results: dict[str, Report], whats: list[str]) -> str:
+    """Return the counts of each group in Markdown."""
+    own_group = group_of()
+    rows: dict[str, list[Report]] = {}
+    for name, report in results.items():
+        rows.setdefault(own_group.get(name, "other"), []).append(report)
+    lines = ["| group | models | ours right | export · replay · sequential | peer right |", "|---|---|---|---|---|"]
+    everything = [report for reports in rows.values() for report in reports]
+    for group, reports in [*rows.items(), ("all", everything)]:
+        paths = Counter(report["ours"].get("path", "") for report in reports if is_right(report.get("ours")))
+        by_path = " · ".join(str(paths[path]) for path in ("export", "replay", "sequential"))
+        cells = [_share(reports, what) if what in whats else "–" for what in ("ours", "peer")]
+        lines.append(f"| {group} | {len(reports)} | {cells[0]} | {by_path} | {cells[1]} |")
+    return "\n".join(lines)
+
+
+def _share(reports: list[Report], what: str) -> str:
+    right = sum(is_right(report.get(what)) for report in reports)
+    return f"{right} ({right / max(1, len(reports)):.0%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="models or groups; all groups if none is given")
+    parser.add_argument("--what", default="ours,peer", help="ours, peer, plain, with commas between")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one model")
+    parser.add_argument("--out", type=Path, help="where the results go; earlier ones of other models are kept")
+    parser.add_argument("--only-failed", type=Path, help="run again what failed, or is missing, in earlier results")
+    given = parser.parse_args()
+    whats = given.what.split(",")
+    results: dict[str, Report] = {}
+    for earlier in (given.out, given.only_failed):
+        if earlier and earlier.exists():
+            results |= json.loads(earlier.read_text())
+    names = chosen(given.names or (list(results) if given.only_failed else []))
+    if given.only_failed:
+        names = [name for name in names if not is_right(results.get(name, {}).get(whats[0]))]
+    try:
+        run_all(names, whats, given.jobs, given.timeout, results)
+    finally:
+        if given.out:
+            given.out.write_text(json.dumps(results, indent=1, sort_keys=True))
+    print(table(results, whats))
+    faults = [(name, first_fault(results[name][what]), what) for name in names for what in whats]
+    print("\n".join(f"- {what} {name}: {fault}" for name, fault, what in faults if fault and what != "peer"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Take one model through capture, or through the peer, and print one JSON line of what came out right.
+
+    .venv/bin/python benchmarks/coverage/worker.py NAME [--what ours|peer|plain]
+
+NAME is a model of plain.py, patterns.py or control.py, or a transformers config. The model runs as it is, forward and
+backward, and then as stages: at 2 and 4 stages, in training (dropout on, same seed) and evaluation, for the example's
+batch size and another one. Loss, outputs, every gradient and every buffer must agree, in float64 to 1e-10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import control  # noqa: F401  (registers its models)
+import patterns  # noqa: F401
+import plain  # noqa: F401
+import torch
+from compare import Batch, Outcome, as_batch, difference, restore, run, snapshot
+from registry import BATCH, ENTRIES
+from torch import nn
+
+if TYPE_CHECKING:
+    from penstock.model.graph import Graph
+
+STAGES = (2, 4)
+OTHER_BATCH = 6
+
+
+def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
+    """Return a model and a batch, the same ones every time."""
+    torch.manual_seed(0)
+    if name in ENTRIES:
+        model, example = ENTRIES[name].build()
+        batch = as_batch(example)
+        return model, batch if batch_size == BATCH else batch.resized(BATCH, batch_size)
+    from penstock.model.named import load
+
+    model, example = load(name, batch_size=batch_size)
+    return model, as_batch(example)
+
+
+def even_cuts(graph: Graph, stages: int) -> list[int]:
+    """Return cuts near equal shares of the parameters' bytes, where cuts may lie.
+
+    A parameter counts where it is first used; every node counts a little, so that models without parameters have cuts.
+    """
+    seen: set[str] = set()
+    weights = []
+    for node in graph.nodes:
+        new = [name for name in node.parameters if name not in seen]
+        seen.update(new)
+        weights.append(sum(graph.parameters[name].num_bytes for name in new))
+    little = max(1.0, sum(weights) / max(1, len(weights)) / 100)
+    sums = list(accumulate(weight + little for weight in weights))
+    allowed = [c for c in range(1, len(graph.nodes)) if c not in graph.uncuttable]
+    if len(allowed) < stages - 1:
+        raise ValueError(f"only {len(allowed)} places for cuts among {len(graph.nodes)} nodes")
+    cuts: list[int] = []
+    for k in range(1, stages):
+        wanted = bisect_left(sums, sums[-1] * k / stages) + 1
+        free = [c for c in allowed if c > (cuts[-1] if cuts else 0)]
+        left = stages - 1 - k
+        cuts.append(min(free[: len(free) - left], key=lambda c: abs(c - wanted)))
+    return cuts
+
+
+def where(error: BaseException) -> str:
+    """Return an error in one line: its type, message, the last line of it all and the last one of Penstock."""
+    frames = traceback.extract_tb(error.__traceback__)
+    short = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in frames]
+    own = [s for s, frame in zip(short, frames, strict=True) if "/penstock/" in frame.filename]
+    cause = f" <- {where(error.__cause__)}" if error.__cause__ else ""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text} [{', '.join(dict.fromkeys([*own[-1:], *short[-1:]]))}]{cause}"
+
+
+class Plain:
+    """The model as it is: what every case must agree with, each run once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        entry = ENTRIES.get(name)
+        self.sizes = [BATCH] if entry and entry.has_one_batch_size else [BATCH, OTHER_BATCH]
+        self.dtype = torch.float32 if entry and entry.is_single else torch.float64
+        self.batches = {size: build(name, size)[1] for size in self.sizes}
+        self.outcomes: dict[tuple[bool, int], Outcome | str] = {}
+        self._run_all()
+        if self.dtype == torch.float64 and isinstance(self.outcomes[True, BATCH], str):
+            self.dtype = torch.float32  # a precision written into the model
+            self._run_all()
+
+    def _run_all(self) -> None:
+        model = self.fresh()
+        saved = snapshot(model)
+        for is_training in (True, False):
+            for size in self.sizes:
+                restore(model, saved)
+                try:
+                    self.outcomes[is_training, size] = run(model.train(is_training), self.batch(size), model)
+                except Exception as error:
+                    self.outcomes[is_training, size] = where(error)
+
+    def fresh(self) -> nn.Module:
+        """Return the model anew, with the same parameters."""
+        return build(self.name, BATCH)[0].to(self.dtype)
+
+    def batch(self, size: int) -> Batch:
+        return self.batches[size].to(self.dtype)
+
+    def cases(self, attempt: Callable[[bool, int], Outcome]) -> dict[str, str]:
+        """Return "ok" or what is wrong for training and evaluation and each batch size."""
+        results = {}
+        for (is_training, size), expected in self.outcomes.items():
+            key = f"{'train' if is_training else 'eval'}/{size}"
+            if isinstance(expected, str):
+                results[key] = f"skip: the plain model fails: {expected}"
+                continue
+            try:
+                results[key] = difference(attempt(is_training, size), expected, self.dtype) or "ok"
+            except Exception as error:
+                results[key] = where(error)
+        return results
+
+
+def ours(it: Plain) -> dict[str, Any]:
+    from penstock.model.capture import capture
+
+    model = it.fresh().train()
+    saved = snapshot(model)
+    batch = it.batch(BATCH)
+    begin = time.perf_counter()
+    captured = capture(model, batch.kwargs or batch.args, training=True)
+    report: dict[str, Any] = {
+        "path": captured.path,
+        "reason": captured.reason,
+        "nodes": len(captured.graph.nodes),
+        "capture_seconds": round(time.perf_counter() - begin, 3),
+        "results": {},
+    }
+    for stages in STAGES:
+        try:
+            cuts = even_cuts(captured.graph, stages)
+            chain = captured.split(cuts)
+        except Exception as error:
+            report["results"][f"{stages}"] = where(error)
+            continue
+
+        def attempt(is_training: bool, size: int, chain: Any = chain) -> Outcome:  # noqa: ANN401
+            for module in (model, *chain.stages):
+                restore(module, saved)
+            (chain.train if is_training else chain.eval)()
+            return run(chain, it.batch(size), model, chain.stages)
+
+        report["results"] |= {f"{stages}/{key}": text for key, text in it.cases(attempt).items()}
+    return report
+
+
+def peer(it: Plain) -> dict[str, Any]:
+    from peer import run_peer
+
+    results: dict[str, str] = {}
+    for stages in STAGES:
+
+        def attempt(is_training: bool, size: int, stages: int = stages) -> Outcome:
+            expected = it.outcomes[is_training, size]
+            return run_peer(it.fresh().train(is_training), it.batch(size), stages, expected)
+
+        results |= {f"{stages}/{key}": text for key, text in it.cases(attempt).items()}
+    return {"results": results}
+
+
+def only_plain(it: Plain) -> dict[str, Any]:
+    model = it.fresh()
+    saved = snapshot(model)
+
+    def attempt(is_training: bool, size: int) -> Outcome:
+        restore(model, saved)
+        return run(model.train(is_training), it.batch(size), model)
+
+    return {"results": it.cases(attempt)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--what", choices=("ours", "peer", "plain"), default="ours")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"model": given.name, "what": given.what}
+    begin = time.perf_counter()
+    try:
+        it = Plain(given.name)
+        report["dtype"] = str(it.dtype).removeprefix("torch.")
+        report |= {"ours": ours, "peer": peer, "plain": only_plain}[given.what](it)
+    except Exception as error:
+        report["error"] = where(error)
+    report["seconds"] = round(time.perf_counter() - begin, 2)
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""Turn what torch.export traced into a Graph: which operation is a node, what its values are, where no cut may lie."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.model.example import Call
+from penstock.model.export_trace import Traced
+from penstock.model.graph import Graph, Node, Parameter, Size, Value
+from penstock.model.parameters import read_parameters
+from penstock.model.source import line_of_trace
+
+__all__ = ["ExportGraph", "read_graph"]
+
+_FORGOTTEN = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+# these may hand on the very tensor that they get, though their schema does not say so
+_MAY_ALIAS = ("reshape", "flatten", "contiguous", "to", "expand_as", "type_as", "dropout", "view_as", "unflatten", "movedim")
+
+
+@dataclass(frozen=True)
+class ExportGraph:
+    """A Graph, and for each of its nodes and values torch's own.
+
+    Attributes:
+        graph: the pure data.
+        fx_of: for each node the fx node, then the fx nodes that pick its outputs apart.
+        value_of: for each fx node that is a value, its index.
+        name_of: for each placeholder of a parameter, buffer or constant, its name.
+        constants: tensors that are part of the model's code, by name.
+        outputs: the fx nodes of what the model returns.
+        reassigned: for each buffer that forward gives another tensor, the fx node of it.
+        changed_in_place: values (as indices) that a node changes, by node index.
+        root: where the graphs of nested regions are found.
+    """
+
+    graph: Graph
+    fx_of: tuple[tuple[fx.Node, ...], ...]
+    value_of: dict[fx.Node, int]
+    name_of: dict[fx.Node, str]
+    constants: dict[str, torch.Tensor]
+    outputs: tuple[fx.Node, ...]
+    reassigned: dict[str, fx.Node]
+    changed_in_place: dict[int, frozenset[int]]
+    root: nn.Module
+    batch_symbols: frozenset[Any] = field(default_factory=frozenset)
+
+    @cached_property
+    def fx_values(self) -> dict[int, fx.Node]:
+        """For each value its fx node."""
+        return {value: node for node, value in self.value_of.items()}
+
+
+def read_graph(traced: Traced, model: nn.Module, call: Call) -> ExportGraph:
+    """Return the graph of a traced model."""
+    return _Reader(traced, model, call).read()
+
+
+class _Reader:
+    def __init__(self, traced: Traced, model: nn.Module, call: Call) -> None:
+        self.traced, self.call = traced, call
+        self.program = traced.program
+        self.parameters, self.first_name_of = read_parameters(model)
+        self.name_of: dict[fx.Node, str] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.nodes: list[Node] = []
+        self.fx_of: list[tuple[fx.Node, ...]] = []
+        self.symbols: frozenset[Any] = frozenset()
+
+    def read(self) -> ExportGraph:
+        self._read_placeholders()
+        output = next(node for node in self.program.graph.nodes if node.op == "output")
+        returned = self._returned(output.args[0])
+        self._remove_dead(output)
+        mutated = {name for node in self._calls() for name in self._held_names(_written(node))}
+        for node in self._calls():
+            self._add_node(node, mutated)
+        num = self.traced.num_outputs
+        outputs, reassigned = returned[:num], dict(zip(self.traced.reassigned, returned[num:], strict=True))
+        kept = [*outputs, *reassigned.values()]
+        graph = Graph(
+            nodes=tuple(self.nodes),
+            values=tuple(self.values),
+            inputs=tuple(range(len(self.call.tensors))),
+            outputs=tuple(dict.fromkeys(self.value_of[node] for node in outputs)),
+            parameters=self.parameters | {name: _constant(name, tensor) for name, tensor in self.constants.items()},
+            batch_size=self.call.batch_size,
+        )
+        changed, uncuttable = _find_changes(graph, self.fx_of, self.value_of, {self.value_of[n] for n in kept})
+        object.__setattr__(graph, "uncuttable", uncuttable)
+        return ExportGraph(
+            graph, tuple(self.fx_of), self.value_of, self.name_of, self.constants, tuple(outputs), reassigned, changed,
+            self.program.graph_module, self.symbols,
+        )  # fmt: skip
+
+    def _read_placeholders(self) -> None:
+        signature = self.program.graph_signature
+        held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        lifted = signature.inputs_to_lifted_tensor_constants
+        inputs = iter(self.call.names)
+        symbols = set()
+        own = iter(self.call.is_batched)
+        for node in self.program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name in held:
+                self.name_of[node] = self.first_name_of[held[node.name].removeprefix("model.")]
+            elif node.name in lifted:
+                name = f"_constants.{lifted[node.name].replace('.', '_')}"
+                self.name_of[node], self.constants[name] = name, self.program.constants[lifted[node.name]]
+            elif node.name in signature.user_inputs:
+                size = node.meta["val"].shape[0] if next(own) else None
+                symbols |= set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+                self.symbols = frozenset(symbols)
+                self._add_value(node, f"input:{next(inputs)}", producer=-1, has_grad=False)
+
+    def _returned(self, results: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return the nodes of the results; a parameter that is returned as it is becomes the value of a node."""
+        found = []
+        for result in results:
+            if result in self.name_of:
+                with self.program.graph.inserting_before(self._last()):
+                    alias = self.program.graph.call_function(torch.ops.aten.alias.default, (result,))
+                alias.meta.update(result.meta)
+                found.append(alias)
+            else:
+                found.append(result)
+        self._kept = set(found)
+        return found
+
+    def _last(self) -> fx.Node:
+        return next(node for node in reversed(self.program.graph.nodes) if node.op == "output")
+
+    def _remove_dead(self, output: fx.Node) -> None:
+        """Drop what nothing uses and what only checks; random numbers are drawn all the same."""
+        self._dead: set[fx.Node] = set()
+        for node in reversed(self.program.graph.nodes):
+            if node.op in ("placeholder", "output") or node in self._kept:
+                continue
+            used = any(user not in self._dead and user is not output for user in node.users)
+            if _is_check(node) or (not used and not _has_effect(node)):
+                self._dead.add(node)
+
+    def _calls(self) -> Iterator[fx.Node]:
+        """Yield the fx nodes that become nodes: operations on tensors, not what picks outputs apart or counts sizes."""
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and node not in self._dead and not _is_part(node) and not _is_number(node):
+                yield node
+
+    def _add_node(self, node: fx.Node, mutated: set[str]) -> None:
+        index = len(self.nodes)
+        inputs = self._inputs(node)
+        parameters = self._held_names(_tensor_arguments(node))
+        parts = [user for user in node.users if _is_part(user) and user not in self._dead]
+        is_free = (
+            not _has_effect(node)
+            and not set(parameters) & mutated
+            and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
+            and all(self.values[v].producer < 0 or self.nodes[self.values[v].producer].is_free for v in inputs)
+        )
+        stops = node.target in (torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_set_grad_enabled)
+        has_grad = not stops and (
+            any(self.values[v].has_grad for v in inputs)
+            or any(self.parameters[n].is_trainable for n in parameters if n in self.parameters)
+        )
+        made = [part for part in parts if _is_tensor(part)] or ([node] if _is_tensor(node) else [])
+        outputs = tuple(self._add_value(part, part.name, producer=index, has_grad=has_grad) for part in made)
+        self.nodes.append(
+            Node(
+                name=node.name,
+                op=_op_name(node),
+                module=_module_of(node),
+                inputs=inputs,
+                outputs=outputs,
+                parameters=parameters,
+                signature=_signature(node),
+                is_free=is_free,
+                source=line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at "),
+            )
+        )
+        self.fx_of.append((node, *parts))
+
+    def _inputs(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the values that a node uses, also through sizes that are read off them."""
+        found: list[int] = []
+        for argument in node.all_input_nodes:
+            if argument in self.value_of:
+                found.append(self.value_of[argument])
+            elif _is_number(argument) and not self._is_batch(argument):
+                found.extend(self._inputs(argument))
+        return tuple(dict.fromkeys(found))
+
+    def _is_batch(self, node: fx.Node) -> bool:
+        """Return whether a size follows from the batch size alone, so that no tensor is needed to know it."""
+        from penstock.model.export_sizes import affine
+
+        return affine(node.meta.get("val"), self.symbols) is not None
+
+    def _held_names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
+
+    def _add_value(self, node: fx.Node, name: str, *, producer: int, has_grad: bool) -> int:
+        from penstock.model.export_sizes import affine
+
+        tensor = node.meta["val"]
+        sizes = [affine(size, self.symbols) for size in tensor.shape]
+        known = [Size(*size) if size is not None else Size(_hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)]
+        self.value_of[node] = len(self.values)
+        self.values.append(
+            Value(
+                name=name,
+                producer=producer,
+                shape=tuple(known),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                item_bytes=tensor.element_size(),
+                has_grad=has_grad and (tensor.is_floating_point() or tensor.is_complex()),
+                is_dynamic=any(size is None for size in sizes),
+            )
+        )
+        return self.value_of[node]
+
+
+def _constant(name: str, tensor: torch.Tensor) -> Parameter:
+    return Parameter(name, tensor.numel() * tensor.element_size(), is_trainable=False, is_buffer=True)
+
+
+def _hint(size: object) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Return whether a node only picks one of the outputs of another."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and not _is_tensor(node.args[0])
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def _is_check(node: fx.Node) -> bool:
+    return any(word in str(node.target) for word in _FORGOTTEN)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers or changes a tensor: it must run once, in its place."""
+    op = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return any(_has_effect(inner) for graph in _inner_graphs(node) for inner in graph.nodes if inner.op == "call_function")
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or "batch_norm" in op._schema.name
+
+
+def _inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            inner = getattr(argument.graph.owning_module, str(argument.target), None)
+            if isinstance(inner, fx.GraphModule):
+                yield inner.graph
+
+
+def _tensor_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    yield from (argument for argument in node.all_input_nodes)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a node changes in place."""
+    op = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return list(_tensor_arguments(node)) if _has_effect(node) else []
+    if not isinstance(op, torch._ops.OpOverload):
+        return []
+    schema = op._schema
+    if "batch_norm" in schema.name:
+        return [node.args[i] for i in (3, 4) if len(node.args) > i and isinstance(node.args[i], fx.Node)]  # type: ignore[misc]
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written += [given] if isinstance(given, fx.Node) else [g for g in given or () if isinstance(g, fx.Node)]  # type: ignore[union-attr]
+    return written
+
+
+def _aliased(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments whose memory a node's outputs may share."""
+    op = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return list(_tensor_arguments(node))
+    if not isinstance(op, torch._ops.OpOverload):
+        return []
+    if not any(result.alias_info is not None for result in op._schema.returns):
+        if op._schema.name.removeprefix("aten::") not in _MAY_ALIAS:
+            return []
+    return [argument for argument in node.all_input_nodes[:1]]
+
+
+def _find_changes(
+    graph: Graph, fx_of: list[tuple[fx.Node, ...]], value_of: dict[fx.Node, int], kept: set[int]
+) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+    """Return which values each node changes in place, with all that share memory, and the cuts that would part them."""
+    family = list(range(len(graph.values)))
+
+    def find(value: int) -> int:
+        while family[value] != value:
+            value = family[value]
+        return value
+
+    for group in fx_of:
+        shared = [value_of[a] for a in _aliased(group[0]) if a in value_of]
+        for value in [value_of[n] for n in group if n in value_of]:
+            for other in shared:
+                family[find(value)] = find(other)
+    members: dict[int, list[int]] = {}
+    for value in range(len(graph.values)):
+        members.setdefault(find(value), []).append(value)
+    changed: dict[int, frozenset[int]] = {}
+    uncuttable: set[int] = set()
+    for index, group in enumerate(fx_of):
+        touched = {find(value_of[a]) for a in _written(group[0]) if a in value_of}
+        if not touched:
+            continue
+        changed[index] = frozenset(value for root in touched for value in members[root])
+        for root in touched:
+            uncuttable |= _parting_cuts(graph, members[root], index)
+    return changed, frozenset(uncuttable)
+
+
+def _parting_cuts(graph: Graph, members: list[int], changed_at: int) -> set[int]:
+    """Return the cuts that would leave a change in place on one side and what should see it on the other."""
+    alive = [(graph.values[v].producer, graph.last_use_of[v]) for v in members]
+    cuts = set()
+    for cut in range(1, changed_at + 1):  # the change comes after the cut: no two names of one memory may cross
+        if sum(producer < cut <= last for producer, last in alive) > 1:
+            cuts.add(cut)
+    inputs = [last for producer, last in alive if producer < 0]
+    for last in inputs:  # the change comes before the cut: later stages get the input as the caller gave it
+        cuts |= set(range(changed_at + 1, min(last, len(graph.nodes) - 1) + 1))
+    return cuts
+
+
+def _op_name(node: fx.Node) -> str:
+    op = node.target
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name).removeprefix("aten::")
+    return getattr(op, "__name__", str(op))
+
+
+def _module_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
+
+
+def _signature(node: fx.Node) -> str:
+    """Return a text that is the same for nodes that do the same work on inputs of the same shapes."""
+
+    def text(argument: object) -> str:
+        if isinstance(argument, fx.Node):
+            value = argument.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                return f"{value.dtype}{[str(size) for size in value.shape]}"
+            return "graph" if argument.op == "get_attr" else str(value)
+        if isinstance(argument, (list, tuple)):
+            return f"[{', '.join(text(item) for item in argument)}]"
+        return repr(argument)
+
+    inner = " ".join(str(n.target) for graph in _inner_graphs(node) for n in graph.nodes if n.op == "call_function")
+    arguments = [text(argument) for argument in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+    return f"{node.target}({', '.join(arguments)}){inner}"

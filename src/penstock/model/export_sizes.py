@@ -1,0 +1,33 @@
+"""Sizes: what torch.export says of a dimension, as a function of the batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["affine"]
+
+
+def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
+    """Return (fixed, per sample) for a size that grows evenly with the batch, else None.
+
+    All symbols of batched inputs stand for the one batch size.
+    """
+    if isinstance(size, int):
+        return int(size), 0
+    if not isinstance(size, torch.SymInt):
+        return None
+
+    expression = size.node.expr
+    if not expression.free_symbols <= symbols:
+        return None
+    points = [expression.subs(dict.fromkeys(expression.free_symbols, n)) for n in (2, 3, 7, 24)]
+    if not all(point.is_Integer for point in points):
+        return None
+    at_2, at_3, at_7, at_24 = (int(point) for point in points)
+    slope = at_3 - at_2
+    fixed = at_2 - 2 * slope
+    if at_7 != fixed + 7 * slope or at_24 != fixed + 24 * slope:
+        return None
+    return fixed, slope

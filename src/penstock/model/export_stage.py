@@ -1,0 +1,194 @@
+"""Cut an exported graph: one program a stage, with parameters, batch size and received values as arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.model.export_graph import ExportGraph
+from penstock.model.export_sizes import affine
+from penstock.model.stages import Held
+
+__all__ = ["ExportProgram", "cut_program"]
+
+
+class ExportProgram:
+    """The operations of one stage.
+
+    Attributes:
+        held_names: the parameters, buffers and constants that it uses.
+        inputs: the names of the values it needs.
+        outputs: the names of the values it makes.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        held_names: tuple[str, ...],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        reassigned: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.held_names, self.inputs, self.outputs = held_names, inputs, outputs
+        self.reassigned = reassigned
+        self.device = device
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Compute the outputs; buffers that the model gives another tensor get its content."""
+        tensors = [held.get(name) for name in self.held_names]
+        device = next((tensor.device for tensor in (*tensors, *values)), self.device)
+        if device != self.device:
+            self._move(device)
+        made: tuple[Any, ...] = self.module.forward(*tensors, *values, batch_size)
+        if self.reassigned:
+            count = len(self.outputs)
+            for name, tensor in zip(self.reassigned, made[count:], strict=True):
+                _renew(held, name, tensor)
+            return made[:count]
+        return made
+
+    def _move(self, device: torch.device) -> None:
+        """Let what the model makes out of nothing, such as positions, come to be on another device."""
+        old, self.device = self.device, device
+        for module in self.module.modules():
+            if isinstance(module, fx.GraphModule):
+                for node in module.graph.nodes:
+                    node.args = fx.node.map_aggregate(node.args, lambda a: device if a == old else a)  # type: ignore[assignment]
+                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if a == old else a)  # type: ignore[assignment]
+                module.recompile()
+
+
+def _renew(held: Held, name: str, tensor: torch.Tensor) -> None:
+    old = held.get(name)
+    with torch.no_grad():
+        if old.shape == tensor.shape and old.dtype == tensor.dtype:
+            old.copy_(tensor)  # in place, so that whoever shares the buffer sees it
+        else:
+            held.set(name, tensor.detach())
+
+
+def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
+    """Return the program of the stage that runs these nodes."""
+    return _Cutter(exported, nodes, is_last=is_last).cut(device)
+
+
+class _Cutter:
+    def __init__(self, exported: ExportGraph, nodes: range, *, is_last: bool) -> None:
+        self.exported, self.nodes, self.is_last = exported, nodes, is_last
+        self.source = exported.graph
+        self.body = fx.Graph()
+        self.copy_of: dict[fx.Node, fx.Node] = {}
+        self.held: dict[str, fx.Node] = {}
+        self.received: dict[str, fx.Node] = {}
+        self.root = nn.Module()
+        self.batch: fx.Node | None = None
+        self.changed = {v for index in nodes for v in exported.changed_in_place.get(index, ())}
+
+    def cut(self, device: torch.device) -> ExportProgram:
+        made = self._made()
+        reassigned = {
+            name: node for name, node in self.exported.reassigned.items() if self._is_here(self.exported.value_of[node])
+        }
+        for index in self.nodes:
+            if not self.source.nodes[index].is_free:
+                for node in self.exported.fx_of[index]:
+                    self._copy(node)
+        results = [self._copy(self.exported.fx_values[value]) for value in made] + [self._copy(n) for n in reassigned.values()]
+        self.body.output(tuple(results))
+        arguments = self._order_arguments()
+        module = fx.GraphModule(self.root, self.body)
+        del arguments
+        return ExportProgram(
+            module,
+            held_names=tuple(self.held),
+            inputs=tuple(self.received),
+            outputs=tuple(self.source.values[value].name for value in made),
+            reassigned=tuple(reassigned),
+            device=device,
+        )
+
+    def _made(self) -> list[int]:
+        """Return the values that later stages or the caller need of this stage."""
+        last, end = self.source.last_use_of, self.nodes.stop
+        made = [
+            value for index in self.nodes if not self.source.nodes[index].is_free
+            for value in self.source.nodes[index].outputs if last[value] >= end
+        ]  # fmt: skip
+        if self.is_last:
+            made += [v for v in self.source.outputs if self.source.values[v].producer >= 0 and self.source.is_free(v)]
+        return made
+
+    def _is_here(self, value: int) -> bool:
+        producer = self.source.values[value].producer
+        is_free = producer < 0 or self.source.nodes[producer].is_free
+        return producer in self.nodes or (is_free and self.is_last)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """Return this stage's copy of a node: computed here, received, or held."""
+        if node in self.copy_of:
+            return self.copy_of[node]
+        made = self._make(node)
+        self.copy_of[node] = made
+        return made
+
+    def _make(self, node: fx.Node) -> fx.Node:
+        if node in self.exported.name_of:
+            name = self.exported.name_of[node]
+            if name not in self.held:
+                self.held[name] = self.body.placeholder(f"held_{len(self.held)}")
+            return self.held[name]
+        if node in self.exported.value_of and not self._is_made_here(self.exported.value_of[node]):
+            return self._receive(self.exported.value_of[node])
+        if node.op == "get_attr":
+            target = str(node.target)
+            setattr(self.root, target, getattr(self.exported.root, target))
+            return self.body.get_attr(target)
+        size = affine(node.meta.get("val"), self.exported.batch_symbols)
+        if size is not None and isinstance(node.meta.get("val"), torch.SymInt):
+            return self._count(*size)
+        for argument in node.all_input_nodes:
+            self._copy(argument)
+        copied = self.body.node_copy(node, lambda argument: self.copy_of[argument])
+        copied.meta = {}  # nothing of the trace is needed any more
+        return copied
+
+    def _is_made_here(self, value: int) -> bool:
+        producer = self.source.values[value].producer
+        return producer >= 0 and (producer in self.nodes or self.source.nodes[producer].is_free)
+
+    def _receive(self, value: int) -> fx.Node:
+        name = self.source.values[value].name
+        self.received[name] = self.body.placeholder(f"value_{len(self.received)}")
+        if value not in self.changed:
+            return self.received[name]
+        # changed in place below: neither the sender's memory nor a leaf of autograd may be
+        return self.body.call_function(torch.ops.aten.clone.default, (self.received[name],))
+
+    def _count(self, fixed: int, per_sample: int) -> fx.Node:
+        if self.batch is None:
+            self.batch = self.body.placeholder("batch_size")
+        grown = self.batch if per_sample == 1 else self.body.call_function(operator.mul, (self.batch, per_sample))
+        return grown if fixed == 0 else self.body.call_function(operator.add, (grown, fixed))
+
+    def _order_arguments(self) -> list[fx.Node]:
+        """Bring the arguments into the order of the call: what is held, what is received, the batch size."""
+        if self.batch is None:
+            self.batch = self.body.placeholder("batch_size")
+        ordered = [*self.held.values(), *self.received.values(), self.batch]
+        first = next(iter(self.body.nodes))
+        for node in ordered:
+            if node is first:
+                continue
+            first.prepend(node)
+        if first in ordered:  # the anchor itself stands last now: put it where it belongs
+            at = ordered.index(first)
+            if at + 1 < len(ordered):
+                ordered[at + 1].prepend(first)
+        return ordered

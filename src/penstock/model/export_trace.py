@@ -1,0 +1,214 @@
+"""Trace a model with torch.export: once, symbolic in the batch size, with its outputs reduced to tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.model.example import Call
+from penstock.model.source import line_of
+from penstock.model.structure import flatten
+
+__all__ = ["Traced", "is_cache", "trace"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model: torch's program, what the outputs go into, and the buffers that forward gave another tensor.
+
+    The program's outputs are the model's tensors, then the new tensors of `reassigned`.
+    """
+
+    program: torch.export.ExportedProgram
+    template: object
+    num_outputs: int
+    reassigned: tuple[str, ...]
+
+
+class _Refused(Exception):
+    """The trace would run, but not mean what the model means; says why."""
+
+
+class _Reduced(nn.Module):
+    """The model with tensors in and tensors out; remembers what stood around them."""
+
+    def __init__(self, model: nn.Module, call: Call, remember: Callable[..., None]) -> None:
+        super().__init__()
+        self.model = model
+        self._arguments = call.arguments
+        self._remember = remember  # a function, because torch.export puts attributes back as they were
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        args, kwargs = self._arguments(tensors)
+        buffers, attributes = dict(self.model.named_buffers()), _plain_attributes(self.model)
+        result = self.model(*args, **kwargs)
+        changed = sorted(_differences(attributes, _plain_attributes(self.model)))
+        if changed:
+            raise _Refused(f"forward changes {', '.join(changed[:3])}")
+        after = dict(self.model.named_buffers())
+        reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
+        outputs, template = flatten(result, drop=is_cache)
+        self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
+        return [*outputs, *(after[name] for name in reassigned)]
+
+
+def trace(model: nn.Module, call: Call) -> Traced:
+    """Trace a model in the mode that it is in.
+
+    Raises:
+        CaptureError: when torch.export cannot take it, or would not keep what it means; says where and why.
+    """
+    seen: dict[str, Any] = {}
+    reduced = _Reduced(model, call, seen.update)
+    sized = call.resized(2) if call.batch_size == 1 else call  # a dimension of 1 would be taken for a constant
+    try:
+        with _quiet(), no_autograd_functions(), caches_off(model), _untouched(model):
+            program = _export(reduced, sized)
+    except _Refused as refusal:
+        raise CaptureError(str(refusal)) from None
+    except Exception as error:
+        raise CaptureError(f"torch.export stopped {line_of(error)}: {_first_line(error)}") from error
+    _check(program, call, seen)
+    return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"])
+
+
+def _export(reduced: nn.Module, call: Call) -> torch.export.ExportedProgram:
+    """Export with one symbol for the batch, right for one sample too; or, where that is too much, with what torch finds."""
+    from torch.fx.experimental import _config
+
+    def export(size: object) -> torch.export.ExportedProgram:
+        shapes = tuple({0: size} if own else None for own in call.is_batched)
+        return torch.export.export(reduced, call.tensors, dynamic_shapes=(shapes,), strict=False)
+
+    try:
+        with _config.patch(backed_size_oblivious=True):
+            return export(torch.export.Dim("batch", min=1))
+    except _Refused:
+        raise
+    except Exception:
+        return export(torch.export.Dim.AUTO)
+
+
+def _check(program: torch.export.ExportedProgram, call: Call, seen: dict[str, Any]) -> None:
+    """Refuse what depends on data, or holds for one batch size only."""
+    if not seen:
+        raise CaptureError("torch.export did not run the model")
+    names = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    for node, name, own in zip(inputs, call.names, call.is_batched, strict=True):
+        if own and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+            raise CaptureError(f"the model's forward holds for this batch size only (seen at input {name})")
+    for symbol, bounds in program.range_constraints.items():
+        if bounds.upper < 2**20:
+            raise CaptureError(f"the model's forward holds for batches up to {bounds.upper} only ({symbol})")
+    for node in program.graph.nodes:
+        if _is_unbacked(node.meta.get("val")):
+            raise CaptureError(f"a shape or number depends on data {_where(node)}")
+
+
+def _is_unbacked(value: object) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return any(free_unbacked_symbols(item) for item in items if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)))
+
+
+def _where(node: torch.fx.Node) -> str:
+    from penstock.model.source import line_of_trace
+
+    return line_of_trace(node.meta.get("stack_trace") or "")
+
+
+def is_cache(thing: object) -> bool:
+    """Return whether a thing is a cache of keys and values, or of states: an output that training has no use for."""
+    name = type(thing).__name__
+    return hasattr(thing, "get_seq_length") or name.endswith("Cache") or name.endswith("CacheParams")
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, object]:
+    """Return what plain Python values the modules hold: a change of one of them would be lost in a trace."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float, str)) and not key.startswith("_")
+    }
+
+
+def _differences(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            yield name
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Switch caches of keys and values off, where a model's configuration has that switch: training never reads them."""
+    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def no_autograd_functions() -> Iterator[None]:
+    """Refuse autograd functions of the user's own: a trace goes through their forward and forgets their backward."""
+    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *args: object, **kwargs: object) -> object:
+        if cls.__module__.startswith("torch."):
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise _Refused(f"{cls.__name__} is an autograd function with a backward of its own")
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put back what a trace leaves in a model's modules: fake tensors in attributes."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for key in vars(module).keys() - attributes.keys():
+                del vars(module)[key]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own remarks about a trace to ourselves, and what is compiled from compiling."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch gives each of its many loggers a level of its own
+    try:
+        silence = contextlib.redirect_stderr(io.StringIO())  # where it stops, torch prints the graph so far
+        with silence, warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if len(text) < 200 else f"{text[:197]}..."

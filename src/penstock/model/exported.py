@@ -1,0 +1,99 @@
+"""The first path: a model captured by torch.export, which can be cut between any two operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from penstock.model.example import Call
+from penstock.model.export_graph import ExportGraph, read_graph
+from penstock.model.export_stage import ExportProgram, cut_program
+from penstock.model.export_trace import trace
+from penstock.model.export_visit import visit_export
+from penstock.model.graph import Graph
+from penstock.model.match import match_cuts
+from penstock.model.modes import in_mode
+from penstock.model.parameters import held_tensors, main_device
+from penstock.model.stages import Chain, Results, Stage
+from penstock.model.visit import Visitor
+
+__all__ = ["Exported"]
+
+
+class Exported:
+    """A model captured by torch.export."""
+
+    path = "export"
+
+    def __init__(self, model: nn.Module, call: Call, *, training: bool) -> None:
+        self.model, self.call, self.training = model, call, training
+        self._side_of: dict[bool, tuple[ExportGraph, object]] = {}
+        self.reason = "torch.export took the whole model"
+        self.graph: Graph = self._side(training)[0].graph
+
+    def _side(self, training: bool) -> tuple[ExportGraph, object]:
+        """Return the graph in training or evaluation; the other one is captured when it is first asked for."""
+        if training not in self._side_of:
+            with in_mode(self.model, training=training):
+                traced = trace(self.model, self.call)
+            self._side_of[training] = (read_graph(traced, self.model, self.call), traced.template)
+        return self._side_of[training]
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        self.graph.check_cuts(cuts)
+        return _split(self, tuple(cuts))
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, node by node, on a device (also "meta") and for a batch size; show each to a visitor."""
+        exported, _ = self._side(self.training)
+        call = self.call if batch_size is None else self.call.resized(batch_size)
+        held = held_tensors(self.model) | exported.constants
+        where = device or main_device(self.model, self.call)
+        visit_export(
+            exported,
+            visitor,
+            inputs=[tensor.to(where) for tensor in call.tensors],
+            held={name: tensor.to(where) for name, tensor in held.items()},
+            batch_size=call.batch_size,
+            device=where,
+        )
+
+    def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ExportProgram], Results]:
+        """Return the programs of all stages in a mode, and what the model returns."""
+        exported, template = self._side(training)
+        own = cuts if training == self.training else match_cuts(self.graph, cuts, exported.graph)
+        ranges = exported.graph.stages(own)
+        device = main_device(self.model, self.call)
+        programs = [
+            cut_program(exported, nodes, is_last=index == len(ranges) - 1, device=device)
+            for index, nodes in enumerate(ranges)
+        ]
+        values = exported.graph.values
+        return programs, Results(template, [values[exported.value_of[node]].name for node in exported.outputs])
+
+
+def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
+    made: dict[bool, tuple[list[ExportProgram], Results]] = {}
+
+    def side(training: bool) -> tuple[list[ExportProgram], Results]:
+        if training not in made:
+            made[training] = exported.programs(cuts, training)
+        return made[training]
+
+    programs, _ = side(exported.training)
+    constants: dict[str, torch.Tensor] = exported._side(exported.training)[0].constants
+    tensors = held_tensors(exported.model) | constants
+    stages = []
+    for index, program in enumerate(programs):
+        names = dict.fromkeys((*program.held_names, *program.reassigned))
+        stage = Stage(
+            index,
+            tensors={name: tensors[name] for name in names},
+            program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
+            unsaved=constants,
+        )
+        stages.append(stage.train(exported.training))
+    return Chain(stages, example=exported.call, results_of=lambda training: side(training)[1])

@@ -1,0 +1,42 @@
+"""Parameters: what a model holds, each tensor once, under the first of its names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.model.example import Call
+from penstock.model.graph import Parameter
+
+__all__ = ["held_tensors", "main_device", "read_parameters"]
+
+
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers under all of their names, shared ones more than once."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, str]]:
+    """Return the parameters and buffers by their first names, and for each name the first one."""
+    names_of: dict[int, list[str]] = {}
+    tensors = held_tensors(model)
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    parameters = {
+        first: Parameter(
+            name=first,
+            num_bytes=tensors[first].numel() * tensors[first].element_size(),
+            is_trainable=isinstance(tensors[first], nn.Parameter) and tensors[first].requires_grad,
+            is_buffer=not isinstance(tensors[first], nn.Parameter),
+            aliases=tuple(others),
+        )
+        for first, *others in names_of.values()
+    }
+    first_of = {name: names[0] for names in names_of.values() for name in names}
+    return parameters, first_of
+
+
+def main_device(model: nn.Module, call: Call) -> torch.device:
+    """Return the device that a model is on; where it holds nothing, that of its example."""
+    return next((tensor.device for tensor in held_tensors(model).values()), call.tensors[0].device)

@@ -1,0 +1,49 @@
+"""Source: the line of the user's model that an error or a node came from."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["line_of", "line_of_trace"]
+
+_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_OWN = str(Path(__file__).resolve().parent.parent)
+
+
+def _is_inside(file: str) -> bool:
+    """Return whether a file is part of torch, of Python or of Penstock: nothing a user would look at."""
+    path = file.replace("\\", "/")
+    if "/site-packages/" in path or "/dist-packages/" in path:
+        return "-packages/torch/" in path
+    return path.startswith((_LIBRARY, _OWN)) or file.startswith("<")
+
+
+def line_of(error: BaseException) -> str:
+    """Return "at file:line" for the innermost line of the user's model on the way to an error, or nothing."""
+    found = ""
+    seen: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        found = _last_user_line(chain.__traceback__) or found
+        chain = chain.__cause__ or chain.__context__
+    return f"at {found}" if found else ""
+
+
+def _last_user_line(traceback: TracebackType | None) -> str:
+    found = ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not _is_inside(file):
+            found = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def line_of_trace(text: str) -> str:
+    """Return "at file:line" for the innermost line of the user's model in a stack written as text, or nothing."""
+    lines = [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', text) if not _is_inside(file)]
+    return f"at {lines[-1]}" if lines else ""

@@ -1,0 +1,159 @@
+"""Stages: pieces of a model as modules under the model's own parameter names, and the chain that runs them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.example import Call, read_call
+from penstock.model.structure import rebuild
+
+__all__ = ["Chain", "Held", "Program", "Results", "Stage"]
+
+
+class Held:
+    """Tensors kept under dotted names in a tree of plain modules, so that state dicts carry the model's own names."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._place_of: dict[str, tuple[dict[str, Any], str]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, *, is_persistent: bool = True) -> None:
+        """Put a parameter or a buffer into its place, and make the modules on the way to it."""
+        *path, last = name.split(".")
+        module = self.root
+        for part in path:
+            if part not in module._modules:
+                module._modules[part] = nn.Module()
+            module = module._modules[part]  # type: ignore[assignment]
+        is_parameter = isinstance(tensor, nn.Parameter)
+        place: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        place[last] = tensor
+        if not is_parameter and not is_persistent:
+            module._non_persistent_buffers_set.add(last)
+        self._place_of[name] = (place, last)
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return what is there under a name now: moving a module to a device may have put another tensor there."""
+        place, last = self._place_of[name]
+        tensor: torch.Tensor = place[last]
+        return tensor
+
+    def set(self, name: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in its place."""
+        place, last = self._place_of[name]
+        place[last] = tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place_of
+
+    def __iter__(self) -> Iterable[str]:  # type: ignore[misc]
+        return iter(self._place_of)
+
+
+class Program(Protocol):
+    """What a stage runs, in training or in evaluation.
+
+    Attributes:
+        inputs: the names of the values it needs.
+        outputs: the names of the values it makes for later stages, or for the caller.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Compute the outputs from the inputs."""
+        ...
+
+
+class Stage(nn.Module):
+    """A piece of a model between two cuts.
+
+    Its parameters and buffers are the model's own, under the model's own names. `stage(*values)` takes the values
+    named in `inputs` and returns those named in `outputs`; both may differ between training and evaluation.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        tensors: Mapping[str, torch.Tensor],
+        program_of: Callable[[bool], Program],
+        unsaved: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.held = Held(self)
+        self.batch_size: int | None = None
+        self._program_of = program_of
+        hidden = set(unsaved)
+        for name, tensor in tensors.items():
+            self.held.add(name, tensor, is_persistent=name not in hidden)
+
+    @property
+    def program(self) -> Program:
+        """What it runs in the mode that it is in."""
+        return self._program_of(self.training)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the values it needs."""
+        return self.program.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the values it makes."""
+        return self.program.outputs
+
+    def forward(self, *values: Any, batch_size: int) -> tuple[Any, ...]:  # noqa: ANN401 - tensors, mostly
+        """Compute the outputs of a micro-batch of so many samples."""
+        return self.program.run(self.held, values, batch_size)
+
+
+class Chain(nn.Module):
+    """All stages, run one after the other: called as the model is, it returns what the model returns."""
+
+    def __init__(self, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results]) -> None:
+        super().__init__()
+        self.stages: list[Stage] = list(stages)
+        self._parts = nn.ModuleList(self.stages)
+        self._example = example
+        self._results_of = results_of
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
+        """Run all stages on a batch."""
+        call = read_call(args, kwargs)
+        return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+
+    def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
+        """Run all stages in order, each by `run_stage`, and return what the model would."""
+        values: dict[str, Any] = dict(zip(self._input_names(call), call.tensors, strict=True))
+        extra: tuple[Any, ...] = ()
+        for stage in self.stages:
+            made = run_stage(stage, [values[name] for name in stage.inputs] + list(extra))
+            named = len(stage.outputs)
+            values.update(zip(stage.outputs, made[:named], strict=True))
+            extra = tuple(made[named:])
+        results = self._results_of(self.training)
+        return rebuild(results.template, [values[name] for name in results.names])
+
+    def _input_names(self, call: Call) -> tuple[str, ...]:
+        if call.names != self._example.names:
+            missing = [name for name in self._example.names if name not in call.names]
+            unknown = [name for name in call.names if name not in self._example.names]
+            facts = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+            raise UsageError(f"the batch does not have the example's tensors; {facts}")
+        return tuple(f"input:{name}" for name in call.names)
+
+
+class Results:
+    """What the model returns: a template, and the names of the values that go into it."""
+
+    def __init__(self, template: object, names: Sequence[str]) -> None:
+        self.template = template
+        self.names = tuple(names)

@@ -1,0 +1,122 @@
+"""Structure: take the tensors out of whatever a model is called with or returns, and put others in their place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Slot", "flatten", "rebuild"]
+
+_DEEPEST = 12  # levels of nesting; what lies deeper is kept as it is
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where the `index`-th tensor stood."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A container taken apart: its parts, and how to put them together again."""
+
+    parts: tuple[Any, ...]
+    build: Callable[[list[Any]], Any]
+
+
+def flatten(thing: object, *, drop: Callable[[object], bool] | None = None) -> tuple[list[torch.Tensor], object]:
+    """Return the tensors in a thing, each once, and a template with slots in their place.
+
+    Lists, tuples, named tuples, mappings, dataclasses (the outputs of transformers among them) and plain objects that
+    hold tensors are taken apart; everything else stays in the template as it is.
+
+    >>> tensors, template = flatten({"a": torch.ones(1), "b": (None, 2)})
+    >>> rebuild(template, [t + 1 for t in tensors])
+    {'a': tensor([2.]), 'b': (None, 2)}
+
+    Args:
+        thing: what to take apart.
+        drop: says of an object that it is to be left out: None stands in its place.
+    """
+    tensors: list[torch.Tensor] = []
+    slot_of: dict[int, Slot] = {}
+    open_now: set[int] = set()
+
+    def walk(item: object, depth: int) -> object:
+        if isinstance(item, torch.Tensor):
+            if id(item) not in slot_of:
+                slot_of[id(item)] = Slot(len(tensors))
+                tensors.append(item)
+            return slot_of[id(item)]
+        if isinstance(item, _PLAIN) or id(item) in open_now:
+            return item
+        if drop is not None and drop(item):
+            return None
+        taken = _take_apart(item) if depth < _DEEPEST else None
+        if taken is None:
+            return item
+        parts, build = taken
+        open_now.add(id(item))
+        before = len(slot_of), len(tensors)
+        walked = tuple(walk(part, depth + 1) for part in parts)
+        open_now.discard(id(item))
+        if all(new is old for new, old in zip(walked, parts, strict=True)) and before == (len(slot_of), len(tensors)):
+            return item  # nothing to put in anywhere below
+        return _Built(walked, build)
+
+    return tensors, walk(thing, 0)
+
+
+def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever was taken apart
+    """Return the thing that a template was made from, with other tensors (or anything else) in the slots."""
+    if isinstance(template, Slot):
+        return tensors[template.index]
+    if isinstance(template, _Built):
+        return template.build([rebuild(part, tensors) for part in template.parts])
+    return template
+
+
+def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401
+    """Return the parts of a container and how to build another one, or None for what is no container."""
+    kind = type(item)
+    if isinstance(item, tuple):
+        if hasattr(kind, "_fields"):
+            return tuple(item), lambda parts: kind(*parts)
+        if kind is tuple:
+            return tuple(item), tuple
+        if kind.__module__ == "torch.return_types":
+            return tuple(item), kind
+        return None
+    if isinstance(item, list):
+        return tuple(item), lambda parts: parts if kind is list else kind(parts)
+    if isinstance(item, dict) or (isinstance(item, Mapping) and hasattr(item, "items")):
+        keys = list(item)
+        return tuple(item[key] for key in keys), lambda parts: _mapping(item, dict(zip(keys, parts, strict=True)))
+    if isinstance(item, (torch.nn.Module, type)) or callable(item) or not hasattr(item, "__dict__"):
+        return None
+    keys = list(vars(item))
+    return tuple(vars(item).values()), lambda parts: _object(item, dict(zip(keys, parts, strict=True)))
+
+
+def _mapping(like: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401
+    """Return a mapping of the same kind; transformers' outputs are mappings and dataclasses at once."""
+    if dataclasses.is_dataclass(like):
+        return type(like)(**items)
+    if type(like) is dict:
+        return items
+    made = copy.copy(like)
+    for key, value in items.items():
+        made[key] = value
+    return made
+
+
+def _object(like: object, attributes: dict[str, Any]) -> object:
+    made = copy.copy(like)
+    vars(made).update(attributes)
+    return made

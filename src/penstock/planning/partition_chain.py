@@ -1,0 +1,244 @@
+"""Partition, chain: the exact optimum where every lane has one stage: sweeps that decide, between two bounds.
+
+See docs/design/partition.md for the recursion and its proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["SAME", "Chain"]
+
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
+
+SAME = 1e-9  # times that differ by less, relatively, are the same
+_NEAR = 1e-13  # where the search between two bounds ends
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Stages one after the other, each on a lane of its own, between a first and a last position.
+
+    A stage from a to b takes base + (seconds[b] - seconds[a]) / speed + enter[a] + leave[b].
+
+    Attributes:
+        seconds: running sum over positions, at speed 1.
+        width: bytes that cross at each position; among equals the narrower cut is taken.
+        first: where the first stage starts.
+        last: where the last stage ends.
+        speed: of each stage's lane.
+        base: what each stage's lane takes besides.
+        enter: [stages, positions] seconds on top for where a stage starts.
+        leave: [stages, positions] the same for where it ends.
+        ride: [stages, positions] seconds that a stage and the one before it wait for each other, when it starts there.
+        floor: [stages, positions] what no period can be below, when a stage ends there.
+        furthest: [stages, positions] the last position where a stage that starts there may end.
+    """
+
+    seconds: Floats
+    width: Floats
+    first: int
+    last: int
+    speed: Floats
+    base: Floats
+    enter: Floats | None = None
+    leave: Floats | None = None
+    ride: Floats | None = None
+    floor: Floats | None = None
+    furthest: Positions | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.speed)
+
+    def solve(self, *, below: float = np.inf) -> tuple[list[int], float] | None:
+        """Return the best cuts and their period; None where no cuts fit, or none have a period below a bound."""
+        low = self._least()
+        found = self._descend(low, below)
+        if found is None:
+            return None
+        cuts, high = found
+        while high - low > _NEAR * high:
+            middle = (low + high) / 2
+            ends = self._sweep(middle)
+            if ends is None:
+                low = middle
+                continue
+            cuts = self._walk(middle, ends)
+            high = min(middle, self.period(cuts))
+        period = self.period(cuts)
+        limit = period * (1 + SAME)
+        ends = self._sweep(limit)
+        return (self._walk(limit, ends) if ends is not None else cuts), period
+
+    def fits(self) -> list[int] | None:
+        """Return cuts that keep to `furthest`, whatever time they take; None where there are none."""
+        limit = self._most()
+        ends = self._sweep(limit)
+        return None if ends is None else self._walk(limit, ends)
+
+    def period(self, cuts: list[int]) -> float:
+        """Return the time of one micro-batch in the steady state."""
+        bounds = np.array([self.first, *cuts, self.last])
+        a, b, stage = bounds[:-1], bounds[1:], np.arange(self.num_stages)
+        time = self.base + (self.seconds[b] - self.seconds[a]) / self.speed
+        time = time + (0 if self.enter is None else self.enter[stage, a])
+        time = time + (0 if self.leave is None else self.leave[stage, b])
+        longest = float(time.max())
+        if self.floor is not None and len(cuts):
+            longest = max(longest, float(self.floor[stage[:-1], b[:-1]].max()))
+        if self.ride is not None:
+            longest = max(longest, longest_mean(time, self.ride[stage[1:], a[1:]]))
+        return longest
+
+    def _least(self) -> float:
+        """Return a bound: all work spread evenly over the lanes, beside what they have."""
+        work = self.seconds[self.last] - self.seconds[self.first]
+        return float(max((work + (self.base * self.speed).sum()) / self.speed.sum(), self.base.max(), 0.0))
+
+    def _most(self) -> float:
+        """Return a time that no cuts take."""
+        work = (self.seconds[self.last] - self.seconds[self.first]) / self.speed.min() + self.base.max()
+        extra = sum(float(given.max()) for given in (self.enter, self.leave, self.ride, self.floor) if given is not None)
+        return float(2 * (work + 2 * extra) + 1e-300)
+
+    def _descend(self, low: float, below: float) -> tuple[list[int], float] | None:
+        """Return cuts to start from: the first that fit, trying bounds that grow from the least."""
+        share, most = 2.0**-7, min(self._most(), below)
+        while True:
+            limit = min(low * (1 + share), most) if low > 0 else most
+            ends = self._sweep(limit)
+            if ends is not None:
+                cuts = self._walk(limit, ends)
+                return cuts, min(limit, self.period(cuts))
+            if limit >= most:
+                return None
+            share *= 4
+
+    def _windows(self, limit: float) -> tuple[Positions, Positions] | None:
+        """Return where each cut can lie, by the work before and behind it alone."""
+        room = (limit - self.base) * self.speed
+        if (room < 0).any():
+            return None
+        before = self.seconds[self.first] + np.concatenate([[0.0], np.cumsum(room)])
+        behind = self.seconds[self.last] - np.concatenate([np.cumsum(room[::-1])[::-1], [0.0]])
+        slack = SAME * max(float(self.seconds[self.last]), 0.0)  # only rounding: these are bounds, not the decision
+        steps = np.arange(self.num_stages + 1)
+        high = np.minimum(
+            np.searchsorted(self.seconds, before + slack, side="right") - 1, self.last - self.num_stages + steps
+        )
+        low = np.maximum(np.searchsorted(self.seconds, behind - slack, side="left"), self.first + steps)
+        low[0] = high[0] = self.first
+        low[-1] = high[-1] = self.last
+        return (low, high) if (low <= high).all() else None
+
+    def _sweep(self, limit: float) -> list[tuple[int, Floats]] | None:
+        """Decide whether some cuts keep within a period.
+
+        Returns:
+            For each stage the first position where it may start, and from there on the least that chains of
+            stages from it on are late; infinite where it may not start. None where no cuts keep within the period.
+        """
+        windows = self._windows(limit)
+        if windows is None:
+            return None
+        low, high = windows
+        late: list[tuple[int, Floats]] = [(self.last, np.zeros(1))] * (self.num_stages + 1)
+        ends = self.seconds[self.last : self.last + 1] / self.speed[-1]
+        for stage in range(self.num_stages - 1, -1, -1):
+            ends = self._ends(stage, int(low[stage + 1]), late[stage + 1][1], limit)
+            start = int(low[stage])
+            best = self._best_end(stage, (start, int(high[stage])), int(low[stage + 1]), ends)
+            here = slice(start, int(high[stage]) + 1)
+            late_here = best - self.seconds[here] / self.speed[stage] + (self.base[stage] - limit)
+            if self.enter is not None:
+                late_here += self.enter[stage, here]
+            late_here[late_here > 0] = np.inf
+            if not (late_here <= 0).any():
+                return None
+            late[stage] = (start, late_here)
+        return late
+
+    def _ends(self, stage: int, start: int, late: Floats, limit: float) -> Floats:
+        """Return what it costs to end a stage at each position of a window, with all that comes behind."""
+        here = slice(start, start + len(late))
+        cost = self.seconds[here] / self.speed[stage]
+        if self.leave is not None:
+            cost = cost + self.leave[stage, here]
+        if stage == self.num_stages - 1:
+            return cost
+        if self.ride is None:
+            cost = np.where(late <= 0, cost, np.inf)
+        else:
+            cost = cost + np.maximum(late + self.ride[stage + 1, here], 0.0)
+        return cost if self.floor is None else np.where(self.floor[stage, here] <= limit, cost, np.inf)
+
+    def _best_end(self, stage: int, starts: tuple[int, int], first_end: int, ends: Floats) -> Floats:
+        """Return for each start the least of the ends behind it that it reaches."""
+        begin = np.arange(starts[0], starts[1] + 1)
+        low = np.maximum(begin + 1 - first_end, 0)
+        if self.furthest is None:
+            high = np.full(len(begin), len(ends) - 1)
+        else:
+            high = np.minimum(self.furthest[stage, starts[0] : starts[1] + 1] - first_end, len(ends) - 1)
+        best = np.full(len(begin), np.inf)
+        has_end = low <= high
+        if not has_end.any():
+            return best
+        if (high[has_end] == len(ends) - 1).all():  # memory does not matter here
+            best[has_end] = np.minimum.accumulate(ends[::-1])[::-1][low[has_end]]
+        else:
+            best[has_end] = _least_between(ends, low[has_end], high[has_end])
+        return best
+
+    def _walk(self, limit: float, late: list[tuple[int, Floats]]) -> list[int]:
+        """Return cuts within a period: each in turn the narrowest that leaves a way to the end, then the earliest."""
+        cuts: list[int] = []
+        at, behind = self.first, 0.0  # how late the stages up to here are
+        slack = 1e-12 * limit
+        for stage in range(self.num_stages - 1):
+            start, after = late[stage + 1]
+            end = start + len(after)
+            reach = end - 1 if self.furthest is None else min(int(self.furthest[stage, at]), end - 1)
+            here = slice(max(start, at + 1), max(reach, at) + 1)
+            time = self.base[stage] + (self.seconds[here] - self.seconds[at]) / self.speed[stage] - limit
+            time = time + (0 if self.leave is None else self.leave[stage, here])
+            time = time + (0 if self.enter is None else self.enter[stage, at]) + max(behind, 0.0)
+            rest = after[here.start - start : here.stop - start]
+            over = np.maximum(time, np.where(np.isfinite(rest), rest, np.inf))
+            if self.ride is not None:
+                over = np.maximum(over, time + self.ride[stage + 1, here] + rest)
+            if self.floor is not None:
+                over = np.maximum(over, np.where(self.floor[stage, here] <= limit, -np.inf, np.inf))
+            fine = np.flatnonzero(over <= max(slack, float(over.min())))
+            pick = int(fine[np.argmin(self.width[here][fine])])
+            at = here.start + pick
+            cuts.append(at)
+            behind = float(time[pick]) + (0.0 if self.ride is None else float(self.ride[stage + 1, at]))
+        return cuts
+
+
+def longest_mean(time: Floats, ride: Floats) -> float:
+    """Return the longest mean over runs of neighbours of what each takes and what they wait for each other."""
+    stages = np.concatenate([[0.0], np.cumsum(time)])
+    waits = np.concatenate([[0.0], np.cumsum(ride)])
+    first, last = np.triu_indices(len(time))
+    return float(((stages[last + 1] - stages[first] + waits[last] - waits[first]) / (last - first + 1)).max())
+
+
+def _least_between(values: Floats, low: Positions, high: Positions) -> Floats:
+    """Return the least value between each pair of places, both included."""
+    level = np.frexp((high - low + 1).astype(np.float64))[1].astype(np.int64) - 1
+    rows = [values]
+    for k in range(int(level.max())):
+        shorter = rows[-1]
+        longer = shorter.copy()
+        longer[: -(1 << k)] = np.minimum(shorter[: -(1 << k)], shorter[1 << k :])
+        rows.append(longer)
+    table = np.stack(rows)
+    return np.minimum(table[level, low], table[level, high - (1 << level) + 1])

@@ -13,7 +13,7 @@ from penstock.model.export_graph import ExportGraph
 from penstock.model.export_sizes import affine
 from penstock.model.stages import Held
 
-__all__ = ["ExportProgram", "cut_program"]
+__all__ = ["ExportProgram", "cut_program", "renew"]
 
 
 class ExportProgram:
@@ -50,7 +50,7 @@ class ExportProgram:
         if self.reassigned:
             count = len(self.outputs)
             for name, tensor in zip(self.reassigned, made[count:], strict=True):
-                _renew(held, name, tensor)
+                renew(held, name, tensor)
             return made[:count]
         return made
 
@@ -65,7 +65,8 @@ class ExportProgram:
                 module.recompile()
 
 
-def _renew(held: Held, name: str, tensor: torch.Tensor) -> None:
+def renew(held: Held, name: str, tensor: torch.Tensor) -> None:
+    """Give a buffer the content of the tensor that the model put in its place."""
     old = held.get(name)
     with torch.no_grad():
         if old.shape == tensor.shape and old.dtype == tensor.dtype:

@@ -13,7 +13,7 @@ from penstock.model.export_stage import ExportProgram, cut_program
 from penstock.model.export_trace import trace
 from penstock.model.export_visit import visit_export
 from penstock.model.graph import Graph
-from penstock.model.match import match_cuts
+from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
 from penstock.model.parameters import held_tensors, main_device
 from penstock.model.stages import Chain, Results, Stage
@@ -87,8 +87,9 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
     constants: dict[str, torch.Tensor] = exported._side(exported.training)[0].constants
     tensors = held_tensors(exported.model) | constants
     stages = []
+    held = held_by_stage(exported.graph, cuts)
     for index, program in enumerate(programs):
-        names = dict.fromkeys((*program.held_names, *program.reassigned))
+        names = dict.fromkeys((*held[index], *program.reassigned))
         stage = Stage(
             index,
             tensors={name: tensors[name] for name in names},

@@ -1,4 +1,4 @@
-"""Match: find in the graph of the other mode (training, evaluation) the cuts that keep each parameter on its stage."""
+"""Match: which stage holds what, and in the other mode (training, evaluation) the cuts that keep each of it in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ from collections.abc import Sequence
 
 from penstock.model.graph import Graph
 
-__all__ = ["match_cuts"]
+__all__ = ["held_by_stage", "match_cuts"]
+
+
+def held_by_stage(graph: Graph, cuts: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return for each stage the parameters and buffers it holds: those it uses, and those nobody uses that stand next.
+
+    What nobody uses stays with what stands before it in the model's own order, so that all is held somewhere.
+    """
+    held = [dict.fromkeys(graph.parameters_of(nodes)) for nodes in graph.stages(cuts)]
+    last_stage_of = {name: stage for stage, names in enumerate(held) for name in names}
+    now = 0
+    for name in graph.parameters:
+        now = last_stage_of.get(name, now)
+        if name not in last_stage_of:
+            held[now][name] = None
+    return [tuple(names) for names in held]
 
 
 def match_cuts(graph: Graph, cuts: Sequence[int], other: Graph) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Profile: what each node of a graph takes, in seconds and bytes, for one micro-batch. Pure data; measured elsewhere."""
+"""Profile: what each node of a graph takes, in seconds and bytes, for a micro-batch. Pure data; measured elsewhere."""
 
 from __future__ import annotations
 

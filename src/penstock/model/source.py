@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
-__all__ = ["line_of", "line_of_trace"]
+__all__ = ["line_of", "line_of_stack", "line_of_trace"]
 
 _LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _OWN = str(Path(__file__).resolve().parent.parent)
@@ -47,3 +48,13 @@ def line_of_trace(text: str) -> str:
     """Return "at file:line" for the innermost line of the user's model in a stack written as text, or nothing."""
     lines = [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', text) if not _is_inside(file)]
     return f"at {lines[-1]}" if lines else ""
+
+
+def line_of_stack() -> str:
+    """Return "file:line" of the innermost line of the user's model that is running now, or nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not _is_inside(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -6,6 +6,7 @@ See docs/design/partition.md for the recursion and its proof.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
 SAME = 1e-9  # times that differ by less, relatively, are the same
-_NEAR = 1e-13  # where the search between two bounds ends
+_NEAR = 1e-10  # the search between two bounds ends well below that
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +98,17 @@ class Chain:
         return longest
 
     def _least(self) -> float:
-        """Return a bound: all work spread evenly over the lanes, beside what they have."""
-        work = self.seconds[self.last] - self.seconds[self.first]
-        return float(max((work + (self.base * self.speed).sum()) / self.speed.sum(), self.base.max(), 0.0))
+        """Return a bound: all work spread evenly over the lanes beside what they have, and the longest that is whole."""
+        whole = np.diff(self.seconds[self.first : self.last + 1])
+        even = (whole.sum() + (self.base * self.speed).sum()) / self.speed.sum()
+        return float(max(even, self.base.max(), whole.max() / self.speed.max(), 0.0))
 
     def _most(self) -> float:
         """Return a time that no cuts take."""
         work = (self.seconds[self.last] - self.seconds[self.first]) / self.speed.min() + self.base.max()
-        extra = sum(float(given.max()) for given in (self.enter, self.leave, self.ride, self.floor) if given is not None)
+        extra = sum(
+            float(given.max()) for given in (self.enter, self.leave, self.ride, self.floor) if given is not None
+        )
         return float(2 * (work + 2 * extra) + 1e-300)
 
     def _descend(self, low: float, below: float) -> tuple[list[int], float] | None:
@@ -133,9 +137,26 @@ class Chain:
             np.searchsorted(self.seconds, before + slack, side="right") - 1, self.last - self.num_stages + steps
         )
         low = np.maximum(np.searchsorted(self.seconds, behind - slack, side="left"), self.first + steps)
+        low, high = np.maximum(low, self._reachable[0]), np.minimum(high, self._reachable[1])
         low[0] = high[0] = self.first
         low[-1] = high[-1] = self.last
         return (low, high) if (low <= high).all() else None
+
+    @cached_property
+    def _reachable(self) -> tuple[Positions, Positions]:
+        """Where each cut can lie by `furthest` alone: not behind what those before reach, nor too far from the end."""
+        low = np.full(self.num_stages + 1, self.first)
+        high = np.full(self.num_stages + 1, self.last)
+        high[0], low[-1] = self.first, self.last
+        if self.furthest is None:
+            return low, high
+        for stage in range(self.num_stages - 1):
+            reach = self.furthest[stage, self.first : high[stage] + 1]
+            high[stage + 1] = reach.max() if reach.size else self.first - 1
+        for stage in range(self.num_stages - 1, 0, -1):
+            reaches = np.flatnonzero(self.furthest[stage] >= low[stage + 1])
+            low[stage] = max(self.first, int(reaches[0])) if reaches.size else self.last + 1
+        return np.minimum(low, self.last + 1), np.minimum(high, self.last)
 
     def _sweep(self, limit: float) -> list[tuple[int, Floats]] | None:
         """Decide whether some cuts keep within a period.

@@ -1,10 +1,11 @@
-"""Partition, memory: what lanes hold: parameters and their state once a lane, and saved values as often as in flight."""
+"""Partition, memory: what lanes hold: parameters with their state, and saved values as often as in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,7 @@ class ParameterBytes:
     @cached_property
     def _table(self) -> tuple[Floats, Positions, Positions] | None:
         """Sums over pairs of neighbouring uses that start at or behind a position and end before another."""
-        pairs = [(a, b, size) for places, size in self.ties for a, b in zip(places, places[1:], strict=False)]
+        pairs = [(a, b, size) for places, size in self.ties for a, b in pairwise(places)]
         starts, row = np.unique([a for a, _, _ in pairs], return_inverse=True)
         ends, column = np.unique([b for _, b, _ in pairs], return_inverse=True)
         if len(starts) * len(ends) > _MOST_TABLE:

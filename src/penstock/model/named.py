@@ -1,0 +1,125 @@
+"""A model by its name: `package.module:callable`, `file.py:callable`, or a family of transformers, small and random."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["load"]
+
+
+def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Return a model and an example to call it with.
+
+    Args:
+        name: `package.module:callable` or `file.py:callable`, where the callable returns a model or a model and an
+            example, or is a class of models; else a model type of transformers (`gpt2`, `t5`, `clip`), of which a small
+            random one is built.
+        batch_size: of the example, where Penstock makes it.
+        seed: of parameters and example; the global random state stays as it was.
+
+    Returns:
+        The model, and the example: a tensor, a tuple of arguments or a dict of keyword arguments; None where the
+        callable gave none.
+
+    Raises:
+        UsageError: when there is no such model, or it cannot be built.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if ":" in name:
+            return _from_code(name)
+        return _from_transformers(name, batch_size)
+
+
+def _from_code(name: str) -> tuple[nn.Module, Any]:
+    from torch import nn
+
+    place, _, attribute = name.rpartition(":")
+    module = _file(place) if place.endswith(".py") else _module(place)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+            raise UsageError(f"{place} has no {attribute!r}.{nearest(part, names)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{name} is {_article(found)}, not a function or a class that makes a model")
+    try:
+        made = found if isinstance(found, nn.Module) else found()
+    except Exception as error:
+        raise UsageError(f"{name} failed: {type(error).__name__}: {error}") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} returned {_article(made)}; it must return a model, or a model and an example")
+    return model, example
+
+
+def _article(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _file(place: str) -> Any:
+    path = Path(place)
+    if not path.is_file():
+        raise UsageError(f"no file {place}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{place} is no file of Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _module(place: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            raise UsageError(f"no module {place!r}: {error.name!r} is not installed, and not in this folder") from error
+        raise UsageError(f"{place} cannot be imported: no module {error.name!r}") from error
+    except Exception as error:
+        raise UsageError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError as error:
+        raise UsageError(
+            f"{name!r} names a model of transformers, which is not installed: pip install 'penstock[hf]', "
+            "or name a model of your own as module:callable"
+        ) from error
+    from penstock.model.small import shrunk
+    from penstock.model.small_batch import batch_for
+    from penstock.model.small_class import class_of
+
+    if name not in CONFIG_MAPPING_NAMES:
+        raise UsageError(
+            f"no model {name!r}: neither module:callable nor a model type of transformers."
+            f"{nearest(name, CONFIG_MAPPING_NAMES)}"
+        )
+    try:
+        config = shrunk(AutoConfig.for_model(name))
+        model = class_of(config)(config)
+        return model, batch_for(model, batch_size=batch_size)
+    except Exception as error:
+        raise UsageError(f"no small {name!r} can be built: {type(error).__name__}: {error}") from error

@@ -1,0 +1,82 @@
+"""Which torch functions read data, make tensors out of nothing, or only look at what kind a tensor is: what replay asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["is_data_shaped", "is_device_question", "is_look", "is_read", "makes_tensors"]
+
+Function = Callable[..., Any]
+
+
+@cache
+def _reads() -> frozenset[Function]:
+    tensor = torch.Tensor
+    names = ("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__index__",
+             "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__")  # fmt: skip
+    methods = {getattr(tensor, name) for name in names if hasattr(tensor, name)}
+    return frozenset(methods | {torch.is_nonzero, torch.equal, torch.allclose})
+
+
+@cache
+def _looks() -> frozenset[Function]:
+    """Return the functions that look at what a tensor is, not at what is in it."""
+    names = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride", "nelement",
+             "ndimension", "type", "get_device", "is_signed", "is_inference", "__len__", "__hash__", "storage_offset",
+             "requires_grad_", "register_hook", "retain_grad", "is_same_size", "is_shared")  # fmt: skip
+    methods = {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
+    return frozenset(methods | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.result_type,
+                                torch.is_same_size})  # fmt: skip
+
+
+@cache
+def _makers() -> frozenset[Function]:
+    from torch.utils._device import _device_constructors
+
+    return frozenset(_device_constructors())
+
+
+@cache
+def _data_shaped() -> frozenset[Function]:
+    tensor = torch.Tensor
+    names = ("nonzero", "masked_select", "unique", "argwhere", "bincount", "unique_consecutive", "histc")
+    found = {getattr(owner, name) for owner in (torch, tensor) for name in names if hasattr(owner, name)}
+    return frozenset(found)
+
+
+def is_read(function: Function) -> bool:
+    """Return whether a function brings data of a tensor into Python, where control flow may depend on it."""
+    return function in _reads()
+
+
+def is_look(function: Function) -> bool:
+    """Return whether a function only asks what kind of tensor something is; properties are such questions."""
+    return getattr(function, "__name__", "") == "__get__" or function in _looks()
+
+
+def is_device_question(function: Function) -> bool:
+    """Return whether a function asks for a tensor's device."""
+    return function is torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+def makes_tensors(function: Function) -> bool:
+    """Return whether a function makes tensors out of nothing, on a device that it is told."""
+    return function in _makers()
+
+
+def is_data_shaped(function: Function, args: Sequence[Any]) -> bool:
+    """Return whether the shape of a result depends on data."""
+    if function in _data_shaped():
+        return True
+    if function in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
+        return len(args) == 1 or isinstance(args[1], torch.Tensor)
+    if function is torch.where or function is torch.Tensor.where:
+        return len(args) == 1
+    if function is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+    return False

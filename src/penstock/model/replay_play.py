@@ -1,0 +1,300 @@
+"""Play: run one stage by the model's own forward; what lies before it is skipped, what lies after it is cut off.
+
+Before its first unit a stage computes nothing: tensors are *holes* on the meta device that have shapes and no data, and
+what Python reads of them comes from the notes of the stage before. At its first unit the holes that are needed are filled
+with what was received, in place, in the very variables of the model's own code; from there on everything is real.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.model.replay_functions import is_data_shaped, is_device_question, is_look, is_read, makes_tensors
+from penstock.model.replay_notes import Notes
+from penstock.model.replay_walk import Done, Frame, Mark, Walk, mark_of, set_mark, tensors_in
+from penstock.model.source import line_of_stack
+from penstock.model.structure import Slot, flatten, rebuild
+
+__all__ = ["Part", "Play"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a forward a stage plays.
+
+    Attributes:
+        start: its first unit.
+        stop: the first unit that is not its own.
+        range_of: for each module call the first and last unit in it.
+        uncalled: for each module that was not called, the unit whose stage it lies on.
+        template_of: for each module call the template of what it returns.
+        wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
+        copied: the names of received values that the stage changes in place.
+        is_dynamic: the way depends on data: notes are read and written.
+        draws_python_random: the forward draws Python's own random numbers.
+    """
+
+    start: int
+    stop: int
+    range_of: Mapping[tuple[str, int], tuple[int, int]]
+    uncalled: Mapping[str, tuple[int, int]]
+    template_of: Mapping[tuple[str, int], object]
+    wanted: Mapping[Mark, str]
+    copied: frozenset[str]
+    is_dynamic: bool
+    draws_python_random: bool
+
+    def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
+        """Return the units in a call.
+
+        One call more of a module than was seen belongs where the last one does; one of a module that was never called
+        belongs to the stage that holds its parameters.
+        """
+        while ordinal > 0 and (path, ordinal) not in self.range_of:
+            ordinal -= 1
+        return self.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
+
+
+class Play(Walk):
+    """One run of one stage."""
+
+    def __init__(
+        self, part: Part, *, device: torch.device, received: Mapping[str, torch.Tensor], extra: list[torch.Tensor],
+        notes: Notes, known_shapes: dict[Any, Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.part, self.device, self.received, self.extra, self.notes = part, device, received, extra, notes
+        self.known_shapes = known_shapes
+        self.is_before = part.start > 0
+        self.reads = iter(list(notes.reads))
+        self.holes: dict[str, torch.Tensor] = {}
+        self.hole_of: dict[Mark, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}
+        self.alive: dict[Mark, weakref.ref[torch.Tensor]] = {}
+        self._stand_ins: dict[int, torch.Tensor] = {}
+
+    def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
+            inputs: list[torch.Tensor]) -> tuple[bool, Any]:  # fmt: skip
+        """Run the stage; return whether the forward came to its end, and what it returned."""
+        given = []
+        for index, tensor in enumerate(inputs):
+            own = self._hole(tensor) if self.is_before else _alias(tensor)
+            self._mark(own, ("", -1, index))
+            given.append(own)
+        self._inputs = list(zip(given, inputs, strict=True))
+        args, kwargs = arguments(given)
+        try:
+            with self.watching(modules):
+                result = shell(*args, **kwargs)
+            if self.is_before:
+                self._fill()
+        except Done:
+            return False, None
+        return True, result
+
+    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        first, last = self.part.units_of(path, ordinal)
+        if self.is_before:
+            if last < self.part.start:
+                return self._skip(path, ordinal, call, args, kwargs)
+            if first < self.part.start:
+                return self.inside(path, ordinal, call, args, kwargs)
+            self._fill()
+        if first >= self.part.stop:
+            raise Done
+        if last >= self.part.stop:
+            return self.inside(path, ordinal, call, args, kwargs)
+        start = self.serial
+        result = call(*args, **kwargs)
+        tensors = self.mark_outputs(result, path, ordinal, start)
+        if self.part.is_dynamic:
+            given, _ = flatten((args, dict(kwargs)))
+            self.notes.shapes[f"{path}#{ordinal}"] = [_describe(tensor, given) for tensor in tensors]
+        return result
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if is_device_question(function) and args[0].is_meta:
+            return self.device
+        if is_look(function):
+            return function(*args, **kwargs)
+        if self.is_before:
+            return self._imagine(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if self.part.is_dynamic:
+            if is_read(function):
+                self.notes.reads.append(result)
+            elif is_data_shaped(function, args):
+                self.notes.reads.append([_describe(tensor, []) for tensor in tensors_in(result)])
+        self.mark_results(result)
+        return result
+
+    def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        if self.part.is_dynamic:
+            if self.is_before:
+                self.hole_of[mark] = tensor
+            else:
+                self.alive[mark] = weakref.ref(tensor)
+            return
+        name = self.part.wanted.get(mark)
+        if name is not None:
+            (self.holes if self.is_before else self.made)[name] = tensor
+
+    def living(self) -> list[torch.Tensor]:
+        """Return the tensors that the model's code still holds, and write their marks into the notes."""
+        found: dict[int, torch.Tensor] = {}
+        for reference in self.alive.values():
+            tensor = reference()
+            if tensor is not None and not tensor.is_meta:
+                found[id(tensor)] = tensor
+        self.notes.live = [list(mark_of(tensor) or ()) for tensor in found.values()]
+        return list(found.values())
+
+    # --- before the stage: holes -----------------------------------------------------------------------------------
+
+    def _hole(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+
+    def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Do a torch function on holes: shapes, no data, no random numbers."""
+        if is_read(function) or is_data_shaped(function, args):
+            return self._remember(function)
+        args, kwargs = self._as_holes(args), self._as_holes(kwargs)
+        if makes_tensors(function):
+            kwargs["device"] = torch.device("meta")
+        elif function in (torch.Tensor.cpu, torch.Tensor.cuda):
+            args, kwargs = args[:1], {}
+            function = torch.Tensor.detach
+        result = self._fresh(function(*args, **kwargs))
+        self.mark_results(result)
+        return result
+
+    def _remember(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401
+        """Return what an earlier stage read here."""
+        try:
+            read = next(self.reads)
+        except StopIteration:
+            where = line_of_stack()
+            raise CaptureError(
+                f"{where}: the model reads data here, which it did not when it was captured; capture it with an example"
+                " that takes this way"
+            ) from None
+        if is_read(function):
+            return read
+        holes = [_described(item) for item in read]
+        result = holes[0] if len(holes) == 1 else tuple(holes)
+        self.mark_results(result)
+        return result
+
+    def _as_holes(self, thing: Any) -> Any:  # noqa: ANN401
+        if isinstance(thing, torch.Tensor):
+            if thing.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(thing):
+                return thing
+            if id(thing) not in self._stand_ins:
+                self._stand_ins[id(thing)] = self._hole(thing)
+            return self._stand_ins[id(thing)]
+        if isinstance(thing, torch.device):
+            return torch.device("meta")
+        if type(thing) in (list, tuple):
+            return type(thing)(self._as_holes(item) for item in thing)
+        if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+            return type(thing)(*(self._as_holes(item) for item in thing))
+        if type(thing) is dict:
+            return {key: self._as_holes(item) for key, item in thing.items()}
+        return thing
+
+    def _fresh(self, thing: Any) -> Any:  # noqa: ANN401
+        """Replace views and what came to be elsewhere by holes of their own: only those can be filled."""
+        if isinstance(thing, torch.Tensor):
+            is_fine = thing.is_meta and not thing._is_view() and not thing.requires_grad
+            is_fine = is_fine or torch._C._functorch.is_functorch_wrapped_tensor(thing)
+            return thing if is_fine or "_penstock_mark" in thing.__dict__ else self._hole(thing)
+        if type(thing) in (list, tuple):
+            return type(thing)(self._fresh(item) for item in thing)
+        if isinstance(thing, tuple):
+            return type(thing)(self._fresh(item) for item in thing) if not hasattr(thing, "_fields") else thing
+        return thing
+
+    def _skip(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        """Return holes in place of what a call of an earlier stage returns."""
+        given, _ = flatten((args, dict(kwargs)))
+        start = self.serial
+        noted = self.notes.shapes.get(f"{path}#{ordinal}") if self.part.is_dynamic else None
+        if noted is not None:
+            template = self._template(path, ordinal, len(noted))
+        else:
+            key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
+            if key not in self.known_shapes:
+                self.known_shapes[key] = self._rehearse(call, args, kwargs, given)
+            noted, template = self.known_shapes[key]
+        leaves = [given[item[1]] if item[0] == "in" else _described(item) for item in noted]
+        result = rebuild(template, leaves)
+        self.mark_outputs(result, path, ordinal, start)
+        return result
+
+    def _template(self, path: str, ordinal: int, count: int) -> object:
+        while ordinal > 0 and (path, ordinal) not in self.part.template_of:
+            ordinal -= 1
+        one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
+        return self.part.template_of.get((path, ordinal), one_or_more)
+
+    def _rehearse(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
+        """Make a call on holes, once, to learn the shapes of what it returns."""
+        marked, self.frames = self.frames, [Frame("(rehearsal)", 0, 0)]
+        wanted, before = self.on_marked, self.serial
+        self.on_marked = lambda tensor, mark: None  # type: ignore[method-assign]
+        try:
+            with self.switched(on=True):
+                result = call(*args, **kwargs)
+        finally:
+            self.frames, self.on_marked, self.serial = marked, wanted, before  # type: ignore[method-assign]
+        tensors, template = flatten(result)
+        return [_describe(tensor, given) for tensor in tensors], template
+
+    def _fill(self) -> None:
+        """Fill the holes that are needed with what was received, in place; from here on everything is real."""
+        self.is_before = False
+        for hole, tensor in self._inputs:
+            self._fill_one(hole, tensor, is_copied=f"{mark_of(hole)}" in self.part.copied)
+        if self.part.is_dynamic:
+            for mark, tensor in zip(self.notes.live, self.extra, strict=True):
+                hole = self.hole_of.get((mark[0], mark[1], mark[2]))
+                if hole is not None:
+                    self._fill_one(hole, tensor, is_copied=True)
+            self.hole_of.clear()
+            return
+        for name, hole in self.holes.items():
+            if name in self.received:
+                self._fill_one(hole, self.received[name], is_copied=name in self.part.copied)
+
+    def _fill_one(self, hole: torch.Tensor, tensor: torch.Tensor, *, is_copied: bool) -> None:
+        mark = mark_of(hole)
+        filling = tensor.clone() if is_copied else _alias(tensor)
+        if not hole.is_meta or mark is None:
+            return
+        torch.utils.swap_tensors(hole, filling)
+        set_mark(hole, mark, 0)
+        self.on_marked(hole, mark)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor object over the same memory, with the same gradient."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+
+
+def _describe(tensor: torch.Tensor, given: list[torch.Tensor]) -> list[Any]:
+    for index, other in enumerate(given):
+        if tensor is other:
+            return ["in", index]
+    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _described(item: list[Any]) -> torch.Tensor:
+    shape, stride, dtype = item
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")

@@ -1,0 +1,282 @@
+"""Record: run a model once, watch which modules it calls, what flows between them, and what it reads on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.model.example import Call
+from penstock.model.export_trace import is_cache
+from penstock.model.modes import in_mode
+from penstock.model.parameters import held_tensors
+from penstock.model.replay_functions import is_data_shaped, is_look, is_read
+from penstock.model.replay_shell import make_shell
+from penstock.model.replay_walk import Mark, Walk, mark_of, tensors_in
+from penstock.model.structure import flatten
+
+__all__ = ["Recording", "Seen", "Unit", "record"]
+
+_TRIES = 4
+_SHARE = 1 / 32  # modules with at least this share of all parameters are looked into
+
+
+@dataclass
+class Seen:
+    """A tensor that came to be between module calls, or as the output of one.
+
+    Attributes:
+        producer: the unit after whose call it came to be; -1 for an input of the model.
+        marks: where it came to be, and at which unit each mark began to hold: a call that returns it marks it anew.
+        uses: the units that use it, or after whose call something else does.
+        changes: the units at which it is changed in place.
+    """
+
+    producer: int
+    tensor: torch.Tensor
+    marks: list[tuple[int, Mark]]
+    uses: set[int] = field(default_factory=set)
+    changes: set[int] = field(default_factory=set)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+
+@dataclass
+class Unit:
+    """The call of a module that is not looked into."""
+
+    path: str
+    ordinal: int
+    inputs: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)  # ids of parameters and buffers that the code around it uses
+
+
+@dataclass
+class Recording:
+    """What was seen in one run.
+
+    Attributes:
+        units: the module calls, in order.
+        seen: all tensors between them.
+        range_of: for each module call, by path and ordinal, the first and last unit in it.
+        is_read: data was read into Python, or shapes depend on data, or Python's own random numbers were drawn: other
+            data may take another way.
+        outputs: what the model returned: a template, and which tensors go into it.
+    """
+
+    units: list[Unit]
+    seen: list[Seen]
+    range_of: dict[tuple[str, int], tuple[int, int]]
+    is_read: bool
+    reads_where: str
+    template: object
+    outputs: list[int]
+    template_of: dict[tuple[str, int], object]
+    draws_python_random: bool = False
+
+
+def record(model: nn.Module, call: Call) -> Recording:
+    """Run a model's forward and return what was seen; the model and all random states stay as they were.
+
+    Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times more,
+    and in evaluation, and the run that called most modules is taken.
+    """
+    states = _RandomStates()
+    best = _record_once(model, call)
+    if not best.is_read:
+        return best
+    others = []
+    for _ in range(_TRIES if model.training else 0):
+        if not _missing(model, best):
+            break
+        torch.rand(1)  # other random numbers
+        random.random()  # noqa: S311
+        others.append(_record_once(model, call))
+    states.restore()
+    if model.training and _missing(model, best):
+        with in_mode(model, training=False):
+            others.append(_record_once(model, call))
+    most = max([best, *others], key=lambda recording: len(recording.units))
+    most.is_read, most.reads_where = True, best.reads_where
+    most.draws_python_random = any(recording.draws_python_random for recording in [best, *others])
+    return most
+
+
+def _missing(model: nn.Module, recording: Recording) -> bool:
+    """Return whether there are modules with parameters that were not called, nor any module around or in them."""
+    called = {unit.path for unit in recording.units}
+    return any(
+        not any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in called)
+        for path, module in model.named_modules()
+        if path and any(True for _ in module.parameters())
+    )
+
+
+def _record_once(model: nn.Module, call: Call) -> Recording:
+    shell = make_shell(model)
+    modules = dict(shell.named_modules())
+    units = {path for path, module in modules.items() if path and _is_unit(module, modules[""])}
+    inside = {path: m for path, m in modules.items() if not any(path.startswith(f"{unit}.") for unit in units)}
+    recorder = _Recorder(units, {id(tensor): name for name, tensor in held_tensors(shell).items()})
+    states = _RandomStates()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        result = recorder.run(shell, inside, call)
+    finally:
+        is_random = states.restore()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    recorder.is_read |= is_random
+    recording = recorder.recording(result)
+    recording.draws_python_random = is_random
+    return recording
+
+
+def _is_unit(module: nn.Module, root: nn.Module) -> bool:
+    """Return whether a module is not looked into: it is small, has no modules, or is no plain Python any more."""
+    if not any(module.children()) or _is_sealed(module):
+        return True
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    total = sum(p.numel() for p in root.parameters())
+    return sum(p.numel() for p in module.parameters()) < _SHARE * total
+
+
+def _is_sealed(module: nn.Module) -> bool:
+    is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_penstock_sealed")
+
+
+class _RandomStates:
+    """All random states at one moment, to go back to."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.python, self.numpy = random.getstate(), np.random.get_state(legacy=False)
+
+    def restore(self) -> bool:
+        """Go back; return whether random numbers were drawn that torch knows nothing of."""
+        now = np.random.get_state(legacy=False)
+        same_numpy = bool((now["state"]["key"] == self.numpy["state"]["key"]).all()) and now["state"]["pos"] == self.numpy["state"]["pos"]  # type: ignore[index,call-overload]  # noqa: E501
+        changed = random.getstate() != self.python or not same_numpy
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        return changed
+
+
+class _Recorder(Walk):
+    def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
+        super().__init__()
+        self.unit_paths, self.held = units, held
+        self.units: list[Unit] = []
+        self.seen: list[Seen] = []
+        self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
+        self.is_read, self.reads_where = False, ""
+        self.early_held: set[int] = set()
+        self.template_of: dict[tuple[str, int], object] = {}
+
+    def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
+        tensors = []
+        for index, tensor in enumerate(call.tensors):
+            alias = tensor.detach().view_as(tensor.detach()).requires_grad_(tensor.requires_grad)
+            self._mark(alias, ("", -1, index))
+            tensors.append(alias)
+        args, kwargs = call.arguments(tensors)
+        with torch.enable_grad(), self.watching(modules):
+            return shell(*args, **kwargs)
+
+    @property
+    def now(self) -> int:
+        """The unit that what happens now belongs to: the last one that was called."""
+        return max(0, len(self.units) - 1)
+
+    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        first = len(self.units)
+        if path not in self.unit_paths:
+            result = self.inside(path, ordinal, call, args, kwargs)
+            if len(self.units) > first:
+                self.range_of[path, ordinal] = (first, len(self.units) - 1)
+                self.template_of[path, ordinal] = flatten(result)[1]
+            return result
+        self.units.append(Unit(path, ordinal))
+        self.range_of[path, ordinal] = (first, first)
+        given, _ = flatten((args, dict(kwargs)))
+        versions = [tensor._version for tensor in given]
+        for tensor in given:
+            self._use(tensor, is_argument=True)
+        start = self.serial
+        result = call(*args, **kwargs)
+        self.mark_outputs(result, path, ordinal, start)
+        self.template_of[path, ordinal] = flatten(result)[1]
+        self._note_changes(given, versions)
+        return result
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if is_look(function):
+            return function(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
+            self._use(tensor)
+        versions = [tensor._version for tensor in given]
+        result = function(*args, **kwargs)
+        if is_read(function) or is_data_shaped(function, args):
+            self._note_read()
+        self._note_changes(given, versions)
+        self.mark_results(result)
+        return result
+
+    def _note_read(self) -> None:
+        from penstock.model.source import line_of_stack
+
+        self.reads_where = self.reads_where or line_of_stack()
+        self.is_read = True
+
+    def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
+        if id(tensor) in self.held:
+            (self.units[self.now].held if self.units else self.early_held).add(id(tensor))
+        elif mark_of(tensor) is not None:
+            index: int = tensor.__dict__["_penstock_seen"]
+            self.seen[index].uses.add(self.now)
+            if is_argument and index not in self.units[-1].inputs:
+                self.units[-1].inputs.append(index)
+
+    def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version and mark_of(tensor) is not None:
+                self.seen[tensor.__dict__["_penstock_seen"]].changes.add(self.now)
+
+    def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        index = tensor.__dict__.get("_penstock_seen")
+        if index is None:
+            tensor.__dict__["_penstock_seen"] = len(self.seen)
+            producer = -1 if mark[1] < 0 else self.now
+            self.seen.append(Seen(producer, tensor, [(producer, mark)]))
+        else:
+            self.seen[index].marks.append((self.now, mark))
+
+    def recording(self, result: object) -> Recording:
+        tensors, template = flatten(result, drop=is_cache)
+        if self.units:
+            self.units[0].held |= self.early_held
+        for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
+            if "_penstock_seen" not in tensor.__dict__:
+                self._mark(tensor, ("", 0, -1000 - len(self.seen)))
+        outputs = [tensor.__dict__["_penstock_seen"] for tensor in tensors]
+        for index in outputs:
+            self.seen[index].uses.add(self.now)
+        for tensor in [seen.tensor for seen in self.seen]:
+            tensor.__dict__.pop("_penstock_mark", None)
+            tensor.__dict__.pop("_penstock_seen", None)
+        return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of)

@@ -1,0 +1,214 @@
+"""A stage by replay: its part of the forward, the shell that it runs in, and what it holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.example import Call
+from penstock.model.export_stage import renew
+from penstock.model.export_trace import is_cache
+from penstock.model.graph import Graph
+from penstock.model.parameters import held_tensors
+from penstock.model.replay_notes import Notes
+from penstock.model.replay_play import Part, Play
+from penstock.model.replay_record import Recording
+from penstock.model.replay_shell import make_shell
+from penstock.model.stages import Held
+from penstock.model.structure import flatten
+
+__all__ = ["ReplayProgram", "make_part"]
+
+
+def make_part(
+    recording: Recording, ranges: Sequence[range], held: Sequence[tuple[str, ...]], paths: Sequence[str], index: int
+) -> Part:
+    """Return which part of the forward a stage plays, given the units and the parameters of all stages."""
+    nodes = ranges[index]
+    wanted, copied = {}, set()
+    for number, seen in enumerate(recording.seen):
+        name = f"value_{number}"
+        if seen.producer < 0:
+            if any(change in nodes for change in _changes(recording, number)):
+                copied.add(f"{seen.marks[0][1]}")
+            continue
+        is_received = seen.producer < nodes.start and any(use in nodes for use in seen.uses)
+        is_sent = seen.producer in nodes and any(use >= nodes.stop for use in seen.uses)
+        if is_received or is_sent:
+            wanted.update({mark: name for _, mark in seen.marks})
+        if is_received and any(change in nodes for change in _changes(recording, number)):
+            copied.add(name)
+    return Part(
+        start=nodes.start,
+        stop=nodes.stop if index < len(ranges) - 1 else 2**60,
+        range_of=recording.range_of,
+        uncalled=_uncalled(recording, ranges, held, paths),
+        template_of=recording.template_of,
+        wanted=wanted,
+        copied=frozenset(copied),
+        is_dynamic=recording.is_read,
+        draws_python_random=recording.draws_python_random,
+    )
+
+
+def _uncalled(
+    recording: Recording, ranges: Sequence[range], held: Sequence[tuple[str, ...]], paths: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Return for each module that was not called a unit of the stage that holds its parameters."""
+    called = {path for path, _ in recording.range_of}
+    first_of = {name: nodes.start for nodes, names in zip(ranges, held, strict=True) for name in names}
+    found, now = {}, 0
+    for path in paths:
+        if path in called:
+            now = next(last for (other, _), (_, last) in recording.range_of.items() if other == path)
+        else:
+            own = [first for name, first in first_of.items() if name.startswith(f"{path}.")]
+            at = own[0] if own else now
+            found[path] = (at, at)
+    return found
+
+
+def _changes(recording: Recording, number: int) -> set[int]:
+    """Return where a tensor, or another name of its memory, is changed in place."""
+    storage = recording.seen[number].tensor.untyped_storage()._cdata
+    return {c for s in recording.seen if s.changes and s.tensor.untyped_storage()._cdata == storage for c in s.changes}
+
+
+class ReplayProgram:
+    """What one stage runs, in training or in evaluation: the model's own forward, in a shell of its own."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, graph: Graph, recording: Recording, part: Part,
+        *, held_names: tuple[str, ...], index: int, is_last: bool,
+    ) -> None:  # fmt: skip
+        self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
+        self.shell = make_shell(model)
+        self._known_shapes: dict[Any, Any] = {}
+        self._num_outputs = len(recording.outputs)
+        given = tuple(f"input:{name}" for name in call.names)
+        self._given = len(given)
+        nodes = range(part.start, min(part.stop, len(graph.nodes)))
+        if part.is_dynamic:
+            self._from = (f"notes_{index - 1}",) if index else ()
+            own: tuple[str, ...] = (f"notes_{index}",)
+        else:
+            self._from = tuple(
+                f"value_{i}" for i, seen in enumerate(recording.seen)
+                if 0 <= seen.producer < nodes.start and any(use in nodes for use in seen.uses)
+            )  # fmt: skip
+            own = tuple(
+                f"value_{i}" for i, seen in enumerate(recording.seen)
+                if seen.producer in nodes and any(use >= nodes.stop for use in seen.uses)
+            )  # fmt: skip
+        self.inputs = given + self._from
+        self.outputs = tuple(f"output:{i}" for i in range(self._num_outputs)) if is_last else own
+        self._places = self._prepare(nodes, graph, recording)
+
+    def _prepare(self, nodes: range, graph: Graph, recording: Recording) -> list[tuple[nn.Module, str, str, str]]:
+        """Empty the shell of what other stages hold, and find the modules to have a hand on."""
+        own = set(self.held_names)
+        first_of = {alias: p.name for p in graph.parameters.values() for alias in (p.name, *p.aliases)}
+        places = []
+        paths = dict(self.shell.named_modules())
+        for path, module in paths.items():
+            for kind in ("_parameters", "_buffers"):
+                place = getattr(module, kind)
+                for key, tensor in place.items():
+                    if tensor is None:
+                        continue
+                    name = first_of[f"{path}.{key}" if path else key]
+                    if name in own:
+                        places.append((module, kind, key, name))
+                    elif kind == "_parameters":
+                        place[key] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+                    else:
+                        place[key] = torch.empty_like(tensor, device="meta")
+        inside = {
+            path for (path, ordinal), (first, last) in recording.range_of.items()
+            if first < nodes.start <= last or first < nodes.stop <= last
+        } | {""}  # fmt: skip
+        self._watched = {
+            path: module for path, module in paths.items()
+            if path in inside or path.rpartition(".")[0] in inside or _nearest_call(path, recording) in inside
+        }  # fmt: skip
+        self._entered = [paths[path] for path in inside]
+        for path, module in paths.items():
+            ranges = [r for (p, _), r in recording.range_of.items() if p == path]
+            if ranges and all(last < nodes.start for _, last in ranges):
+                _without_hooks(module)
+        return places
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Compute the outputs; where the way depends on data, more values than were named may come and go."""
+        del batch_size
+        for module, kind, key, name in self._places:
+            getattr(module, kind)[key] = held.get(name)
+        inputs = list(values[: self._given])
+        named = values[self._given : self._given + len(self._from)]
+        extra = list(values[self._given + len(self._from) :])
+        notes = Notes.from_tensor(named[0]) if self.part.is_dynamic and self._from else Notes()
+        if self.part.draws_python_random:
+            notes.note_random() if notes.python_random is None else notes.set_random()
+        first = next(iter(held), None)
+        device = held.get(first).device if first is not None else inputs[0].device
+        received = {} if self.part.is_dynamic else dict(zip(self._from, named, strict=True))
+        play = Play(self.part, device=device, received=received, extra=extra, notes=notes, known_shapes=self._known_shapes)
+        before = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in self._entered]
+        try:
+            is_done, result = play.run(self.shell, self._watched, self.call.arguments, inputs)
+            made = self._results(play, is_done, result)
+        finally:
+            self._tidy(before, held)
+        return made
+
+    def _results(self, play: Play, is_done: bool, result: object) -> tuple[Any, ...]:
+        if self.is_last:
+            tensors, _ = flatten(result, drop=is_cache)
+            if len(tensors) != self._num_outputs:
+                raise UsageError(
+                    f"the model returned {len(tensors)} tensors and {self._num_outputs} when it was captured;"
+                    " capture it with an example that takes this way"
+                )
+            return tuple(tensors)
+        if self.part.is_dynamic:
+            living = play.living()
+            return (play.notes.to_tensor(), *living)
+        return tuple(play.made[name] for name in self.outputs)
+
+    def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: Held) -> None:
+        """Take over buffers that are this stage's own, and undo what the code before the stage left in the modules."""
+        owned = {(id(module), key): name for module, kind, key, name in self._places if kind == "_buffers"}
+        for module, buffers, attributes in before:
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and value.is_meta and attributes.get(key) is not value:
+                    vars(module).pop(key)
+                    vars(module).update({key: attributes[key]} if key in attributes else {})
+            for key, old in buffers.items():
+                new = module._buffers[key]
+                if new is not old:
+                    if (id(module), key) not in owned or new is None or new.is_meta:
+                        module._buffers[key] = old
+        for module, kind, key, name in self._places:
+            if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
+                renew(held, name, module._buffers[key])
+
+
+def _nearest_call(path: str, recording: Recording) -> str:
+    """Return the innermost module around a path that is ever called: lists of modules are not."""
+    called = {p for p, _ in recording.range_of}
+    path = path.rpartition(".")[0]
+    while path and path not in called:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _without_hooks(module: nn.Module) -> None:
+    """Keep the hooks of a module that another stage runs from being called here."""
+    for inner in module.modules():
+        for key in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            vars(inner)[key] = OrderedDict()

@@ -1,0 +1,169 @@
+"""Walk: run a model's own forward with a hand on every module call and every torch function between them.
+
+A *frame* is a call of a module whose inside is looked at; a *mark* says of a tensor where it came to be: the how-manieth
+tensor of which frame, or the how-manieth output of which call. Marks are the same in every process and for every cut,
+which is how stages agree on what is sent. docs/design/capture.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+__all__ = ["Done", "Frame", "Mark", "Walk", "mark_of", "set_mark", "tensors_in"]
+
+Mark = tuple[str, int, int]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
+
+
+class Done(BaseException):
+    """The stage has done all it has to do: the rest of the forward is for others."""
+
+
+@dataclass
+class Frame:
+    """A module call whose inside is looked at."""
+
+    path: str
+    ordinal: int
+    first_serial: int
+    count: int = 0
+
+
+def mark_of(tensor: torch.Tensor) -> Mark | None:
+    """Return where a tensor came to be, if this walk knows it."""
+    found: tuple[Mark, int] | None = tensor.__dict__.get("_penstock_mark")
+    return None if found is None else found[0]
+
+
+def set_mark(tensor: torch.Tensor, mark: Mark, serial: int) -> None:
+    """Write on a tensor where it came to be."""
+    tensor.__dict__["_penstock_mark"] = (mark, serial)
+
+
+def tensors_in(thing: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a thing of lists, tuples and dicts: what torch functions take and return."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for item in thing:
+            yield from tensors_in(item)
+    elif isinstance(thing, dict):
+        for item in thing.values():
+            yield from tensors_in(item)
+
+
+class Walk(TorchFunctionMode):
+    """One run of a model's forward, looked at. Subclasses say what happens to calls and functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[Frame] = []
+        self.ordinals: dict[str, int] = {}
+        self.serial = 0
+        self._is_off = False
+
+    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        """Do what is to be done for the call of a module."""
+        raise NotImplementedError
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Do what is to be done for a torch function between module calls."""
+        raise NotImplementedError
+
+    def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Learn of a tensor that has come to be, or that has got another mark."""
+
+    def __torch_function__(  # type: ignore[override]
+        self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        if self._is_off:
+            return function(*args, **(kwargs or {}))
+        return self.on_function(function, args, kwargs or {})
+
+    @contextmanager
+    def watching(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Have a hand on the calls of some modules, by path, for as long as this lasts."""
+        before = {path: module._compiled_call_impl for path, module in modules.items()}
+        for path, module in modules.items():
+            original = before[path] or module._call_impl
+            vars(module)["_compiled_call_impl"] = partial(self._called, path, original)
+        try:
+            with self:
+                yield
+        finally:
+            for path, module in modules.items():
+                vars(module)["_compiled_call_impl"] = before[path]
+
+    def _called(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        ordinal = self.ordinals.get(path, 0)
+        self.ordinals[path] = ordinal + 1
+        with self.switched(on=False):
+            return self.on_call(path, ordinal, call, args, kwargs)
+
+    def inside(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        """Make a call and look at its inside; what it returns and did not get is marked as its output."""
+        frame = Frame(path, ordinal, self.serial)
+        self.frames.append(frame)
+        try:
+            with self.switched(on=True):
+                result = call(*args, **kwargs)
+        finally:
+            self.frames.pop()
+        self.mark_outputs(result, path, ordinal, frame.first_serial)
+        return result
+
+    def mark_outputs(self, result: object, path: str, ordinal: int, first_serial: int) -> list[torch.Tensor]:
+        """Mark what a call returns and what came to be in it as its outputs; return all tensors of the result."""
+        from penstock.model.structure import flatten
+
+        tensors, _ = flatten(result)
+        for index, tensor in enumerate(tensors):
+            known = tensor.__dict__.get("_penstock_mark")
+            if known is None or known[1] >= first_serial:
+                self._mark(tensor, (path, ordinal, -1 - index))
+        return tensors
+
+    def mark_results(self, result: object) -> None:
+        """Mark what a torch function has made as the next tensors of the frame."""
+        frame = self.frames[-1]
+        for tensor in tensors_in(result):
+            if "_penstock_mark" not in tensor.__dict__ and not isinstance(tensor, nn.Parameter):
+                self._mark(tensor, (frame.path, frame.ordinal, frame.count))
+                frame.count += 1
+
+    def _mark(self, tensor: torch.Tensor, mark: Mark) -> None:
+        set_mark(tensor, mark, self.serial)
+        self.serial += 1
+        self.on_marked(tensor, mark)
+
+    @contextmanager
+    def switched(self, *, on: bool) -> Iterator[None]:
+        """Look at torch functions, or do not; where this is the innermost mode it costs nothing when off."""
+        was_off = self._is_off
+        self._is_off = not on
+        can_pop = not on and not was_off and _get_current_function_mode() is self
+        if can_pop:
+            _pop_mode()
+        must_push = on and was_off and not self._is_pushed()
+        if must_push:
+            _push_mode(self)
+        try:
+            yield
+        finally:
+            if can_pop:
+                _push_mode(self)
+            if must_push:
+                _pop_mode()
+            self._is_off = was_off
+
+    def _is_pushed(self) -> bool:
+        from torch.overrides import _get_current_function_mode_stack
+
+        return any(mode is self for mode in _get_current_function_mode_stack())

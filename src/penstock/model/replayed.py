@@ -1,0 +1,184 @@
+"""The second path: a model captured by replay, which is cut between module calls and runs the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.model.example import Call
+from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.match import held_by_stage, match_cuts
+from penstock.model.modes import in_mode
+from penstock.model.parameters import held_tensors, main_device, read_parameters
+from penstock.model.replay_record import Recording, Seen, record
+from penstock.model.replay_stage import ReplayProgram, make_part
+from penstock.model.replay_visit import visit_replay
+from penstock.model.stages import Chain, Results, Stage
+from penstock.model.visit import Visitor
+
+__all__ = ["Replayed"]
+
+
+class Replayed:
+    """A model captured by replay."""
+
+    path = "replay"
+
+    def __init__(self, model: nn.Module, call: Call, *, training: bool, reason: str = "") -> None:
+        self.model, self.call, self.training, self.reason = model, call, training, reason
+        self._recording_of: dict[bool, Recording] = {}
+        self._graph_of: dict[bool, Graph] = {}
+        self.graph = self._graph(training)
+
+    def _graph(self, training: bool) -> Graph:
+        if training not in self._graph_of:
+            with in_mode(self.model, training=training):
+                recording = record(self.model, self.call)
+                other = None if recording.is_read else _second(self.model, self.call)
+            self._recording_of[training] = recording
+            self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
+        return self._graph_of[training]
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        self.graph.check_cuts(cuts)
+        made: dict[bool, tuple[list[ReplayProgram], Results]] = {}
+
+        def side(training: bool) -> tuple[list[ReplayProgram], Results]:
+            if training not in made:
+                made[training] = self._programs(tuple(cuts), training)
+            return made[training]
+
+        tensors = held_tensors(self.model)
+        stages = [
+            Stage(
+                index,
+                tensors={name: tensors[name] for name in program.held_names},
+                program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
+            ).train(self.training)
+            for index, program in enumerate(side(self.training)[0])
+        ]
+        return Chain(stages, example=self.call, results_of=lambda training: side(training)[1])
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
+        call = self.call if batch_size is None else self.call.resized(batch_size)
+        with in_mode(self.model, training=self.training):
+            visit_replay(self.model, self.graph, call, visitor, device=device or main_device(self.model, self.call))
+
+    def _programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:
+        graph, recording = self._graph(training), self._recording_of[training]
+        ranges = graph.stages(cuts if training == self.training else match_cuts(self.graph, cuts, graph))
+        held = held_by_stage(self.graph, cuts)
+        paths = [path for path, _ in self.model.named_modules()]
+        programs = []
+        with in_mode(self.model, training=training):
+            for index in range(len(ranges)):
+                part = make_part(recording, ranges, held, paths, index)
+                is_last = index == len(ranges) - 1
+                programs.append(
+                    ReplayProgram(
+                        self.model, self.call, graph, recording, part, held_names=held[index], index=index, is_last=is_last
+                    )
+                )
+        return programs, Results(recording.template, [f"output:{i}" for i in range(len(recording.outputs))])
+
+
+def _second(model: nn.Module, call: Call) -> Recording | None:
+    """Record once more with another batch size, to see how shapes follow it; None where that takes another way."""
+    try:
+        return record(model, call.resized(call.batch_size + 1))
+    except Exception:
+        return None
+
+
+def _read_graph(recording: Recording, other: Recording | None, model: nn.Module, call: Call) -> Graph:
+    if not recording.units:
+        raise CaptureError("replay cuts between module calls, and the model calls none")
+    parameters, first_of = read_parameters(model)
+    if other is not None and [s.marks for s in other.seen] != [s.marks for s in recording.seen]:
+        other = None
+    values: list[Value] = []
+    index_of: dict[int, int] = {}
+    for index, seen in enumerate(recording.seen):
+        if seen.producer < 0 or max(seen.uses, default=-1) > seen.producer or index in recording.outputs:
+            index_of[index] = len(values)
+            values.append(_value(index, seen, other.seen[index] if other else None, call))
+    nodes = tuple(_nodes(recording, model, index_of, first_of))
+    graph = Graph(
+        nodes=nodes,
+        values=tuple(values),
+        inputs=tuple(range(len(call.tensors))),
+        outputs=tuple(dict.fromkeys(index_of[index] for index in recording.outputs)),
+        parameters=parameters,
+        batch_size=call.batch_size,
+        uncuttable=_uncuttable(recording),
+    )
+    return graph
+
+
+def _value(index: int, seen: Seen, other: Seen | None, call: Call) -> Value:
+    shape = [Size(size) for size in seen.shape]
+    if other is not None and len(other.shape) == len(seen.shape):
+        slopes = [b - a for a, b in zip(seen.shape, other.shape, strict=True)]
+        shape = [Size(a - slope * call.batch_size, slope) for a, slope in zip(seen.shape, slopes, strict=True)]
+    name = f"input:{call.names[index]}" if seen.producer < 0 else f"value_{index}"
+    return Value(
+        name=name,
+        producer=seen.producer,
+        shape=tuple(shape),
+        dtype=str(seen.tensor.dtype).removeprefix("torch."),
+        item_bytes=seen.tensor.element_size(),
+        has_grad=seen.tensor.requires_grad,
+        is_dynamic=other is None,
+    )
+
+
+def _nodes(recording: Recording, model: nn.Module, index_of: Mapping[int, int], first_of: Mapping[str, str]) -> list[Node]:
+    name_of = {id(tensor): first_of[name] for name, tensor in held_tensors(model).items()}
+    modules = dict(model.named_modules())
+    used: list[list[int]] = [list(unit.inputs) for unit in recording.units]
+    made: list[list[int]] = [[] for _ in recording.units]
+    for index, seen in enumerate(recording.seen):
+        if index in index_of:
+            if seen.producer >= 0:
+                made[seen.producer].append(index_of[index])
+            for use in seen.uses:
+                if index not in used[use] and use > seen.producer:
+                    used[use].append(index)
+    nodes = []
+    for index, unit in enumerate(recording.units):
+        module = modules[unit.path]
+        held = [name_of[id(tensor)] for tensor in held_tensors(module).values()]
+        held += [name_of[key] for key in unit.held]
+        shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
+        nodes.append(
+            Node(
+                name=unit.path if unit.ordinal == 0 else f"{unit.path}#{unit.ordinal}",
+                op=type(module).__name__,
+                module=unit.path,
+                inputs=tuple(index_of[i] for i in used[index] if i in index_of and recording.seen[i].producer < index),
+                outputs=tuple(made[index]),
+                parameters=tuple(dict.fromkeys(held)),
+                signature=f"{type(module).__qualname__}({module.extra_repr()}){shapes}",
+            )
+        )
+    return nodes
+
+
+def _uncuttable(recording: Recording) -> frozenset[int]:
+    """Return the cuts across which two names of the same memory would go, one of which is changed in place later."""
+    families: dict[int, list[Seen]] = {}
+    for seen in recording.seen:
+        families.setdefault(seen.tensor.untyped_storage()._cdata, []).append(seen)
+    cuts: set[int] = set()
+    for family in families.values():
+        changes = [change for seen in family for change in seen.changes]
+        for cut in range(1, max(changes, default=0) + 1):
+            if sum(seen.producer < cut <= max(seen.uses, default=-1) for seen in family) > 1:
+                cuts.add(cut)
+    return frozenset(cuts)

@@ -1,0 +1,205 @@
+"""Survey: visit a captured model once and examine each kind of node once, without a trace left in the model."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+
+from penstock.errors import PenstockError, UsageError
+from penstock.model.graph import Graph, Node
+from penstock.model.saved import Ledger, Saved, record_saved
+from penstock.model.trial import Trial
+from penstock.model.visit import RunNode
+
+if TYPE_CHECKING:
+    from penstock.model.capture import Captured
+
+__all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
+
+Progress = Callable[[int, int, str], None]
+T = TypeVar("T")
+
+
+class Examiner(Protocol[T]):
+    """Someone who says what a node costs."""
+
+    def examine(self, trial: Trial) -> T:
+        """Return what the node costs."""
+        ...
+
+    def guess(self, trial: Trial, seconds: float) -> T:
+        """Return what a node costs that cannot be examined; its one plain forward took `seconds`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Survey(Generic[T]):
+    """What was found, one entry a node.
+
+    Attributes:
+        found: what the examiner said.
+        saved_bytes: memory that the forward keeps for the backward, each piece at the first node that keeps it.
+        pending_bytes: memory that the weight gradient needs.
+        num_examined: how many nodes differ from all before them.
+    """
+
+    found: list[T]
+    saved_bytes: list[float]
+    pending_bytes: list[float]
+    num_examined: int
+
+
+def survey(
+    captured: Captured,
+    examiner: Examiner[T],
+    *,
+    device: torch.device | None,
+    batch_size: int | None,
+    progress: Progress | None,
+) -> Survey[T]:
+    """Run a captured model once and have each kind of node examined when it is first seen.
+
+    Nodes of one signature with tensors of the same shapes, types and strides are examined once. What a node may change
+    (buffers, inputs) is a copy; random generators go on afterwards as if nothing had been drawn.
+
+    Raises:
+        UsageError: when the batch size is not positive.
+    """
+    if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+        raise UsageError(f"batch_size: {batch_size} must be at least 1")
+    visitor = _Surveyor(captured.graph, examiner, progress)
+    with _random_state_kept(device):
+        captured.visit(visitor, device=device, batch_size=batch_size)
+    if visitor.notes:
+        more = f" (and {len(visitor.notes) - 3} more)" if len(visitor.notes) > 3 else ""
+        shown = "; ".join(visitor.notes[:3])
+        warnings.warn(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}", stacklevel=3)
+    return Survey(visitor.found, visitor.saved_bytes, visitor.pending_bytes, len(visitor.known))
+
+
+def distinct_nodes(graph: Graph) -> int:
+    """Return about how many nodes a survey will examine."""
+    return len({(node.signature or node.name, *(str(graph.values[v]) for v in node.inputs)) for node in graph.nodes})
+
+
+class _Surveyor(Generic[T]):
+    """The visitor: runs each node once on the real values, and has new kinds of nodes examined on the side."""
+
+    def __init__(self, graph: Graph, examiner: Examiner[T], progress: Progress | None) -> None:
+        self.graph, self.examiner, self.progress = graph, examiner, progress
+        self.known: dict[Hashable, tuple[T, Saved]] = {}
+        self.found: list[T] = []
+        self.saved_bytes: list[float] = []
+        self.pending_bytes: list[float] = []
+        self.notes: list[str] = []
+        self._ledger = Ledger()
+        self._own_inputs: dict[int, torch.Tensor] = {}
+        self._own_held: dict[str, torch.Tensor] = {}
+
+    def __call__(
+        self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        node = self.graph.nodes[index]
+        own = [self._input(v, tensor) for v, tensor in zip(node.inputs, inputs, strict=True)]
+        held = [self._held(node, name, tensor) for name, tensor in zip(node.parameters, parameters, strict=True)]
+        versions = [tensor._version for tensor in own]
+        begin = time.perf_counter()
+        with torch.no_grad():
+            outputs = [tensor.detach() for tensor in run(own, held)]
+        seconds = time.perf_counter() - begin
+        writes = [tensor._version for tensor in own] != versions
+        self._ledger.add_outputs(node, inputs=own, parameters=held, outputs=outputs)
+        found, saved = self._examine(index, run, own, held, writes=writes, seconds=seconds)
+        self.found.append(found)
+        saved_bytes, pending_bytes = self._ledger.count(node, saved)
+        self.saved_bytes.append(float(saved_bytes))
+        self.pending_bytes.append(float(pending_bytes))
+        if self.progress is not None:
+            self.progress(index + 1, len(self.graph.nodes), node.name)
+        return outputs
+
+    def _input(self, value: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a value without its history; the model's own inputs as copies, for a node may change them."""
+        if self.graph.values[value].producer >= 0:
+            return tensor.detach()
+        if value not in self._own_inputs:
+            self._own_inputs[value] = tensor.detach().clone()
+            self._ledger.add_input(value, tensor)
+        return self._own_inputs[value]
+
+    def _held(self, node: Node, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a parameter without its gradient; what the node may change as a copy that later nodes see too."""
+        if name not in self._own_held and (self.graph.parameters[name].is_buffer or node.op.endswith("_")):
+            self._own_held[name] = tensor.detach().clone()
+        return self._own_held.get(name, tensor.detach())
+
+    def _examine(
+        self,
+        index: int,
+        run: RunNode,
+        inputs: list[torch.Tensor],
+        held: list[torch.Tensor],
+        *,
+        writes: bool,
+        seconds: float,
+    ) -> tuple[T, Saved]:
+        node = self.graph.nodes[index]
+        has_grad = [self.graph.values[v].has_grad for v in node.inputs]
+        trains = [self.graph.parameters[name].is_trainable for name in node.parameters]
+        looks = tuple(_look(tensor) for tensor in (*inputs, *held))
+        key = (node.signature or index, looks, *has_grad, *trains, writes)
+        if key not in self.known:
+            trial = Trial(
+                node,
+                run,
+                inputs=[_leaf(tensor, wanted) for tensor, wanted in zip(inputs, has_grad, strict=True)],
+                parameters=[
+                    _leaf(tensor.clone() if name in self._own_held else tensor, wanted)
+                    for name, tensor, wanted in zip(node.parameters, held, trains, strict=True)
+                ],
+                writes_inputs=writes,
+            )
+            self.known[key] = self._try(trial, seconds)
+        return self.known[key]
+
+    def _try(self, trial: Trial, seconds: float) -> tuple[T, Saved]:
+        try:
+            saved = record_saved(trial)  # the warm-up, too
+            return self.examiner.examine(trial), saved
+        except PenstockError:
+            raise
+        except Exception as error:
+            self.notes.append(
+                f"{trial.node.name} ({trial.node.op}): {str(error).splitlines()[0] if str(error) else error!r}"
+            )
+            return self.examiner.guess(trial, seconds), Saved.guessed(trial)
+
+
+def _leaf(tensor: torch.Tensor, wants_grad: bool) -> torch.Tensor:
+    can = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(wants_grad and can)
+
+
+def _look(tensor: torch.Tensor) -> Hashable:
+    """Return what decides how long work on a tensor takes."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return (tuple(tensor.shape), strides, tensor.dtype, str(tensor.layout))
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device | None) -> Iterator[None]:
+    """Leave all random generators as they were."""
+    used = torch.cuda.is_available() and (torch.cuda.is_initialized() or (device is not None and device.type == "cuda"))
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
+            yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,123 @@
+"""Partition, rules: where cuts may lie: what the graph forbids, and what the user asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PartitionError, UsageError, nearest
+from penstock.model.graph import Graph
+
+__all__ = ["Group", "Places", "find_places"]
+
+Group = str | Iterable[int | str]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where cuts may lie, and where they must.
+
+    Attributes:
+        positions: where cuts may lie, with both ends of the graph.
+        forced: indices of those where one must lie.
+    """
+
+    positions: NDArray[np.int64]
+    forced: frozenset[int]
+
+
+def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], together: Sequence[Group]) -> Places:
+    """Return where cuts may lie and must lie.
+
+    Raises:
+        UsageError: for nodes and modules that the graph does not have.
+        PartitionError: when what is asked for contradicts itself, or the graph.
+    """
+    cuts, groups = _checked(graph, cuts_at, together)
+    num_nodes = len(graph.nodes)
+    may = np.ones(num_nodes + 1, dtype=np.bool_)
+    may[[c for c in graph.uncuttable if 0 <= c <= num_nodes]] = False
+    for _, nodes in groups:
+        may[min(nodes) + 1 : max(nodes) + 1] = False
+    faults = [fault for cut in cuts for fault in _against(graph, cut, groups)]
+    inner = may[1:-1]
+    if len(cuts) > num_stages - 1:
+        faults.append(f"cuts_at asks for {len(cuts)} cuts; {num_stages} stages have {num_stages - 1}")
+    if inner.sum() < num_stages - 1:
+        closed = len(inner) - int(inner.sum())
+        why = f", {closed} more may not be cut (changed in place, or to be together)" if closed else ""
+        faults.append(
+            f"{num_stages} stages need {num_stages - 1} cuts; nodes: {num_nodes}, places for a cut: "
+            f"{int(inner.sum())}{why}; ask for fewer stages"
+        )
+    if faults:
+        raise PartitionError("no cuts can be as asked for: " + "; ".join(faults))
+    may[[0, num_nodes]] = True
+    positions = np.flatnonzero(may)
+    return Places(positions, frozenset(np.searchsorted(positions, sorted(cuts)).tolist()))
+
+
+def _against(graph: Graph, cut: int, groups: list[tuple[str, list[int]]]) -> list[str]:
+    """Say what stands against a cut that is asked for."""
+    faults = [
+        f"a cut at {cut} is asked for, and {name} (nodes {min(nodes)} to {max(nodes)}) is to be in one stage"
+        for name, nodes in groups
+        if min(nodes) < cut <= max(nodes)
+    ]
+    if cut in graph.uncuttable:
+        module = graph.nodes[cut].module or "the model"
+        faults.append(f"a cut at {cut} is asked for, but values that cross there (in {module}) are changed in place")
+    return faults
+
+
+def _checked(
+    graph: Graph, cuts_at: Sequence[int | str], together: Sequence[Group]
+) -> tuple[list[int], list[tuple[str, list[int]]]]:
+    """Return the cuts as numbers and the groups as nodes, each with what to call it."""
+    faults: list[str] = []
+    cuts: list[int] = []
+    if isinstance(cuts_at, (str, int)) or isinstance(together, str):
+        raise UsageError("cuts_at: give a list of places; together: give a list of groups")
+    for place in cuts_at:
+        nodes = _nodes(graph, place)
+        if not nodes:
+            faults.append(f"cuts_at: {_unknown(graph, place)}")
+        elif not 0 < min(nodes) < len(graph.nodes):
+            faults.append(f"cuts_at: a cut at {min(nodes)} leaves a stage without nodes; nodes: {len(graph.nodes)}")
+        else:
+            cuts.append(min(nodes))
+    groups: list[tuple[str, list[int]]] = []
+    for number, group in enumerate(together):
+        members: list[int | str] = [group] if isinstance(group, (str, int)) else list(group)
+        found = [(member, _nodes(graph, member)) for member in members]
+        faults += [f"together: {_unknown(graph, member)}" for member, nodes in found if not nodes]
+        if all(nodes for _, nodes in found) and found:
+            name = repr(group) if isinstance(group, str) else f"group {number} of together"
+            groups.append((name, [node for _, nodes in found for node in nodes]))
+    if faults:
+        raise UsageError("; ".join(faults))
+    return sorted(set(cuts)), groups
+
+
+def _nodes(graph: Graph, place: object) -> list[int]:
+    """Return the nodes that a number, a node's name or a module's path stands for."""
+    if isinstance(place, str):
+        inside = f"{place}."
+        return [
+            index
+            for index, node in enumerate(graph.nodes)
+            if place in (node.name, node.module) or node.module.startswith(inside)
+        ]
+    if isinstance(place, (int, np.integer)) and not isinstance(place, bool) and 0 <= place < len(graph.nodes):
+        return [int(place)]
+    return []
+
+
+def _unknown(graph: Graph, place: object) -> str:
+    if not isinstance(place, str):
+        return f"there is no node {place!r}; nodes: {len(graph.nodes)}"
+    names = {node.name for node in graph.nodes} | {node.module for node in graph.nodes if node.module}
+    return f"there is no node or module {place!r}.{nearest(place, names)}"

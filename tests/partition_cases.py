@@ -46,7 +46,8 @@ def profiles(draw, most=7):
     small = st.integers(0, 9)
     n = draw(st.integers(2, most))
     pool = {
-        f"p{i}": Parameter(f"p{i}", draw(small), is_trainable=draw(st.booleans())) for i in range(draw(st.integers(0, 4)))
+        f"p{i}": Parameter(f"p{i}", draw(small), is_trainable=draw(st.booleans()))
+        for i in range(draw(st.integers(0, 4)))
     }
     values, nodes = [value("in", -1, 3, has_grad=False)], []
     for i in range(n):
@@ -118,7 +119,10 @@ class Oracle:
             for s, cut in enumerate(cuts):
                 a, b = way[s], way[s + 1]
                 there, back = self.cluster.between(a, b), self.cluster.between(b, a)
-                ahead, returned = self.width(cut) / there.bytes_per_second, self.width(cut, grads=True) / back.bytes_per_second
+                ahead, returned = (
+                    self.width(cut) / there.bytes_per_second,
+                    self.width(cut, grads=True) / back.bytes_per_second,
+                )
                 trips.append(0.0 if a == b else ahead + returned + there.latency_seconds + back.latency_seconds)
                 if a == b:
                     continue
@@ -144,7 +148,9 @@ class Oracle:
 
     def _lane(self, lane, stages, bounds):
         p = self.profile
-        used = {name for s in self.schedule.stages_of(lane) for i in stages[s] for name in self.graph.nodes[i].parameters}
+        used = {
+            name for s in self.schedule.stages_of(lane) for i in stages[s] for name in self.graph.nodes[i].parameters
+        }
         total = 0.0
         for name in used:
             parameter = self.graph.parameters[name]

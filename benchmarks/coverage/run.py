@@ -26,11 +26,8 @@ Report = dict[str, Any]
 
 def groups() -> dict[str, list[str]]:
     """Return the models of each group."""
-    import control  # noqa: F401
     import hf
-    import patterns  # noqa: F401
-    import plain  # noqa: F401
-    from registry import ENTRIES
+    from models import ENTRIES
 
     found: dict[str, list[str]] = {"plain": [], "pattern": []}
     for name, entry in ENTRIES.items():

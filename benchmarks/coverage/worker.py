@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/coverage/worker.py NAME [--what ours|peer|plain]
 
-NAME is a model of plain.py, patterns.py or control.py, or a transformers config. The model runs as it is, forward and
+NAME is one of models.py, or a model type of transformers. The model runs as it is, forward and
 backward, and then as stages: at 2 and 4 stages, in training (dropout on, same seed) and evaluation, for the example's
 batch size and another one. Loss, outputs, every gradient and every buffer must agree, in float64 to 1e-10.
 """
@@ -19,12 +19,9 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import control  # noqa: F401  (registers its models)
-import patterns  # noqa: F401
-import plain  # noqa: F401
 import torch
 from compare import Batch, Outcome, as_batch, difference, restore, run, snapshot
-from registry import BATCH, ENTRIES
+from models import BATCH, ENTRIES
 from torch import nn
 
 if TYPE_CHECKING:

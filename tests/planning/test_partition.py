@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from partition_cases import Oracle, clusters, profiles
 
+from partition_cases import Oracle, clusters, profiles
 from penstock import schedules
 from penstock.errors import PartitionError
 from penstock.planning.partition import partition
@@ -45,36 +45,40 @@ def check(data, schedule, profile, *, keeps=("hold", "recompute")):
     assert found.cuts == best[0]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(data=st.data(), profile=profiles(), which=st.sampled_from(ONE_EACH), mbs=st.integers(1, 6))
 def test_one_stage_a_lane_equals_brute_force(data, profile, which, mbs):
     check(data, schedules.build(which[0], lanes=which[1], micro_batches=mbs), profile)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data(), profile=profiles(), which=st.sampled_from(SEVERAL))
 def test_several_stages_a_lane_equal_brute_force(data, profile, which):
     check(data, schedules.build(which[0], lanes=which[1], micro_batches=4), profile)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), profile=profiles(), which=st.sampled_from(BOTH_WAYS))
 def test_stages_on_two_lanes_equal_brute_force(data, profile, which):
     check(data, schedules.build(which[0], lanes=which[1], micro_batches=8), profile, keeps=("hold",))
 
 
-@settings(deadline=None, max_examples=150)
-@given(data=st.data(), profile=profiles(), lane_of=st.sampled_from([(1, 0), (2, 0, 1), (0, 0, 1), (0, 1, 0), (1, 0, 2, 0)]))
+@settings(deadline=None, max_examples=80)
+@given(
+    data=st.data(), profile=profiles(), lane_of=st.sampled_from([(1, 0), (2, 0, 1), (0, 0, 1), (0, 1, 0), (1, 0, 2, 0)])
+)
 def test_any_placement_equals_brute_force(data, profile, lane_of):
     lanes = [
-        " ".join(f"{s}{kind}{mb}" for mb in range(2) for kind in "FB" for s in range(len(lane_of)) if lane_of[s] == lane)
+        " ".join(
+            f"{s}{kind}{mb}" for mb in range(2) for kind in "FB" for s in range(len(lane_of)) if lane_of[s] == lane
+        )
         for lane in range(1 + max(lane_of))
     ]
     schedule = Schedule.of(lanes)
     check(data, schedule, profile, keeps=("hold",))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), profile=profiles())
 def test_groups_stay_together(data, profile):
     nodes = len(profile.graph.nodes)

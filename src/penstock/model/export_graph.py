@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from penstock.model.example import Call
+from penstock.model.export_regions import args_of, op_of, open_regions, stops_gradients
 from penstock.model.export_trace import Traced
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.parameters import read_parameters
@@ -76,11 +77,13 @@ class _Reader:
         self.symbols: frozenset[Any] = frozenset()
 
     def read(self) -> ExportGraph:
+        open_regions(self.program.graph_module)
         self._read_placeholders()
         output = next(node for node in self.program.graph.nodes if node.op == "output")
         returned = self._returned(output.args[0])
         self._remove_dead(output)
         mutated = {name for node in self._calls() for name in self._held_names(_written(node))}
+        mutated |= set(self.traced.reassigned)
         for node in self._calls():
             self._add_node(node, mutated)
         num = self.traced.num_outputs
@@ -166,8 +169,7 @@ class _Reader:
             and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
             and all(self.values[v].producer < 0 or self.nodes[self.values[v].producer].is_free for v in inputs)
         )
-        stops = node.target in (torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_set_grad_enabled)
-        has_grad = not stops and (
+        has_grad = not stops_gradients(node) and (
             any(self.values[v].has_grad for v in inputs)
             or any(self.parameters[n].is_trainable for n in parameters if n in self.parameters)
         )
@@ -255,7 +257,7 @@ def _is_check(node: fx.Node) -> bool:
 
 def _has_effect(node: fx.Node) -> bool:
     """Return whether a node draws random numbers or changes a tensor: it must run once, in its place."""
-    op = node.target
+    op = op_of(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
         return any(_has_effect(inner) for graph in _inner_graphs(node) for inner in graph.nodes if inner.op == "call_function")
     if not isinstance(op, torch._ops.OpOverload):
@@ -277,25 +279,26 @@ def _tensor_arguments(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node changes in place."""
-    op = node.target
+    op = op_of(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
         return list(_tensor_arguments(node)) if _has_effect(node) else []
     if not isinstance(op, torch._ops.OpOverload):
         return []
     schema = op._schema
     if "batch_norm" in schema.name:
-        return [node.args[i] for i in (3, 4) if len(node.args) > i and isinstance(node.args[i], fx.Node)]  # type: ignore[misc]
+        return [argument for argument in args_of(node)[3:5] if isinstance(argument, fx.Node)]
     written = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            args = args_of(node)
+            given = args[position] if position < len(args) else node.kwargs.get(argument.name)
             written += [given] if isinstance(given, fx.Node) else [g for g in given or () if isinstance(g, fx.Node)]  # type: ignore[union-attr]
     return written
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:
     """Return the arguments whose memory a node's outputs may share."""
-    op = node.target
+    op = op_of(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
         return list(_tensor_arguments(node))
     if not isinstance(op, torch._ops.OpOverload):
@@ -344,14 +347,15 @@ def _parting_cuts(graph: Graph, members: list[int], changed_at: int) -> set[int]
     for cut in range(1, changed_at + 1):  # the change comes after the cut: no two names of one memory may cross
         if sum(producer < cut <= last for producer, last in alive) > 1:
             cuts.add(cut)
-    inputs = [last for producer, last in alive if producer < 0]
-    for last in inputs:  # the change comes before the cut: later stages get the input as the caller gave it
-        cuts |= set(range(changed_at + 1, min(last, len(graph.nodes) - 1) + 1))
+    for producer, last in alive:
+        if producer < changed_at < last:  # used by its own name after the change: who changes it must hand it on
+            first, end = (changed_at + 1, last) if producer < 0 else (producer + 1, changed_at)
+            cuts |= set(range(first, min(end, len(graph.nodes) - 1) + 1))
     return cuts
 
 
 def _op_name(node: fx.Node) -> str:
-    op = node.target
+    op = op_of(node)
     if isinstance(op, torch._ops.OpOverload):
         return str(op._schema.name).removeprefix("aten::")
     return getattr(op, "__name__", str(op))
@@ -378,4 +382,4 @@ def _signature(node: fx.Node) -> str:
 
     inner = " ".join(str(n.target) for graph in _inner_graphs(node) for n in graph.nodes if n.op == "call_function")
     arguments = [text(argument) for argument in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-    return f"{node.target}({', '.join(arguments)}){inner}"
+    return f"{op_of(node)}({', '.join(arguments)}){inner}"

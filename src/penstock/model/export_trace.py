@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import logging
@@ -15,10 +16,14 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.model.example import Call
-from penstock.model.source import line_of
+from penstock.model.modes import RandomStates
+from penstock.model.source import line_of, line_of_stack
 from penstock.model.structure import flatten
 
 __all__ = ["Traced", "is_cache", "trace"]
+
+
+_PRIMES = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,13 @@ class _Reduced(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._arguments(tensors)
         buffers, attributes = dict(self.model.named_buffers()), _plain_attributes(self.model)
+        random_states, tensors_before = RandomStates(), _tensor_attributes(self.model)
         result = self.model(*args, **kwargs)
+        if random_states.have_others_changed():
+            raise _Refused("forward draws random numbers that are not torch's")
+        kept = sorted(_differences(tensors_before, _tensor_attributes(self.model)))
+        if kept:
+            raise _Refused(f"forward keeps a tensor in {', '.join(kept[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
         if changed:
             raise _Refused(f"forward changes {', '.join(changed[:3])}")
@@ -69,39 +80,68 @@ def trace(model: nn.Module, call: Call) -> Traced:
     """
     seen: dict[str, Any] = {}
     reduced = _Reduced(model, call, seen.update)
-    sized = call.resized(2) if call.batch_size == 1 else call  # a dimension of 1 would be taken for a constant
     try:
-        with _quiet(), no_autograd_functions(), caches_off(model), _untouched(model):
-            program = _export(reduced, sized)
+        with _quiet(), no_own_gradients(), caches_off(model), _symbolic_len():
+            program = _export(reduced, call)
     except _Refused as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
         raise CaptureError(f"torch.export stopped {line_of(error)}: {_first_line(error)}") from error
-    _check(program, call, seen)
+    _check(program, call)
     return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"])
 
 
-def _export(reduced: nn.Module, call: Call) -> torch.export.ExportedProgram:
-    """Export with one symbol for the batch, right for one sample too; or, where that is too much, with what torch finds."""
+def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
+    """Export with a batch size that nothing else is a multiple of, so that its traces can be told from other numbers.
+
+    One symbol stands for the batch, and is right for one sample too; where that is too much to ask, the trace is made
+    twice with what torch finds by itself, and must come out the same.
+    """
     from torch.fx.experimental import _config
 
-    def export(size: object) -> torch.export.ExportedProgram:
+    def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
         shapes = tuple({0: size} if own else None for own in call.is_batched)
-        return torch.export.export(reduced, call.tensors, dynamic_shapes=(shapes,), strict=False)
+        tensors = call.resized(batch_size).tensors
+        with _untouched(reduced.model):
+            return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
 
+    unusual = _unusual_size(reduced, call)
     try:
         with _config.patch(backed_size_oblivious=True):
-            return export(torch.export.Dim("batch", min=1))
+            program = export(unusual, torch.export.Dim("batch", min=1))
+        for node, number in _numbers(program):
+            if number and number % unusual == 0 and abs(number) < 2**31:
+                raise _Refused(f"the batch size is written into the trace {_where(node)}")
+        return program
     except _Refused:
         raise
     except Exception:
-        return export(torch.export.Dim.AUTO)
+        program = export(max(2, call.batch_size), torch.export.Dim.AUTO)
+        again = export(max(2, call.batch_size) + 1, torch.export.Dim.AUTO)
+        for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=False):
+            if number != other:
+                raise _Refused(f"the batch size is written into the trace {_where(node)}") from None
+        return program
 
 
-def _check(program: torch.export.ExportedProgram, call: Call, seen: dict[str, Any]) -> None:
+def _unusual_size(reduced: _Reduced, call: Call) -> int:
+    """Return a prime that divides no other dimension of the model and its inputs."""
+    sizes = {size for tensor in (*reduced.parameters(), *reduced.buffers()) for size in tensor.shape}
+    sizes |= {size for tensor in call.tensors for size in tensor.shape[1:]}
+    return next(prime for prime in _PRIMES if not any(size and size % prime == 0 for size in sizes))
+
+
+def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, int]]:
+    """Yield the whole numbers in a trace, with where they stand."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            found: list[int] = []
+            torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a, found=found: found.append(a) if type(a) is int else None)  # type: ignore[misc]  # noqa: E501
+            yield from ((node, number) for number in found)
+
+
+def _check(program: torch.export.ExportedProgram, call: Call) -> None:
     """Refuse what depends on data, or holds for one batch size only."""
-    if not seen:
-        raise CaptureError("torch.export did not run the model")
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, name, own in zip(inputs, call.names, call.is_batched, strict=True):
@@ -141,6 +181,21 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
         for path, module in model.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, (int, float, str)) and not key.startswith("_")
+    } | {
+        f"{path}.{key}": len(value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (list, dict, set)) and not key.startswith("_")
+    }
+
+
+def _tensor_attributes(model: nn.Module) -> dict[str, object]:
+    """Return which tensors the modules hold apart from parameters and buffers."""
+    return {
+        f"{path}.{key}": id(value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
     }
 
 
@@ -148,6 +203,21 @@ def _differences(before: dict[str, object], after: dict[str, object]) -> Iterato
     for name in before.keys() | after.keys():
         if before.get(name) != after.get(name):
             yield name
+
+
+@contextlib.contextmanager
+def _symbolic_len() -> Iterator[None]:
+    """Let `len(tensor)` be the symbol of its first dimension: Python itself can only make a number of it."""
+    original = builtins.len
+
+    def length(thing: Any) -> Any:  # noqa: ANN401
+        return thing.shape[0] if isinstance(thing, torch.Tensor) and thing.dim() else original(thing)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = original
 
 
 @contextlib.contextmanager
@@ -164,8 +234,8 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_autograd_functions() -> Iterator[None]:
-    """Refuse autograd functions of the user's own: a trace goes through their forward and forgets their backward."""
+def no_own_gradients() -> Iterator[None]:
+    """Refuse what a trace forgets: backwards of the user's own, and hooks on gradients."""
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, *args: object, **kwargs: object) -> object:
@@ -173,11 +243,17 @@ def no_autograd_functions() -> Iterator[None]:
             return original.__get__(None, cls)(*args, **kwargs)
         raise _Refused(f"{cls.__name__} is an autograd function with a backward of its own")
 
+    def refuse_hook(tensor: torch.Tensor, hook: object) -> object:
+        raise _Refused(f"forward hooks the gradient of a tensor {line_of_stack()}")
+
+    register = torch.Tensor.register_hook
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    torch.Tensor.register_hook = refuse_hook  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def measure(
     the latter with the addition to `.grad` that all micro-batches but the first make. Input and weight gradient are
     scaled so that together they take what one full backward of the node takes. What a call of the autograd engine costs
     by itself is taken off, for a stage pays it once, not once a node. The model, its buffers and gradients and the
-    random generators stay as they are. See docs/design/profile.md.
+    random generators stay as they are.
 
     Args:
         captured: the model.

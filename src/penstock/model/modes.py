@@ -1,13 +1,16 @@
-"""Modes: put a model into training or evaluation for a while, and back exactly as it was."""
+"""Modes: put a model into training or evaluation for a while, and back exactly as it was; the same for random states."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 
+import numpy as np
+import torch
 from torch import nn
 
-__all__ = ["in_mode"]
+__all__ = ["RandomStates", "in_mode"]
 
 
 @contextlib.contextmanager
@@ -21,3 +24,26 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
+
+
+class RandomStates:
+    """All random states at one moment, to go back to."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def have_others_changed(self) -> bool:
+        """Return whether random numbers were drawn that torch knows nothing of: Python's or numpy's."""
+        now = np.random.get_state()
+        same = now[2:] == self._numpy[2:] and bool(np.array_equal(now[1], self._numpy[1]))
+        return random.getstate() != self._python or not same
+
+    def restore(self) -> None:
+        """Go back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError, nearest
@@ -47,7 +49,7 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
 
     place, _, attribute = name.rpartition(":")
     module = _file(place) if place.endswith(".py") else _module(place)
-    found: Any = module
+    found: object = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
@@ -69,7 +71,7 @@ def _article(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _file(place: str) -> Any:
+def _file(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
         raise UsageError(f"no file {place}")
@@ -85,7 +87,7 @@ def _file(place: str) -> Any:
     return module
 
 
-def _module(place: str) -> Any:
+def _module(place: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -102,7 +104,7 @@ def _module(place: str) -> Any:
 def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
     try:
         from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto import configuration_auto
     except ImportError as error:
         raise UsageError(
             f"{name!r} names a model of transformers, which is not installed: pip install 'penstock[hf]', "
@@ -112,10 +114,10 @@ def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
     from penstock.model.small_batch import batch_for
     from penstock.model.small_class import class_of
 
-    if name not in CONFIG_MAPPING_NAMES:
+    known: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    if name not in known:
         raise UsageError(
-            f"no model {name!r}: neither module:callable nor a model type of transformers."
-            f"{nearest(name, CONFIG_MAPPING_NAMES)}"
+            f"no model {name!r}: neither module:callable nor a model type of transformers.{nearest(name, known)}"
         )
     try:
         config = shrunk(AutoConfig.for_model(name))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_data_shaped", "is_device_question", "is_look", "is_read", "makes_tensors"]
+__all__ = ["is_data_shaped", "is_device_question", "is_look", "is_plain_result", "is_read", "makes_tensors"]
 
 Function = Callable[..., Any]
 
@@ -34,6 +34,13 @@ def _looks() -> frozenset[Function]:
 
 
 @cache
+def _tensor_properties() -> frozenset[Function]:
+    """Return the properties that are tensors themselves."""
+    names = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+    return frozenset(getattr(torch.Tensor, name).__get__ for name in names)
+
+
+@cache
 def _makers() -> frozenset[Function]:
     from torch.utils._device import _device_constructors
 
@@ -53,9 +60,16 @@ def is_read(function: Function) -> bool:
     return function in _reads()
 
 
+def is_plain_result(result: object) -> bool:
+    """Return whether a function that is no question has returned something plain: it must have read data."""
+    return isinstance(result, (bool, int, float, complex, str, list)) and not any(
+        isinstance(item, torch.Tensor) for item in (result if isinstance(result, list) else ())
+    )
+
+
 def is_look(function: Function) -> bool:
-    """Return whether a function only asks what kind of tensor something is; properties are such questions."""
-    return getattr(function, "__name__", "") == "__get__" or function in _looks()
+    """Return whether a function only asks what kind of tensor something is, as most properties do."""
+    return function in _looks() or (getattr(function, "__name__", "") == "__get__" and function not in _tensor_properties())
 
 
 def is_device_question(function: Function) -> bool:

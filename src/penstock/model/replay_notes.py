@@ -18,14 +18,14 @@ class Notes:
     """What later stages must know to take the same way.
 
     Attributes:
-        reads: what was read into Python, in order.
+        reads: what was read into Python, by the frame that read it and the how-manieth time.
         shapes: for each call of a module, by path and ordinal, what came out: ["in", i] for the i-th tensor it got, or
             shape, stride and dtype.
         live: the marks of the tensors that are sent along.
         python_random: the state of Python's own random numbers when the forward began, if it draws any.
     """
 
-    reads: list[Any] = field(default_factory=list)
+    reads: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, list[list[Any]]] = field(default_factory=dict)
     live: list[list[Any]] = field(default_factory=list)
     python_random: list[Any] | None = None
@@ -39,7 +39,7 @@ class Notes:
     def from_tensor(cls, tensor: torch.Tensor) -> Notes:
         """Read them."""
         reads, shapes, live, state = json.loads(bytes(tensor.cpu().numpy().tobytes()))
-        return cls([_decode(item) for item in reads], shapes, live, state)
+        return cls({place: _decode(item) for place, item in reads.items()}, shapes, live, state)
 
     def note_random(self) -> None:
         """Remember the state of Python's own random numbers."""

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.replay_functions import is_data_shaped, is_device_question, is_look, is_read, makes_tensors
+from penstock.model.replay_functions import (
+    is_data_shaped,
+    is_device_question,
+    is_look,
+    is_plain_result,
+    is_read,
+)
+from penstock.model.replay_holes import hole_like, imagine
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_walk import Done, Frame, Mark, Walk, mark_of, set_mark, tensors_in
 from penstock.model.source import line_of_stack
@@ -38,6 +45,7 @@ class Part:
         wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
         copied: the names of received values that the stage changes in place.
         is_dynamic: the way depends on data: notes are read and written.
+        unimaginable: torch functions that cannot be done on holes.
         draws_python_random: the forward draws Python's own random numbers.
     """
 
@@ -49,6 +57,7 @@ class Part:
     wanted: Mapping[Mark, str]
     copied: frozenset[str]
     is_dynamic: bool
+    unimaginable: frozenset[Callable[..., Any]]
     draws_python_random: bool
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
@@ -73,19 +82,18 @@ class Play(Walk):
         self.part, self.device, self.received, self.extra, self.notes = part, device, received, extra, notes
         self.known_shapes = known_shapes
         self.is_before = part.start > 0
-        self.reads = iter(list(notes.reads))
         self.holes: dict[str, torch.Tensor] = {}
         self.hole_of: dict[Mark, torch.Tensor] = {}
         self.made: dict[str, torch.Tensor] = {}
+        self.living: list[torch.Tensor] = []
         self.alive: dict[Mark, weakref.ref[torch.Tensor]] = {}
-        self._stand_ins: dict[int, torch.Tensor] = {}
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
             inputs: list[torch.Tensor]) -> tuple[bool, Any]:  # fmt: skip
         """Run the stage; return whether the forward came to its end, and what it returned."""
         given = []
         for index, tensor in enumerate(inputs):
-            own = self._hole(tensor) if self.is_before else _alias(tensor)
+            own = hole_like(tensor) if self.is_before else _alias(tensor)
             self._mark(own, ("", -1, index))
             given.append(own)
         self._inputs = list(zip(given, inputs, strict=True))
@@ -95,6 +103,7 @@ class Play(Walk):
                 result = shell(*args, **kwargs)
             if self.is_before:
                 self._fill()
+            self._survey()
         except Done:
             return False, None
         return True, result
@@ -104,19 +113,20 @@ class Play(Walk):
         if self.is_before:
             if last < self.part.start:
                 return self._skip(path, ordinal, call, args, kwargs)
-            if first < self.part.start:
-                return self.inside(path, ordinal, call, args, kwargs)
-            self._fill()
-        if first >= self.part.stop:
+            if first >= self.part.start:
+                self._fill()
+        if first >= self.part.stop and not self.is_before:
+            self._survey()  # while the variables of the model's code still hold what lives
             raise Done
-        if last >= self.part.stop:
-            return self.inside(path, ordinal, call, args, kwargs)
-        start = self.serial
-        result = call(*args, **kwargs)
-        tensors = self.mark_outputs(result, path, ordinal, start)
-        if self.part.is_dynamic:
+        if last >= self.part.stop or self.is_before:
+            result = self.inside(path, ordinal, call, args, kwargs)
+        else:
+            start = self.serial
+            result = call(*args, **kwargs)
+            self.mark_outputs(result, path, ordinal, start)
+        if self.part.is_dynamic and not self.is_before:
             given, _ = flatten((args, dict(kwargs)))
-            self.notes.shapes[f"{path}#{ordinal}"] = [_describe(tensor, given) for tensor in tensors]
+            self.notes.shapes[f"{path}#{ordinal}"] = [_describe(tensor, given) for tensor in flatten(result)[0]]
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -128,12 +138,21 @@ class Play(Walk):
             return self._imagine(function, args, kwargs)
         result = function(*args, **kwargs)
         if self.part.is_dynamic:
-            if is_read(function):
-                self.notes.reads.append(result)
-            elif is_data_shaped(function, args):
-                self.notes.reads.append([_describe(tensor, []) for tensor in tensors_in(result)])
+            if is_read(function) or is_plain_result(result):
+                self.notes.reads[self._place()] = result
+            elif self._is_shaped_by_data(function, args):
+                self.notes.reads[self._place()] = [_describe(tensor, []) for tensor in tensors_in(result)]
         self.mark_results(result)
         return result
+
+    def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        return function in self.part.unimaginable or is_data_shaped(function, args)
+
+    def _place(self) -> str:
+        """Return where data is read now: the how-manieth time in which frame."""
+        frame = self.frames[-1]
+        frame.reads += 1
+        return f"{frame.path}#{frame.ordinal}:{frame.reads}"
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
         if self.part.is_dynamic:
@@ -146,80 +165,47 @@ class Play(Walk):
         if name is not None:
             (self.holes if self.is_before else self.made)[name] = tensor
 
-    def living(self) -> list[torch.Tensor]:
-        """Return the tensors that the model's code still holds, and write their marks into the notes."""
+    def _survey(self) -> None:
+        """Find the tensors that the model's code still holds, and write their marks into the notes."""
+        if not self.part.is_dynamic:
+            return
         found: dict[int, torch.Tensor] = {}
         for reference in self.alive.values():
             tensor = reference()
             if tensor is not None and not tensor.is_meta:
                 found[id(tensor)] = tensor
         self.notes.live = [list(mark_of(tensor) or ()) for tensor in found.values()]
-        return list(found.values())
+        self.living = list(found.values())
 
     # --- before the stage: holes -----------------------------------------------------------------------------------
 
-    def _hole(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-
     def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Do a torch function on holes: shapes, no data, no random numbers."""
-        if is_read(function) or is_data_shaped(function, args):
-            return self._remember(function)
-        args, kwargs = self._as_holes(args), self._as_holes(kwargs)
-        if makes_tensors(function):
-            kwargs["device"] = torch.device("meta")
-        elif function in (torch.Tensor.cpu, torch.Tensor.cuda):
-            args, kwargs = args[:1], {}
-            function = torch.Tensor.detach
-        result = self._fresh(function(*args, **kwargs))
+        if is_read(function):
+            return self._remember()
+        if self._is_shaped_by_data(function, args):
+            return self._remember(is_shape=True)
+        result = imagine(function, args, kwargs, self.device)
+        if is_plain_result(result):
+            return self._remember()
         self.mark_results(result)
         return result
 
-    def _remember(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401
+    def _remember(self, *, is_shape: bool = False) -> Any:  # noqa: ANN401
         """Return what an earlier stage read here."""
-        try:
-            read = next(self.reads)
-        except StopIteration:
-            where = line_of_stack()
+        place = self._place()
+        if place not in self.notes.reads:
             raise CaptureError(
-                f"{where}: the model reads data here, which it did not when it was captured; capture it with an example"
-                " that takes this way"
-            ) from None
-        if is_read(function):
+                f"{line_of_stack()}: the model reads data here, which it did not when it was captured; capture it with an"
+                " example that takes this way"
+            )
+        read = self.notes.reads[place]
+        if not is_shape:
             return read
         holes = [_described(item) for item in read]
         result = holes[0] if len(holes) == 1 else tuple(holes)
         self.mark_results(result)
         return result
-
-    def _as_holes(self, thing: Any) -> Any:  # noqa: ANN401
-        if isinstance(thing, torch.Tensor):
-            if thing.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(thing):
-                return thing
-            if id(thing) not in self._stand_ins:
-                self._stand_ins[id(thing)] = self._hole(thing)
-            return self._stand_ins[id(thing)]
-        if isinstance(thing, torch.device):
-            return torch.device("meta")
-        if type(thing) in (list, tuple):
-            return type(thing)(self._as_holes(item) for item in thing)
-        if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-            return type(thing)(*(self._as_holes(item) for item in thing))
-        if type(thing) is dict:
-            return {key: self._as_holes(item) for key, item in thing.items()}
-        return thing
-
-    def _fresh(self, thing: Any) -> Any:  # noqa: ANN401
-        """Replace views and what came to be elsewhere by holes of their own: only those can be filled."""
-        if isinstance(thing, torch.Tensor):
-            is_fine = thing.is_meta and not thing._is_view() and not thing.requires_grad
-            is_fine = is_fine or torch._C._functorch.is_functorch_wrapped_tensor(thing)
-            return thing if is_fine or "_penstock_mark" in thing.__dict__ else self._hole(thing)
-        if type(thing) in (list, tuple):
-            return type(thing)(self._fresh(item) for item in thing)
-        if isinstance(thing, tuple):
-            return type(thing)(self._fresh(item) for item in thing) if not hasattr(thing, "_fields") else thing
-        return thing
 
     def _skip(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Return holes in place of what a call of an earlier stage returns."""

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from penstock.model.example import Call
 from penstock.model.export_trace import is_cache
-from penstock.model.modes import in_mode
+from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import held_tensors
-from penstock.model.replay_functions import is_data_shaped, is_look, is_read
+from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
+from penstock.model.replay_holes import is_imaginable
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_walk import Mark, Walk, mark_of, tensors_in
 from penstock.model.structure import flatten
@@ -79,6 +79,7 @@ class Recording:
     template: object
     outputs: list[int]
     template_of: dict[tuple[str, int], object]
+    unimaginable: frozenset[Callable[..., Any]] = frozenset()
     draws_python_random: bool = False
 
 
@@ -88,7 +89,7 @@ def record(model: nn.Module, call: Call) -> Recording:
     Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times more,
     and in evaluation, and the run that called most modules is taken.
     """
-    states = _RandomStates()
+    states = RandomStates()
     best = _record_once(model, call)
     if not best.is_read:
         return best
@@ -119,21 +120,24 @@ def _missing(model: nn.Module, recording: Recording) -> bool:
     )
 
 
-def _record_once(model: nn.Module, call: Call) -> Recording:
+def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset()) -> Recording:
     shell = make_shell(model)
     modules = dict(shell.named_modules())
-    units = {path for path, module in modules.items() if path and _is_unit(module, modules[""])}
+    units = {path for path, module in modules.items() if path and (path in whole or _is_unit(module, modules[""]))}
     inside = {path: m for path, m in modules.items() if not any(path.startswith(f"{unit}.") for unit in units)}
     recorder = _Recorder(units, {id(tensor): name for name, tensor in held_tensors(shell).items()})
-    states = _RandomStates()
+    states = RandomStates()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
         result = recorder.run(shell, inside, call)
     finally:
-        is_random = states.restore()
+        is_random = states.have_others_changed()
+        states.restore()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+    if recorder.hollow - whole:  # modules that call none of their own: they are units themselves
+        return _record_once(model, call, whole | frozenset(recorder.hollow))
     recorder.is_read |= is_random
     recording = recorder.recording(result)
     recording.draws_python_random = is_random
@@ -155,27 +159,6 @@ def _is_sealed(module: nn.Module) -> bool:
     return is_compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_penstock_sealed")
 
 
-class _RandomStates:
-    """All random states at one moment, to go back to."""
-
-    def __init__(self) -> None:
-        self.torch = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self.python, self.numpy = random.getstate(), np.random.get_state(legacy=False)
-
-    def restore(self) -> bool:
-        """Go back; return whether random numbers were drawn that torch knows nothing of."""
-        now = np.random.get_state(legacy=False)
-        same_numpy = bool((now["state"]["key"] == self.numpy["state"]["key"]).all()) and now["state"]["pos"] == self.numpy["state"]["pos"]  # type: ignore[index,call-overload]  # noqa: E501
-        changed = random.getstate() != self.python or not same_numpy
-        torch.set_rng_state(self.torch)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # type: ignore[arg-type]
-        return changed
-
-
 class _Recorder(Walk):
     def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
         super().__init__()
@@ -185,6 +168,8 @@ class _Recorder(Walk):
         self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
         self.is_read, self.reads_where = False, ""
         self.early_held: set[int] = set()
+        self.hollow: set[str] = set()
+        self.unimaginable: set[Callable[..., Any]] = set()
         self.template_of: dict[tuple[str, int], object] = {}
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
@@ -206,7 +191,9 @@ class _Recorder(Walk):
         first = len(self.units)
         if path not in self.unit_paths:
             result = self.inside(path, ordinal, call, args, kwargs)
-            if len(self.units) > first:
+            if len(self.units) == first and path:
+                self.hollow.add(path)
+            elif len(self.units) > first:
                 self.range_of[path, ordinal] = (first, len(self.units) - 1)
                 self.template_of[path, ordinal] = flatten(result)[1]
             return result
@@ -231,7 +218,10 @@ class _Recorder(Walk):
             self._use(tensor)
         versions = [tensor._version for tensor in given]
         result = function(*args, **kwargs)
-        if is_read(function) or is_data_shaped(function, args):
+        if is_read(function) or is_plain_result(result) or is_data_shaped(function, args):
+            self._note_read()
+        elif not is_imaginable(function, args, kwargs, result):
+            self.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
         self.mark_results(result)
@@ -279,4 +269,5 @@ class _Recorder(Walk):
         for tensor in [seen.tensor for seen in self.seen]:
             tensor.__dict__.pop("_penstock_mark", None)
             tensor.__dict__.pop("_penstock_seen", None)
-        return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of)
+        return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of,
+                         frozenset(self.unimaginable))

@@ -52,6 +52,7 @@ def make_part(
         wanted=wanted,
         copied=frozenset(copied),
         is_dynamic=recording.is_read,
+        unimaginable=recording.unimaginable,
         draws_python_random=recording.draws_python_random,
     )
 
@@ -176,8 +177,7 @@ class ReplayProgram:
                 )
             return tuple(tensors)
         if self.part.is_dynamic:
-            living = play.living()
-            return (play.notes.to_tensor(), *living)
+            return (play.notes.to_tensor(), *play.living)
         return tuple(play.made[name] for name in self.outputs)
 
     def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: Held) -> None:

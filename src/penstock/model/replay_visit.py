@@ -2,15 +2,102 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.func import functional_call
+
+from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.graph import Graph
+from penstock.model.parameters import held_tensors
+from penstock.model.replay_shell import make_shell
+from penstock.model.replay_walk import Walk
+from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 
 __all__ = ["visit_replay"]
 
 
 def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *, device: torch.device) -> None:
-    raise NotImplementedError
+    """Run the model's forward on a device and show each unit to a visitor.
+
+    Raises:
+        CaptureError: on the meta device, when the forward reads data.
+    """
+    shell = make_shell(model)
+    if any(tensor.device != device for tensor in held_tensors(shell).values()):
+        _move(shell, device)
+    index_of = {(node.module, _ordinal(node.name)): index for index, node in enumerate(graph.nodes)}
+    walk = _VisitWalk(shell, graph, visitor, index_of)
+    args, kwargs = call.map(lambda tensor: tensor.detach().to(device)).arguments()
+    try:
+        with torch.no_grad(), walk.watching(dict(shell.named_modules())):
+            shell(*args, **kwargs)
+    except RuntimeError as error:
+        if device.type == "meta":
+            raise CaptureError(f"the model cannot run without data, which it reads: {error}") from error
+        raise
+
+
+def _ordinal(name: str) -> int:
+    _, _, ordinal = name.rpartition("#")
+    return int(ordinal) if ordinal.isdigit() and "#" in name else 0
+
+
+def _move(shell: nn.Module, device: torch.device) -> None:
+    """Put what a shell holds on another device, without touching the tensors it shares; what is tied stays tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in shell.modules():
+        for place in (module._parameters, module._buffers):
+            for key, tensor in place.items():
+                if tensor is not None:
+                    if id(tensor) not in moved:
+                        new = tensor.detach().to(device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    place[key] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+class _VisitWalk(Walk):
+    """Shows calls of units; everything between them runs as it is."""
+
+    def __init__(
+        self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[tuple[str, int], int]
+    ) -> None:
+        super().__init__()
+        self.modules = dict(shell.named_modules())
+        self.held = held_tensors(shell)
+        self.graph, self.visitor, self.index_of = graph, visitor, index_of
+        self.is_in_unit = False
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        return function(*args, **kwargs)
+
+    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+        index = self.index_of.get((path, ordinal))
+        if index is None or self.is_in_unit:
+            return call(*args, **kwargs)
+        module, names = self.modules[path], self.graph.nodes[index].parameters
+        inputs, template = flatten((args, dict(kwargs)))
+        results: list[object] = []
+        local = {name: tensor for name, tensor in held_tensors(module).items()}
+        global_of = {id(tensor): name for name, tensor in self.held.items()}
+
+        def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            by_name = dict(zip(names, parameters, strict=True))
+            own = {name: by_name.get(global_of[id(tensor)], tensor) for name, tensor in local.items()}
+            new_args, new_kwargs = rebuild(template, list(given))
+            self.is_in_unit = True
+            try:
+                result = functional_call(module, own, new_args, new_kwargs, tie_weights=False)
+            finally:
+                self.is_in_unit = False
+            made, shape = flatten(result)
+            results.append(shape)
+            return made
+
+        made = self.visitor(index, run, inputs, [self.held[name] for name in names])
+        return rebuild(results[-1], made)

@@ -34,6 +34,7 @@ class Frame:
     ordinal: int
     first_serial: int
     count: int = 0
+    reads: int = 0
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:

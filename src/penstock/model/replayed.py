@@ -181,4 +181,10 @@ def _uncuttable(recording: Recording) -> frozenset[int]:
         for cut in range(1, max(changes, default=0) + 1):
             if sum(seen.producer < cut <= max(seen.uses, default=-1) for seen in family) > 1:
                 cuts.add(cut)
-    return frozenset(cuts)
+        for seen in family:
+            for change in changes:
+                last = max(seen.uses, default=-1)
+                if seen.producer < change < last:  # used after the change: who changes it must hand it on
+                    first, end = (change + 1, last) if seen.producer < 0 else (seen.producer + 1, change)
+                    cuts |= set(range(first, end + 1))
+    return frozenset(cut for cut in cuts if 0 < cut < len(recording.units))

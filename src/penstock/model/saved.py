@@ -170,7 +170,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what is the same for tensors that share memory, while they live; on "meta" too."""
     try:
-        return int(tensor.untypedstorage_of()._cdata)
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
         return id(tensor)
 
@@ -178,6 +178,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the memory that a tensor lies in."""
     try:
-        return int(tensor.untypedstorage_of().nbytes())
+        return int(tensor.untyped_storage().nbytes())
     except (NotImplementedError, RuntimeError):
         return num_bytes(tensor)

@@ -1,4 +1,4 @@
-"""A batch for a model of transformers: which of its inputs to give, and what they look like, from signature and config."""
+"""A batch for a model of transformers: which of its inputs to give, and their shapes, from signature and config."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from penstock.model.small import configs_of
+from penstock.model.small import Config, Setting, configs_of, read
 from penstock.model.small_table import SMALL
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = ["batch_for"]
 
@@ -30,7 +30,7 @@ class Maker:
     batch_size: int
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> Config:
         """The model's config."""
         return self.model.config
 
@@ -44,11 +44,11 @@ class Maker:
         """The name of the model's class."""
         return type(self.model).__name__
 
-    def find(self, *names: str, default: Any = None, under: Any = None) -> Any:
+    def find(self, *names: str, default: Setting = None, under: Config = None) -> Setting:
         """Return the first attribute of these names in the config or, level by level, in its parts."""
         for config in configs_of(under or self.config):
             for name in names:
-                value = vars(config).get(type(config).attribute_map.get(name, name))
+                value = read(config, name)
                 if value is not None:
                     return value
         return default
@@ -79,7 +79,7 @@ class Maker:
 
     def words(self, length: int) -> Tensor:
         """Return tokens that are no special ones."""
-        size = self.find("vocab_size", default=100)
+        size = int(self.find("vocab_size", default=100))
         first = min(FIRST_WORD, size // 2)
         return first + self.integers(min(NUM_WORDS, size - first), length)
 
@@ -95,7 +95,7 @@ class Maker:
         return self.integers(max(1, self.config.num_labels), *shape)
 
     @cached_property
-    def vision(self) -> Any:
+    def vision(self) -> Config:
         """The part of the config that tells how large pictures are."""
         for config in configs_of(self.config):
             if any(name in vars(config) for name in ("image_size", "patch_size", "num_channels")):
@@ -141,7 +141,7 @@ class Maker:
         return self.noise(GRID * GRID, self.picture[0] * depth * side * side).flatten(0, 1)
 
 
-def batch_for(model: Any, *, batch_size: int) -> Batch:
+def batch_for(model: nn.Module, *, batch_size: int) -> Batch:
     """Return a batch of keyword arguments, with what the model needs for a loss where it can compute one."""
     maker = Maker(model, batch_size)
     given = SMALL.get(maker.config.model_type, {}).get("batch", {})
@@ -174,8 +174,9 @@ def _place_pictures(maker: Maker, batch: Batch) -> None:
         if token is None or features is None or source not in batch:
             continue
         takes = inspect.signature(features).parameters
+        given = {name: value for name, value in batch.items() if name in takes and name != "input_ids"}
         with torch.no_grad():
-            found = features(**{name: value for name, value in batch.items() if name in takes and name != "input_ids"})
+            found = features(**{source: batch[source], **given})
         count = _num_rows(found) // maker.batch_size
         placed = torch.full((maker.batch_size, count), token)
         batch["input_ids"] = torch.cat([maker.words(4), placed, batch["input_ids"]], 1)
@@ -187,7 +188,7 @@ def _place_pictures(maker: Maker, batch: Batch) -> None:
                 batch[name] = (batch["input_ids"] == token).long()
 
 
-def _num_rows(found: Any) -> int:
+def _num_rows(found: Setting) -> int:
     """Return how many tokens' worth of features there are."""
     from torch import Tensor
 
@@ -199,21 +200,21 @@ def _num_rows(found: Any) -> int:
     return _num_rows(found.last_hidden_state if pooled is None else pooled)
 
 
-def _mask(maker: Maker) -> Any:
+def _mask(maker: Maker) -> Tensor | None:
     return maker.mask(LENGTH) if "input_ids" in maker.inputs else None
 
 
-def _pixel_values(maker: Maker) -> Any:
+def _pixel_values(maker: Maker) -> Tensor:
     if "image_grid_thw" in maker.inputs or "grid_thw" in maker.inputs:
         return maker.patches()
     return maker.film() if "Video" in maker.kind and "pixel_values_videos" not in maker.inputs else maker.pictures()
 
 
-def _hidden_states(maker: Maker) -> Any:
+def _hidden_states(maker: Maker) -> Tensor | None:
     return maker.patches() if "grid_thw" in maker.inputs else None
 
 
-def _grid(maker: Maker) -> Any:
+def _grid(maker: Maker) -> Tensor:
     return maker.rows(1, GRID, GRID)
 
 
@@ -227,19 +228,18 @@ INPUTS: dict[str, Callable[[Maker], Any]] = {
     "grid_thw": _grid,
     "hidden_states": _hidden_states,
     "pixel_values_videos": lambda maker: maker.film() if "pixel_values" not in maker.inputs else None,
-    "image_sizes": lambda maker: maker.rows(*maker.picture[1:]),
     "input_features": lambda maker: maker.spectrum(),
     "input_features_mask": lambda maker: maker.ones(64),
     "input_values": lambda maker: maker.wave(),
 }
 
 
-def _copied(maker: Maker, batch: Batch) -> Any:  # noqa: ARG001
-    words = batch["input_ids"]
+def _copied(_: Maker, batch: Batch) -> Tensor:
+    words: Tensor = batch["input_ids"]
     return words.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else words.clone()
 
 
-def _answer(maker: Maker, batch: Batch) -> Any:
+def _answer(maker: Maker, batch: Batch) -> Tensor:
     if "decoder_input_ids" in maker.inputs or "input_ids" not in batch:
         return maker.words(TARGET_LENGTH)
     return _copied(maker, batch)

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.model.small import Config
 from penstock.model.small_table import SMALL
 
 __all__ = ["class_of"]
@@ -42,7 +43,7 @@ TASKS = (
 )
 
 
-def class_of(config: Any) -> Any:
+def class_of(config: Config) -> type[Any]:
     """Return the class of models to build for a config.
 
     Raises:
@@ -58,11 +59,12 @@ def class_of(config: Any) -> Any:
         if name is None and kind in mapping:
             name = mapping[kind] if isinstance(mapping[kind], str) else mapping[kind][0]
     if name is not None and hasattr(transformers, name):
-        return getattr(transformers, name)
+        found: type[Any] = getattr(transformers, name)
+        return found
     return _in_its_module(config, name)
 
 
-def _in_its_module(config: Any, name: str | None) -> Any:
+def _in_its_module(config: Config, name: str | None) -> type[Any]:
     """Return a class for a part of a model, which no mapping knows: one that says it takes such a config."""
     path = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
@@ -70,7 +72,9 @@ def _in_its_module(config: Any, name: str | None) -> Any:
     except ImportError as error:
         raise UsageError(f"transformers has no model for {config.model_type!r}") from error
     classes = [found for found in vars(module).values() if isinstance(found, type) and hasattr(found, "config_class")]
-    classes = [found for found in classes if found.__module__ == path and not found.__name__.endswith("PreTrainedModel")]
+    classes = [
+        found for found in classes if found.__module__ == path and not found.__name__.endswith("PreTrainedModel")
+    ]
     fitting = [found for found in classes if _takes(found) in ("", type(config).__name__)]
     fitting = [found for found in fitting if _takes(found) or found.config_class is type(config)]
     if name is not None:
@@ -80,7 +84,7 @@ def _in_its_module(config: Any, name: str | None) -> Any:
     return max(fitting, key=lambda found: ("For" in found.__name__, found.__name__.endswith("Model")))
 
 
-def _takes(found: Any) -> str:
+def _takes(found: type[Any]) -> str:
     """Return the name of the config that a class says it is built from."""
     entry = inspect.signature(found.__init__).parameters.get("config")
     if entry is None or entry.annotation is entry.empty:

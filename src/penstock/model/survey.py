@@ -25,16 +25,17 @@ __all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Examiner(Protocol[T]):
+class Examiner(Protocol[T_co]):
     """Someone who says what a node costs."""
 
-    def examine(self, trial: Trial) -> T:
+    def examine(self, trial: Trial) -> T_co:
         """Return what the node costs."""
         ...
 
-    def guess(self, trial: Trial, seconds: float) -> T:
+    def guess(self, trial: Trial, seconds: float) -> T_co:
         """Return what a node costs that cannot be examined; its one plain forward took `seconds`."""
         ...
 
@@ -176,9 +177,8 @@ class _Surveyor(Generic[T]):
         except PenstockError:
             raise
         except Exception as error:
-            self.notes.append(
-                f"{trial.node.name} ({trial.node.op}): {str(error).splitlines()[0] if str(error) else error!r}"
-            )
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self.notes.append(f"{trial.node.name} ({trial.node.op}): {reason}")
             return self.examiner.guess(trial, seconds), Saved.guessed(trial)
 
 
@@ -196,7 +196,8 @@ def _look(tensor: torch.Tensor) -> Hashable:
 @contextlib.contextmanager
 def _random_state_kept(device: torch.device | None) -> Iterator[None]:
     """Leave all random generators as they were."""
-    used = torch.cuda.is_available() and (torch.cuda.is_initialized() or (device is not None and device.type == "cuda"))
+    is_running = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    used = is_running or (device is not None and device.type == "cuda" and torch.cuda.is_available())
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):

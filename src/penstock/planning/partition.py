@@ -271,7 +271,7 @@ def _more_lanes(
         assert memory is not None
         limits = np.concatenate([memory.limits, np.full(lanes - now, memory.limits.min())])
         if with_lanes is None:
-            ways, shares = (tuple(range(lanes)),), (1.0,)
+            ways, shares, _ = _homes(None, None, lanes)
             held = held_by([max(flights)] * lanes, ways[0], problem.keep)
         else:
             schedule = with_lanes(lanes)

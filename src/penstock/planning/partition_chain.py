@@ -57,14 +57,19 @@ class Chain:
         """How many stages there are."""
         return len(self.speed)
 
-    def solve(self, *, below: float = np.inf) -> tuple[list[int], float] | None:
-        """Return the best cuts and their period; None where no cuts fit, or none have a period below a bound."""
+    def solve(self, *, below: float = np.inf, near: float = _NEAR) -> tuple[list[int], float] | None:
+        """Return the best cuts and their period; None where no cuts fit, or none have a period below a bound.
+
+        Args:
+            below: the bound.
+            near: how far from the best the period may be, relatively.
+        """
         low = self._least()
         found = self._descend(low, below)
         if found is None:
             return None
         cuts, high = found
-        while high - low > _NEAR * high:
+        while high - low > near * high:
             middle = (low + high) / 2
             ends = self._sweep(middle)
             if ends is None:
@@ -75,7 +80,7 @@ class Chain:
         period = self.period(cuts)
         limit = period * (1 + SAME)
         ends = self._sweep(limit)
-        return (self._walk(limit, ends) if ends is not None else cuts), period
+        return (self._walk(limit, ends, evenly=False) if ends is not None else cuts), period
 
     def fits(self) -> list[int] | None:
         """Return cuts that keep to `furthest`, whatever time they take; None where there are none."""
@@ -98,7 +103,7 @@ class Chain:
         return longest
 
     def _least(self) -> float:
-        """Return a bound: all work spread evenly over the lanes beside what they have, and the longest that is whole."""
+        """Return a bound: all work spread evenly over the lanes beside what they have; the longest that is whole."""
         whole = np.diff(self.seconds[self.first : self.last + 1])
         even = (whole.sum() + (self.base * self.speed).sum()) / self.speed.sum()
         return float(max(even, self.base.max(), whole.max() / self.speed.max(), 0.0))
@@ -192,12 +197,12 @@ class Chain:
         if self.leave is not None:
             cost = cost + self.leave[stage, here]
         if stage == self.num_stages - 1:
-            return cost
+            return np.asarray(cost)
         if self.ride is None:
             cost = np.where(late <= 0, cost, np.inf)
         else:
             cost = cost + np.maximum(late + self.ride[stage + 1, here], 0.0)
-        return cost if self.floor is None else np.where(self.floor[stage, here] <= limit, cost, np.inf)
+        return np.asarray(cost if self.floor is None else np.where(self.floor[stage, here] <= limit, cost, np.inf))
 
     def _best_end(self, stage: int, starts: tuple[int, int], first_end: int, ends: Floats) -> Floats:
         """Return for each start the least of the ends behind it that it reaches."""
@@ -217,8 +222,11 @@ class Chain:
             best[has_end] = _least_between(ends, low[has_end], high[has_end])
         return best
 
-    def _walk(self, limit: float, late: list[tuple[int, Floats]]) -> list[int]:
-        """Return cuts within a period: each in turn the narrowest that leaves a way to the end, then the earliest."""
+    def _walk(self, limit: float, late: list[tuple[int, Floats]], *, evenly: bool = True) -> list[int]:
+        """Return cuts within a period.
+
+        Each in turn leaves a way to the end; evenly: with most to spare, else the narrowest, and then the earliest.
+        """
         cuts: list[int] = []
         at, behind = self.first, 0.0  # how late the stages up to here are
         slack = 1e-12 * limit
@@ -237,7 +245,7 @@ class Chain:
             if self.floor is not None:
                 over = np.maximum(over, np.where(self.floor[stage, here] <= limit, -np.inf, np.inf))
             fine = np.flatnonzero(over <= max(slack, float(over.min())))
-            pick = int(fine[np.argmin(self.width[here][fine])])
+            pick = int(np.argmin(over)) if evenly else int(fine[np.argmin(self.width[here][fine])])
             at = here.start + pick
             cuts.append(at)
             behind = float(time[pick]) + (0.0 if self.ride is None else float(self.ride[stage + 1, at]))
@@ -262,4 +270,4 @@ def _least_between(values: Floats, low: Positions, high: Positions) -> Floats:
         longer[: -(1 << k)] = np.minimum(shorter[: -(1 << k)], shorter[1 << k :])
         rows.append(longer)
     table = np.stack(rows)
-    return np.minimum(table[level, low], table[level, high - (1 << level) + 1])
+    return np.asarray(np.minimum(table[level, low], table[level, high - (1 << level) + 1]))

@@ -15,6 +15,8 @@ from penstock.planning.partition_problem import Problem
 __all__ = ["Trial", "refuse"]
 
 _STEPS = 4_000_000  # of the label search, for each thing that is tried
+_MOST_NAMED = 4  # lanes that a message names
+_MOST_CUTS = 16
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ def refuse(problem: Problem, trials: Sequence[Trial]) -> PartitionError:
     assert problem.memory is not None
     cuts, is_least = _least_excess(problem)
     over = problem.memory.excess(problem.spans(cuts))
-    lines = [_missing(problem, cuts, lane) for lane in np.flatnonzero(over).tolist()]
+    worst = np.argsort(-over, kind="stable")[: min(_MOST_NAMED, int((over > 0).sum()))]
+    lines = [_missing(problem, cuts, lane) for lane in sorted(worst.tolist())]
+    lines += [f"and {more} lanes more miss less"] if (more := int((over > 0).sum()) - len(lines)) else []
     lead = "no cuts fit the memory" if is_least else "no cuts were found that fit the memory"
     found = _first_of_each(trials)
     advice = f"; what would fit: {', or '.join(found)}" if found else "; nothing that was tried would fit"
-    at = [int(problem.positions[cut]) for cut in cuts]
-    return PartitionError(f"{lead}; with the cuts that come nearest ({at}) {'; '.join(lines)}{advice}")
+    at = ", ".join(str(problem.positions[cut]) for cut in cuts[:_MOST_CUTS]) + (", …" if len(cuts) > _MOST_CUTS else "")
+    return PartitionError(f"{lead}; with the cuts that come nearest ([{at}]) {'; '.join(lines)}{advice}")
 
 
 def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
@@ -89,7 +93,7 @@ def _least_excess(problem: Problem) -> tuple[list[int], bool]:
     low, best = 0.0, replace(problem, memory=None).chain().fits()
     assert best is not None
     high = float(memory.excess(problem.spans(best)).max())
-    while high - low > max(1.0, 1e-4 * high):
+    while high - low > max(1.0, 1e-3 * high):
         allowed = (low + high) / 2
         cuts = replace(problem, memory=replace(memory, limits=memory.limits + allowed)).chain().fits()
         if cuts is None:

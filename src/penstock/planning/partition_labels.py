@@ -170,7 +170,8 @@ class LabelSearch:
             order = np.lexsort((labels.at, self.problem.width[labels.at], labels.parent))
         else:
             order = np.argsort(columns.sum(axis=1), kind="stable")
-        _, group = np.unique(key, axis=0, return_inverse=True)
+        one = key.ravel() if key.shape[1] == 1 else key
+        _, group = np.unique(one, axis=None if one.ndim == 1 else 0, return_inverse=True)
         rank = np.empty(len(order), dtype=np.int64)
         rank[order] = np.arange(len(order))
         by_group = np.lexsort((rank, group.ravel()))
@@ -203,11 +204,19 @@ class LabelSearch:
             self._spend(len(block) * (len(kept) + len(block)) * columns.shape[1] // 8)
             mine = columns[block]
             if len(kept):
-                covered = (columns[kept][None] <= mine[:, None]).all(axis=2).any(axis=1)
+                covered = _covers(columns[kept], mine).any(axis=1)
                 block, mine = block[~covered], mine[~covered]
-            inside = np.tril((mine[None] <= mine[:, None]).all(axis=2), k=-1).any(axis=1)
-            kept = np.concatenate([kept, block[~inside]])
+            covered = (_covers(mine, mine) & np.tri(len(mine), k=-1, dtype=np.bool_)).any(axis=1)
+            kept = np.concatenate([kept, block[~covered]])
         return kept
+
+
+def _covers(these: Floats, those: Floats) -> NDArray[np.bool_]:
+    """[those, these] whether one of these is no more than one of those in anything."""
+    found = np.ones((len(those), len(these)), dtype=np.bool_)
+    for column in range(these.shape[1]):  # a table at a time: quicker than to look along the short side
+        found &= these[None, :, column] <= those[:, None, column]
+    return found
 
 
 def _trace(layers: list[_Labels], row: int) -> list[int]:

@@ -7,21 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.planning.partition_chain import SAME, Chain
 from penstock.planning.partition_labels import LabelSearch, OutOfSteps
+from penstock.planning.partition_nested import solve_nested
 from penstock.planning.partition_problem import Problem
 from penstock.planning.partition_shift import lighten, shift_cuts
 
 __all__ = ["Found", "lightest", "solve_lanes"]
 
-_STEPS = 60_000_000  # of the label search: about a second
+_STEPS = 30_000_000  # of the label search: about a second
+_WINDOW_STEPS = 1_000_000_000  # of the search by windows: about a second
+_SWEEPS = 30  # that a window takes, about
+_NEAR = 1e-7  # how well a window is solved
 _MOST_ROUNDS = 200
+_MOST_LIGHTER = 12
 _TILTS = (0.0, -0.3, 0.3, -0.15, 0.15, -0.5, 0.5, -0.8, 0.8)
 _FEW = 20_000  # stages × positions up to which all tilts are tried
+
+
+@dataclass(eq=False)
+class _Steps:
+    """How many steps are left, of a nanosecond or so; counted, not timed."""
+
+    left: int
+
+    def spend(self, problem: Problem, cuts: list[int], first: int, last: int) -> bool:
+        """Take what a window costs; return whether it was still there."""
+        bounds = [0, *cuts, len(problem.positions) - 1]
+        size = 1_000 + bounds[last + 1] - bounds[first]
+        sweeps = _SWEEPS * (last - first + 1)
+        if problem.memory is not None:
+            sweeps += sum(len(problem.memory.holdings[problem.ways[0][s]].counts) for s in range(first, last + 1))
+        self.left -= 10 * sweeps * size
+        return self.left >= 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +65,16 @@ def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
         return None
     bound = max(relaxed[1], _even(problem))
     best: list[int] | None = None
-    for start in _starts(problem, relaxed[0]):
-        cuts = _improve(problem, start)
+    left = _Steps(_WINDOW_STEPS)
+    starts = _starts(problem, relaxed[0])
+    nested = solve_nested(problem)
+    if nested is not None:
+        bound, starts = max(bound, nested[1]), chain([nested[0]], starts)
+    for start in starts:
+        cuts = _improve(problem, start, left)
         if cuts is not None and (best is None or problem.period(cuts) < problem.period(best)):
             best = cuts
-        if best is not None and problem.period(best) <= bound * (1 + SAME):
+        if best is not None and (problem.period(best) <= bound * (1 + SAME) or left.left < 0):
             break
     return _prove(problem, best, bound, steps)
 
@@ -117,16 +145,18 @@ def _starts(problem: Problem, relaxed: list[int]) -> Iterator[list[int]]:
     yield relaxed
 
 
-def _improve(problem: Problem, cuts: list[int]) -> list[int] | None:
+def _improve(problem: Problem, cuts: list[int], left: _Steps) -> list[int] | None:
     """Solve windows of stages on different lanes exactly, the others as they are, until none gets better."""
     if problem.memory is not None:
-        cuts = lightest(problem, cuts)
+        cuts = lightest(problem, cuts, left)
         if not problem.fits(cuts):
             return None
     period = problem.period(cuts)
     for _ in range(_MOST_ROUNDS):
         before = period
         for first, last in _windows(problem):
+            if not left.spend(problem, cuts, first, last):
+                return cuts
             better = _solve_window(problem, cuts, first, last, below=period)
             if better is not None and problem.period(better) < period and problem.fits(better):
                 cuts, period = better, problem.period(better)
@@ -159,8 +189,7 @@ def _windows(problem: Problem) -> Iterator[tuple[int, int]]:
 
 def _solve_window(problem: Problem, cuts: list[int], first: int, last: int, *, below: float) -> list[int] | None:
     """Return cuts in which those between some stages are the best for all others as they are."""
-    chain = _window(problem, cuts, first, last)
-    found = chain.solve(below=below)
+    found = _window(problem, cuts, first, last).solve(below=below, near=_NEAR)
     return None if found is None else [*cuts[:first], *found[0], *cuts[last:]]
 
 
@@ -211,12 +240,13 @@ def _reaches(problem: Problem, cuts: list[int], first: int, last: int) -> NDArra
     if problem.memory is None and not problem.forced:
         return None
     spans = problem.spans(cuts)
+    within = (spans[first][0], spans[last][1])
     found = np.broadcast_to(problem.until_forced, (last - first + 1, len(problem.positions))).copy()
     if problem.memory is not None:
         for row, stage in enumerate(range(first, last + 1)):
             lane = problem.ways[0][stage]
             others = {s: spans[s] for s in problem.memory.holdings[lane].stages if s != stage}
-            np.minimum(found[row], problem.memory.furthest(lane, stage, others), out=found[row])
+            np.minimum(found[row], problem.memory.furthest(lane, stage, others, within), out=found[row])
     return found
 
 
@@ -232,25 +262,27 @@ def _centre(problem: Problem, cuts: list[int]) -> list[int]:
     return cuts
 
 
-def lightest(problem: Problem, cuts: list[int]) -> list[int]:
+def lightest(problem: Problem, cuts: list[int], left: _Steps | None = None) -> list[int]:
     """Return cuts that pass the memory limits by as little as was found: what is passed now comes down by windows."""
     assert problem.memory is not None
     memory = problem.memory
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MOST_LIGHTER):
         excess = float(memory.excess(problem.spans(cuts)).max())
-        lighter = _lighter(problem, cuts, excess) if excess else None
+        lighter = _lighter(problem, cuts, excess, left or _Steps(_WINDOW_STEPS)) if excess else None
         if lighter is None:
             return cuts
         cuts = lighter
     return cuts
 
 
-def _lighter(problem: Problem, cuts: list[int], excess: float) -> list[int] | None:
+def _lighter(problem: Problem, cuts: list[int], excess: float, left: _Steps) -> list[int] | None:
     assert problem.memory is not None
     memory = problem.memory
     for allowed in (0.0, excess / 2, excess * 0.9):
         relaxed = replace(problem, memory=replace(memory, limits=memory.limits + allowed))
         for first, last in _windows(problem):
+            if not left.spend(problem, cuts, first, last):
+                return None
             inner = _window(relaxed, cuts, first, last).fits()
             if inner is not None:
                 trial = [*cuts[:first], *inner, *cuts[last:]]

@@ -194,46 +194,59 @@ class LaneMemory:
         over = np.array(used) - self.limits
         return np.where(over > self.limits * (_MEETS - 1), over, 0.0)
 
-    def furthest(self, lane: int, stage: int, others: dict[int, Span]) -> Positions:
+    def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:
         """Return for each position the last at which a stage that starts there can end; before it if nowhere.
 
         Args:
             lane: where the stage lives.
             stage: one of the lane's.
             others: the spans of the lane's other stages; those not given count as empty.
+            within: the positions that matter, first and last; by default all.
         """
         holding = self.holdings[lane]
         at = holding.stages.index(stage)
         beside = self._beside(self.parameters.used_by(others.values()))
         spans = [others.get(s, (0, 0)) if s != stage else (0, 0) for s in holding.stages]
         rest = self.limits[lane] * _MEETS - self.held(lane, spans) - self.parameters.total(others.values())
-        reach = np.full(len(self.saved), len(self.saved) - 1)
-        for left, (saved, pending, kept) in zip(rest.tolist(), holding.counts[:, :, at].tolist(), strict=True):
+        first, last = within or (0, len(self.saved) - 1)
+        reach = np.full(len(self.saved), last)
+        here = slice(first, last + 1)
+        for left, (saved, pending, kept) in _tightest(rest, holding.counts[:, :, at]):
             used = saved * self.saved + pending * self.pending
-            reach = np.minimum(reach, _last_within(used, left - kept * self.kept, beside))
+            ends = _last_within(used[here], left - kept * self.kept[here], beside, first)
+            reach[here] = np.minimum(reach[here], first + ends)
         return reach
 
     def _beside(self, used: frozenset[int]) -> ParameterBytes:
         return self._cache.setdefault(used, self.parameters.beside(used))
 
 
-def _last_within(used: Floats, room: Floats, parameters: ParameterBytes) -> Positions:
-    """Return for each start the last end up to which `used` and parameters fit into the room."""
-    total = used + parameters.uses
+def _tightest(room: Floats, counts: Floats) -> list[tuple[float, list[float]]]:
+    """Return the moments that can be the first to be full: those that no other has more of, and less room."""
+    moments = np.concatenate([-room[:, None], counts], axis=1)
+    shifted = moments - moments.min(axis=0, initial=0.0)
+    kept = _fullest(shifted) + moments.min(axis=0, initial=0.0)
+    return [(-float(row[0]), row[1:].tolist()) for row in kept]
+
+
+def _last_within(used: Floats, room: Floats, parameters: ParameterBytes, first: int) -> Positions:
+    """Return for each start the last end up to which `used` and parameters fit into the room.
+
+    Starts and ends count from a first position.
+    """
+    total = used + parameters.uses[first : first + len(used)]
     everywhere = np.arange(len(total))
     last = np.searchsorted(total, total + room, side="right") - 1
     if not parameters.ties:
         return last
     # what is tied was counted at each use: between this end and the one with all of that given back lies the answer
-    most = np.searchsorted(
-        total, total + room + parameters.repeated(everywhere, np.full_like(everywhere, len(total) - 1)), side="right"
-    )
-    most = np.maximum(most - 1, last)
+    again = parameters.repeated(first + everywhere, np.full_like(everywhere, first + len(total) - 1))
+    most = np.maximum(np.searchsorted(total, total + room + again, side="right") - 1, last)
     last, todo = np.maximum(last, 0), np.flatnonzero(most > np.maximum(last, everywhere))
     low, high = np.maximum(last[todo], todo), most[todo]
     while (open_ := low < high).any():
         middle = (low + high + 1) // 2
-        fits = total[middle] - total[todo] - parameters.repeated(todo, middle) <= room[todo]
+        fits = total[middle] - total[todo] - parameters.repeated(first + todo, first + middle) <= room[todo]
         low, high = np.where(open_ & fits, middle, low), np.where(open_ & ~fits, middle - 1, high)
     last[todo] = np.where(room[todo] < 0, -1, low)
     return last

@@ -155,7 +155,8 @@ class Problem:
     def stage_seconds(self, cuts: Sequence[int]) -> Floats:
         """Return what each stage computes for a micro-batch, on its own lane (on the slowest of them, if several)."""
         slowest = np.array([min(self.speeds[lane] for lane in self.share_of(s)) for s in range(self.num_stages)])
-        return np.array([self.seconds[b] - self.seconds[a] for a, b in self.spans(cuts)]) / slowest
+        work = np.array([self.seconds[b] - self.seconds[a] for a, b in self.spans(cuts)])
+        return np.asarray(work / slowest)
 
     def lane_seconds(self, cuts: Sequence[int]) -> Floats:
         """Return what each lane computes for a micro-batch."""
@@ -178,8 +179,9 @@ class Problem:
         if self.waits_in_chain:
             busy = [float(self.floor[cut, at]) for cut, at in enumerate(cuts)]
             order = self.lane_seconds(cuts)[list(self.ways[0])]
-            return max(longest_mean(order, self.trips[np.arange(len(cuts)), list(cuts)]), *busy, 0.0)
-        return max(float(self.lane_loads(cuts).max()), *self.wire_seconds(cuts).tolist(), 0.0)
+            return max([longest_mean(order, self.trips[np.arange(len(cuts)), list(cuts)]), *busy])
+        wires: list[float] = self.wire_seconds(cuts).tolist()
+        return max([float(self.lane_loads(cuts).max()), *wires])
 
     def lane_loads(self, cuts: Sequence[int]) -> Floats:
         """Return what each lane computes, and half of the transfers at both sides of its stages where it waits."""

@@ -5,8 +5,9 @@
 For every model: seconds for `measure` and `analytic`; for seven passes over the whole model that time each node's
 forward and backward once (what torchgpipe's `balance_by_time` does until its timeout); and, computed, for a run of the
 model per node and repeat. Then the sum of the nodes' seconds over the seconds of the plain model, forward and backward,
-each the median of several rounds in which both are taken in turn. With one thread on the CPU the plain model is timed
-in CPU seconds: other work on the machine stretches a long step, but falls between the short calls of a profile.
+for `measure` and for the passes, each the median of several rounds in which all are taken in turn. With one thread on
+the CPU the plain model is timed in CPU seconds: other work on the machine stretches a long step, but falls between the
+short calls of a profile.
 """
 
 import argparse
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from penstock.model.analytic import analytic
-from penstock.model.capture import capture
+from penstock.model.capture import Captured, capture
 from penstock.model.measure import measure
+from penstock.model.visit import RunNode
 
 PASSES = 7  # as many as `measure` takes bursts of a node
 STEPS = 7
@@ -117,30 +119,43 @@ def model_seconds(model: nn.Module, example: object, device: torch.device) -> tu
     return statistics.median(forward[2:]), statistics.median(backward[2:])
 
 
-def whole_passes(captured: object, device: torch.device, passes: int) -> float:
-    """Return the seconds of some passes over the model that time each node's forward and backward once."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    values = captured.graph.values
-    nodes = captured.graph.nodes
+def whole_passes(captured: Captured, device: torch.device) -> tuple[float, float, float]:
+    """Time each node's forward and backward once in each of some passes over the whole model.
 
-    def visitor(index: int, run: object, inputs: list, parameters: list) -> list:
+    Returns:
+        The seconds of all passes, and the sums of the nodes' medians, forward and backward.
+    """
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    values, nodes = captured.graph.values, captured.graph.nodes
+    forward = [[] for _ in nodes]
+    backward = [[] for _ in nodes]
+
+    def visitor(index: int, run: RunNode, inputs: list, parameters: list) -> list:
         wants = [values[v].has_grad for v in nodes[index].inputs]
         leaves = [t.detach().clone().requires_grad_(w) for t, w in zip(inputs, wants, strict=True)]
         given = [t.clone() for t in leaves]
         synchronize()
+        begin = time.perf_counter()
         outputs = run(given, parameters)
         synchronize()
+        forward[index].append(time.perf_counter() - begin)
         wanted = [t for t in (*leaves, *parameters) if t.requires_grad]
         roots = [t for t in outputs if t.requires_grad]
         if wanted and roots:
-            torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
+            grads = [torch.ones_like(t) for t in roots]
             synchronize()
+            begin = time.perf_counter()
+            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+            synchronize()
+            backward[index].append(time.perf_counter() - begin)
         return [t.detach() for t in outputs]
 
     begin = time.perf_counter()
-    for _ in range(passes):
+    for _ in range(PASSES):
         captured.visit(visitor)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    sums = [sum(statistics.median(times) for times in column if times) for column in (forward, backward)]
+    return seconds, sums[0], sums[1]
 
 
 def show(values: list[float], digits: int = 2) -> str:
@@ -153,26 +168,26 @@ def run_case(name: str, model: nn.Module, example: object, device: torch.device,
     begin = time.perf_counter()
     captured = capture(model, example)
     capture_seconds = time.perf_counter() - begin
-    taken, counted, forward_ratios, backward_ratios, steps = [], [], [], [], []
+    taken, counted, ours, theirs, steps, passes = [], [], ([], []), ([], []), [], []
     for _ in range(rounds):
         begin = time.perf_counter()
         profile = measure(captured)
         taken.append(time.perf_counter() - begin)
-        forward, backward = model_seconds(model, example, device)
-        steps.append(forward + backward)
-        forward_ratios.append(profile.forward.sum() / forward)
-        backward_ratios.append((profile.input_grad + profile.weight_grad).sum() / backward)
         begin = time.perf_counter()
         analytic(captured)
         counted.append(time.perf_counter() - begin)
-    passes = whole_passes(captured, device, PASSES)
-    step = statistics.median(steps)
-    nodes = len(captured.graph.nodes)
-    return (
-        f"| {name} | {nodes:,} | {capture_seconds:.1f} | {show(taken)} | {show(counted)} | {passes:.2f} | "
-        f"{nodes * PASSES * step:,.0f} | {step * 1e3:.1f} | "
-        f"{show(forward_ratios)} | {show(backward_ratios)} |"
-    )
+        plain = model_seconds(model, example, device)
+        steps.append(sum(plain))
+        sums = profile.forward.sum(), (profile.input_grad + profile.weight_grad).sum()
+        seconds, *peer = whole_passes(captured, device)
+        passes.append(seconds)
+        for kind in range(2):
+            ours[kind].append(sums[kind] / plain[kind])
+            theirs[kind].append(peer[kind] / plain[kind])
+    step, nodes = statistics.median(steps), len(captured.graph.nodes)
+    cells = [name, f"{nodes:,}", f"{capture_seconds:.1f}", show(taken), show(counted), show(passes)]
+    cells += [f"{nodes * PASSES * step:,.0f}", f"{step * 1e3:.1f}", *map(show, ours), *map(show, theirs)]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -194,8 +209,8 @@ def main() -> None:
     print(
         "| model | nodes | capture s | measure s | analytic s | 7 whole passes s | run per node and repeat s ", end=""
     )
-    print("| step ms | sum of nodes / model, forward | backward |")
-    print("|---" * 10 + "|", flush=True)
+    print("| step ms | sum of nodes / model: forward | backward | 7 passes / model: forward | backward |")
+    print("|---" * 12 + "|", flush=True)
     for name, (model, example) in cases(device.type == "cuda").items():
         if options.only in name:
             torch.manual_seed(0)

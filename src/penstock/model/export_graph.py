@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,30 +33,36 @@ class ExportGraph:
     Attributes:
         graph: the pure data.
         fx_of: for each node the fx node, then the fx nodes that pick its outputs apart.
-        value_of: for each fx node that is a value, its index.
+        versions_of: for each fx node that is a value, the nodes after which it is another one, because it was changed in
+            place, and its index from there on; the first is the node that makes it.
         name_of: for each placeholder of a parameter, buffer or constant, its name.
         constants: tensors that are part of the model's code, by name.
         outputs: the fx nodes of what the model returns.
         reassigned: for each buffer that forward gives another tensor, the fx node of it.
-        changed_in_place: values (as indices) that a node changes, by node index.
+        changed_at: for each node that changes something in place, the fx nodes that share its memory.
         root: where the graphs of nested regions are found.
     """
 
     graph: Graph
     fx_of: tuple[tuple[fx.Node, ...], ...]
-    value_of: dict[fx.Node, int]
+    versions_of: dict[fx.Node, list[tuple[int, int]]]
     name_of: dict[fx.Node, str]
     constants: dict[str, torch.Tensor]
     outputs: tuple[fx.Node, ...]
     reassigned: dict[str, fx.Node]
-    changed_in_place: dict[int, frozenset[int]]
+    changed_at: dict[int, frozenset[fx.Node]]
     root: nn.Module
     batch_symbols: frozenset[Any] = field(default_factory=frozenset)
 
     @cached_property
     def fx_values(self) -> dict[int, fx.Node]:
         """For each value its fx node."""
-        return {value: node for node, value in self.value_of.items()}
+        return {value: node for node, versions in self.versions_of.items() for _, value in versions}
+
+    def value_of(self, node: fx.Node, before: int | None = None) -> int:
+        """Return the index of an fx node's value, as it is before a node runs; by default at the end."""
+        versions = self.versions_of[node]
+        return next((value for at, value in reversed(versions) if before is None or at < before), versions[0][1])
 
 
 def read_graph(traced: Traced, model: nn.Module, call: Call) -> ExportGraph:
@@ -71,7 +78,8 @@ class _Reader:
         self.name_of: dict[fx.Node, str] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.values: list[Value] = []
-        self.value_of: dict[fx.Node, int] = {}
+        self.versions_of: dict[fx.Node, list[tuple[int, int]]] = {}
+        self.changed_at: dict[int, frozenset[fx.Node]] = {}
         self.nodes: list[Node] = []
         self.fx_of: list[tuple[fx.Node, ...]] = []
         self.symbols: frozenset[Any] = frozenset()
@@ -84,25 +92,41 @@ class _Reader:
         self._remove_dead(output)
         mutated = {name for node in self._calls() for name in self._held_names(_written(node))}
         mutated |= set(self.traced.reassigned)
+        self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
+        self.families = _Families(self._calls())
         for node in self._calls():
             self._add_node(node, mutated)
         num = self.traced.num_outputs
         outputs, reassigned = returned[:num], dict(zip(self.traced.reassigned, returned[num:], strict=True))
-        kept = [*outputs, *reassigned.values()]
         graph = Graph(
             nodes=tuple(self.nodes),
             values=tuple(self.values),
             inputs=tuple(range(len(self.call.tensors))),
-            outputs=tuple(dict.fromkeys(self.value_of[node] for node in outputs)),
+            outputs=tuple(dict.fromkeys(self._value(node) for node in outputs)),
             parameters=self.parameters | {name: _constant(name, tensor) for name, tensor in self.constants.items()},
             batch_size=self.call.batch_size,
         )
-        changed, uncuttable = _find_changes(graph, self.fx_of, self.value_of, {self.value_of[n] for n in kept})
-        object.__setattr__(graph, "uncuttable", uncuttable)
+        object.__setattr__(graph, "uncuttable", self._uncuttable(graph))
         return ExportGraph(
-            graph, tuple(self.fx_of), self.value_of, self.name_of, self.constants, tuple(outputs), reassigned, changed,
-            self.program.graph_module, self.symbols,
+            graph, tuple(self.fx_of), self.versions_of, self.name_of, self.constants, tuple(outputs), reassigned,
+            self.changed_at, self.program.graph_module, self.symbols,
         )  # fmt: skip
+
+    def _value(self, node: fx.Node) -> int:
+        """Return the value of an fx node as it is now."""
+        return self.versions_of[node][-1][1]
+
+    def _uncuttable(self, graph: Graph) -> frozenset[int]:
+        """Return the cuts that two names of the same memory would cross, before it is changed in place."""
+        found = set()
+        for changed_at, members in self.changed_at.items():
+            alive = [
+                {cut for at, v in self.versions_of[node] for cut in range(at + 1, min(graph.last_use_of[v], changed_at) + 1)}
+                for node in members
+            ]
+            crossed = Counter(cut for cuts in alive for cut in cuts)
+            found |= {cut for cut, count in crossed.items() if count > 1 and cut > 0}
+        return frozenset(found)
 
     def _read_placeholders(self) -> None:
         signature = self.program.graph_signature
@@ -165,6 +189,7 @@ class _Reader:
         parts = [user for user in node.users if _is_part(user) and user not in self._dead]
         is_free = (
             not _has_effect(node)
+            and not self.families.is_changed(node, *parts)
             and not set(parameters) & mutated
             and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
             and all(self.values[v].producer < 0 or self.nodes[self.values[v].producer].is_free for v in inputs)
@@ -174,14 +199,16 @@ class _Reader:
             or any(self.parameters[n].is_trainable for n in parameters if n in self.parameters)
         )
         made = [part for part in parts if _is_tensor(part)] or ([node] if _is_tensor(node) else [])
-        outputs = tuple(self._add_value(part, part.name, producer=index, has_grad=has_grad) for part in made)
+        outputs = [self._add_value(part, part.name, producer=index, has_grad=has_grad) for part in made]
+        used, versions = self._add_versions(node, index, has_grad, {node, *parts})
+        inputs, outputs = tuple(dict.fromkeys((*inputs, *used))), outputs + versions
         self.nodes.append(
             Node(
                 name=node.name,
                 op=_op_name(node),
                 module=_module_of(node),
                 inputs=inputs,
-                outputs=outputs,
+                outputs=tuple(outputs),
                 parameters=parameters,
                 signature=_signature(node),
                 is_free=is_free,
@@ -190,12 +217,35 @@ class _Reader:
         )
         self.fx_of.append((node, *parts))
 
+    def _add_versions(self, node: fx.Node, index: int, has_grad: bool, own: set[fx.Node]) -> tuple[list[int], list[int]]:
+        """Give all that shares memory with what a node changes, and is used later, a new value from here on.
+
+        Returns:
+            What these were before, which the node thereby uses, and what they are now.
+        """
+        written = [argument for argument in _written(node) if argument in self.versions_of]
+        if not written:
+            return [], []
+        members = {m for argument in written for m in self.families.of(argument) if m in self.versions_of}
+        self.changed_at[index] = frozenset(members)
+        here = self.place_of[node]
+        later = [m for m in members - own if any(self._is_later(user, here) for user in m.users) or m in self._kept]
+        used, made = [], []
+        for member in sorted(later, key=lambda m: self.place_of[m]):
+            used.append(self._value(member))
+            had_grad = self.values[self._value(member)].has_grad
+            made.append(self._add_value(member, f"{member.name}@{index}", producer=index, has_grad=has_grad or had_grad))
+        return used, made
+
+    def _is_later(self, user: fx.Node, here: int) -> bool:
+        return self.place_of.get(user, -1) > here and user not in self._dead
+
     def _inputs(self, node: fx.Node) -> tuple[int, ...]:
         """Return the values that a node uses, also through sizes that are read off them."""
         found: list[int] = []
         for argument in node.all_input_nodes:
-            if argument in self.value_of:
-                found.append(self.value_of[argument])
+            if argument in self.versions_of:
+                found.append(self._value(argument))
             elif _is_number(argument) and not self._is_batch(argument):
                 found.extend(self._inputs(argument))
         return tuple(dict.fromkeys(found))
@@ -215,7 +265,7 @@ class _Reader:
         tensor = node.meta["val"]
         sizes = [affine(size, self.symbols) for size in tensor.shape]
         known = [Size(*size) if size is not None else Size(_hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)]
-        self.value_of[node] = len(self.values)
+        self.versions_of.setdefault(node, []).append((producer, len(self.values)))
         self.values.append(
             Value(
                 name=name,
@@ -227,7 +277,7 @@ class _Reader:
                 is_dynamic=any(size is None for size in sizes),
             )
         )
-        return self.value_of[node]
+        return len(self.values) - 1
 
 
 def _constant(name: str, tensor: torch.Tensor) -> Parameter:
@@ -309,49 +359,35 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in node.all_input_nodes[:1]]
 
 
-def _find_changes(
-    graph: Graph, fx_of: list[tuple[fx.Node, ...]], value_of: dict[fx.Node, int], kept: set[int]
-) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
-    """Return which values each node changes in place, with all that share memory, and the cuts that would part them."""
-    family = list(range(len(graph.values)))
+class _Families:
+    """Which fx nodes share memory, and whether any of them is changed in place."""
 
-    def find(value: int) -> int:
-        while family[value] != value:
-            value = family[value]
-        return value
+    def __init__(self, calls: Iterable[fx.Node]) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = {}
+        written = []
+        for node in calls:
+            for made in (node, *(user for user in node.users if _is_part(user))):
+                for other in _aliased(node):
+                    self._parent[self._find(made)] = self._find(other)
+            written += _written(node)
+        for node in list(self._parent):
+            self._members.setdefault(self._find(node), []).append(node)
+        self._changed = {self._find(node) for node in written}
 
-    for group in fx_of:
-        shared = [value_of[a] for a in _aliased(group[0]) if a in value_of]
-        for value in [value_of[n] for n in group if n in value_of]:
-            for other in shared:
-                family[find(value)] = find(other)
-    members: dict[int, list[int]] = {}
-    for value in range(len(graph.values)):
-        members.setdefault(find(value), []).append(value)
-    changed: dict[int, frozenset[int]] = {}
-    uncuttable: set[int] = set()
-    for index, group in enumerate(fx_of):
-        touched = {find(value_of[a]) for a in _written(group[0]) if a in value_of}
-        if not touched:
-            continue
-        changed[index] = frozenset(value for root in touched for value in members[root])
-        for root in touched:
-            uncuttable |= _parting_cuts(graph, members[root], index)
-    return changed, frozenset(uncuttable)
+    def _find(self, node: fx.Node) -> fx.Node:
+        self._parent.setdefault(node, node)
+        while self._parent[node] is not node:
+            node = self._parent[node]
+        return node
 
+    def of(self, node: fx.Node) -> list[fx.Node]:
+        """Return all that share memory with a node."""
+        return self._members.get(self._find(node), [node])
 
-def _parting_cuts(graph: Graph, members: list[int], changed_at: int) -> set[int]:
-    """Return the cuts that would leave a change in place on one side and what should see it on the other."""
-    alive = [(graph.values[v].producer, graph.last_use_of[v]) for v in members]
-    cuts = set()
-    for cut in range(1, changed_at + 1):  # the change comes after the cut: no two names of one memory may cross
-        if sum(producer < cut <= last for producer, last in alive) > 1:
-            cuts.add(cut)
-    for producer, last in alive:
-        if producer < changed_at < last:  # used by its own name after the change: who changes it must hand it on
-            first, end = (changed_at + 1, last) if producer < 0 else (producer + 1, changed_at)
-            cuts |= set(range(first, min(end, len(graph.nodes) - 1) + 1))
-    return cuts
+    def is_changed(self, *nodes: fx.Node) -> bool:
+        """Return whether the memory of any of these is changed in place somewhere."""
+        return any(self._find(node) in self._changed for node in nodes)
 
 
 def _op_name(node: fx.Node) -> str:

@@ -90,12 +90,12 @@ class _Cutter:
         self.received: dict[str, fx.Node] = {}
         self.root = nn.Module()
         self.batch: fx.Node | None = None
-        self.changed = {v for index in nodes for v in exported.changed_in_place.get(index, ())}
+        self.changed = {node for index in nodes for node in exported.changed_at.get(index, ())}
 
     def cut(self, device: torch.device) -> ExportProgram:
         made = self._made()
         reassigned = {
-            name: node for name, node in self.exported.reassigned.items() if self._is_here(self.exported.value_of[node])
+            name: node for name, node in self.exported.reassigned.items() if self._is_here(self.exported.value_of(node))
         }
         for index in self.nodes:
             if not self.source.nodes[index].is_free:
@@ -145,8 +145,8 @@ class _Cutter:
             if name not in self.held:
                 self.held[name] = self.body.placeholder(f"held_{len(self.held)}")
             return self.held[name]
-        if node in self.exported.value_of and not self._is_made_here(self.exported.value_of[node]):
-            return self._receive(self.exported.value_of[node])
+        if node in self.exported.versions_of and not self._is_made_here(node):
+            return self._receive(node)
         if node.op == "get_attr":
             target = str(node.target)
             setattr(self.root, target, getattr(self.exported.root, target))
@@ -160,14 +160,14 @@ class _Cutter:
         copied.meta = {}  # nothing of the trace is needed any more
         return copied
 
-    def _is_made_here(self, value: int) -> bool:
-        producer = self.source.values[value].producer
+    def _is_made_here(self, node: fx.Node) -> bool:
+        producer = self.exported.versions_of[node][0][0]
         return producer >= 0 and (producer in self.nodes or self.source.nodes[producer].is_free)
 
-    def _receive(self, value: int) -> fx.Node:
-        name = self.source.values[value].name
+    def _receive(self, node: fx.Node) -> fx.Node:
+        name = self.source.values[self.exported.value_of(node, before=self.nodes.start)].name
         self.received[name] = self.body.placeholder(f"value_{len(self.received)}")
-        if value not in self.changed:
+        if node not in self.changed:
             return self.received[name]
         # changed in place below: neither the sender's memory nor a leaf of autograd may be
         return self.body.call_function(torch.ops.aten.clone.default, (self.received[name],))

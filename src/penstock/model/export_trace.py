@@ -59,9 +59,10 @@ class _Reduced(nn.Module):
         result = self.model(*args, **kwargs)
         if random_states.have_others_changed():
             raise _Refused("forward draws random numbers that are not torch's")
-        kept = sorted(_differences(tensors_before, _tensor_attributes(self.model)))
-        if kept:
-            raise _Refused(f"forward keeps a tensor in {', '.join(kept[:3])}")
+        now = _tensor_attributes(self.model)
+        replaced = sorted(name for name, tensor in tensors_before.items() if now.get(name) != tensor)
+        if replaced:
+            raise _Refused(f"forward keeps another tensor in {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
         if changed:
             raise _Refused(f"forward changes {', '.join(changed[:3])}")
@@ -151,6 +152,8 @@ def _check(program: torch.export.ExportedProgram, call: Call) -> None:
         if bounds.upper < 2**20:
             raise CaptureError(f"the model's forward holds for batches up to {bounds.upper} only ({symbol})")
     for node in program.graph.nodes:
+        if "_add_batch_dim" in str(node.target):
+            raise CaptureError(f"torch.vmap cannot be cut out of the trace {_where(node)}")
         if _is_unbacked(node.meta.get("val")):
             raise CaptureError(f"a shape or number depends on data {_where(node)}")
 
@@ -182,7 +185,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
         for key, value in vars(module).items()
         if isinstance(value, (int, float, str)) and not key.startswith("_")
     } | {
-        f"{path}.{key}": len(value)
+        f"{path}.{key}" if path else key: len(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, (list, dict, set)) and not key.startswith("_")
@@ -192,7 +195,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
 def _tensor_attributes(model: nn.Module) -> dict[str, object]:
     """Return which tensors the modules hold apart from parameters and buffers."""
     return {
-        f"{path}.{key}": id(value)
+        f"{path}.{key}" if path else key: id(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, torch.Tensor)

@@ -40,7 +40,9 @@ def visit_export(
     for index, node in enumerate(graph.nodes):
         run = _runner(exported, index, batch_size, device)
         made = visitor(index, run, [values[v] for v in node.inputs], [held[name] for name in node.parameters])
-        values.update(zip(node.outputs, made, strict=True))
+        values.update(zip(node.outputs, made, strict=False))
+        for value in node.outputs[len(made) :]:  # what was changed in place: of the same shape as before
+            values[value] = values[exported.value_of(exported.fx_values[value], before=index)]
         for value in (*node.inputs, *node.outputs):
             if last[value] <= index:
                 values.pop(value, None)
@@ -59,7 +61,8 @@ def _runner(exported: ExportGraph, index: int, batch_size: int, device: torch.de
             known.update(dict.fromkeys(nodes, tensor))
         for part in group:
             known[part] = _compute(part, known, exported, batch_size, device)
-        return [known[exported.fx_values[value]] for value in node.outputs]
+        made = [exported.fx_values[value] for value in node.outputs]
+        return [known[own] for own in made if own in group]
 
     return run
 

@@ -72,29 +72,39 @@ class Exported:
             for index, nodes in enumerate(ranges)
         ]
         values = exported.graph.values
-        return programs, Results(template, [values[exported.value_of[node]].name for node in exported.outputs])
+        return programs, Results(template, [values[exported.value_of(node)].name for node in exported.outputs])
 
 
 def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
     made: dict[bool, tuple[list[ExportProgram], Results]] = {}
+    stages: list[Stage] = []
+    hidden: dict[str, torch.Tensor] = {}
 
     def side(training: bool) -> tuple[list[ExportProgram], Results]:
         if training not in made:
             made[training] = exported.programs(cuts, training)
+            hidden.update(exported._side(training)[0].constants)
+            for stage, program in zip(stages, made[training][0], strict=False):
+                _hold(stage, program)
         return made[training]
 
+    def _hold(stage: Stage, program: ExportProgram) -> None:
+        """Let a stage hold what a program uses: in evaluation that may be more than in training."""
+        tensors = held_tensors(exported.model) | hidden
+        for name in (*program.held_names, *program.reassigned):
+            if name not in stage.held:
+                stage.held.add(name, tensors[name], is_persistent=name not in hidden)
+
     programs, _ = side(exported.training)
-    constants: dict[str, torch.Tensor] = exported._side(exported.training)[0].constants
-    tensors = held_tensors(exported.model) | constants
-    stages = []
     held = held_by_stage(exported.graph, cuts)
     for index, program in enumerate(programs):
-        names = dict.fromkeys((*held[index], *program.reassigned))
+        tensors = held_tensors(exported.model) | hidden
         stage = Stage(
             index,
-            tensors={name: tensors[name] for name in names},
+            tensors={name: tensors[name] for name in held[index]},
             program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
-            unsaved=constants,
+            unsaved=hidden,
         )
+        _hold(stage, program)
         stages.append(stage.train(exported.training))
     return Chain(stages, example=exported.call, results_of=lambda training: side(training)[1])

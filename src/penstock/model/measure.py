@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_MOST_SECONDS = 0.03  # for one timing; more does not make a median better
+_MOST_SECONDS = 0.01  # for one timing; more does not make a median better
 _TIMINGS = 4  # of a node: forward, and the gradient of its inputs, of its parameters and of both
 _NOTHING = Timing(0.0)
 

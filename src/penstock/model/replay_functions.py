@@ -74,7 +74,7 @@ def is_look(function: Function) -> bool:
 
 def is_device_question(function: Function) -> bool:
     """Return whether a function asks for a tensor's device."""
-    return function is torch.Tensor.device.__get__  # type: ignore[attr-defined]
+    return bool(function == torch.Tensor.device.__get__)  # type: ignore[attr-defined]
 
 
 def makes_tensors(function: Function) -> bool:

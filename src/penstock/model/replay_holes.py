@@ -64,7 +64,7 @@ def _fresh(thing: Any) -> Any:  # noqa: ANN401
     """Replace views and what came to be elsewhere by holes of their own: only those can be filled."""
     if isinstance(thing, torch.Tensor):
         is_fine = thing.is_meta and not thing._is_view() and not thing.requires_grad
-        return thing if is_fine or _is_wrapped(thing) or "_penstock_mark" in thing.__dict__ else hole_like(thing)
+        return thing if is_fine or _is_wrapped(thing) or "_penstock_marks" in thing.__dict__ else hole_like(thing)
     if isinstance(thing, (list, tuple)) and not hasattr(thing, "_fields"):
         return type(thing)(_fresh(item) for item in thing)
     return thing

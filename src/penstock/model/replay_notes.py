@@ -27,7 +27,7 @@ class Notes:
 
     reads: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, list[list[Any]]] = field(default_factory=dict)
-    live: list[list[Any]] = field(default_factory=list)
+    live: list[list[list[Any]]] = field(default_factory=list)
     python_random: list[Any] | None = None
 
     def to_tensor(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ from penstock.model.replay_functions import (
 )
 from penstock.model.replay_holes import hole_like, imagine
 from penstock.model.replay_notes import Notes
-from penstock.model.replay_walk import Done, Frame, Mark, Walk, mark_of, set_mark, tensors_in
+from penstock.model.replay_walk import Done, Frame, Mark, Walk, marks_of, tensors_in
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
 
@@ -46,6 +46,7 @@ class Part:
         copied: the names of received values that the stage changes in place.
         is_dynamic: the way depends on data: notes are read and written.
         unimaginable: torch functions that cannot be done on holes.
+        readers: torch functions that turned out to read data.
         draws_python_random: the forward draws Python's own random numbers.
     """
 
@@ -58,6 +59,7 @@ class Part:
     copied: frozenset[str]
     is_dynamic: bool
     unimaginable: frozenset[Callable[..., Any]]
+    readers: frozenset[Callable[..., Any]]
     draws_python_random: bool
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
@@ -82,7 +84,7 @@ class Play(Walk):
         self.part, self.device, self.received, self.extra, self.notes = part, device, received, extra, notes
         self.known_shapes = known_shapes
         self.is_before = part.start > 0
-        self.holes: dict[str, torch.Tensor] = {}
+        self.holes: dict[str, list[torch.Tensor]] = {}
         self.hole_of: dict[Mark, torch.Tensor] = {}
         self.made: dict[str, torch.Tensor] = {}
         self.living: list[torch.Tensor] = []
@@ -94,7 +96,7 @@ class Play(Walk):
         given = []
         for index, tensor in enumerate(inputs):
             own = hole_like(tensor) if self.is_before else _alias(tensor)
-            self._mark(own, ("", -1, index))
+            self.mark(own, ("", -1, index))
             given.append(own)
         self._inputs = list(zip(given, inputs, strict=True))
         args, kwargs = arguments(given)
@@ -121,9 +123,8 @@ class Play(Walk):
         if last >= self.part.stop or self.is_before:
             result = self.inside(path, ordinal, call, args, kwargs)
         else:
-            start = self.serial
             result = call(*args, **kwargs)
-            self.mark_outputs(result, path, ordinal, start)
+            self.mark_outputs(result, path, ordinal)
         if self.part.is_dynamic and not self.is_before:
             given, _ = flatten((args, dict(kwargs)))
             self.notes.shapes[f"{path}#{ordinal}"] = [_describe(tensor, given) for tensor in flatten(result)[0]]
@@ -162,8 +163,10 @@ class Play(Walk):
                 self.alive[mark] = weakref.ref(tensor)
             return
         name = self.part.wanted.get(mark)
-        if name is not None:
-            (self.holes if self.is_before else self.made)[name] = tensor
+        if name is not None and self.is_before:
+            self.holes.setdefault(name, []).append(tensor)
+        elif name is not None:
+            self.made[name] = tensor
 
     def _survey(self) -> None:
         """Find the tensors that the model's code still holds, and write their marks into the notes."""
@@ -174,14 +177,14 @@ class Play(Walk):
             tensor = reference()
             if tensor is not None and not tensor.is_meta:
                 found[id(tensor)] = tensor
-        self.notes.live = [list(mark_of(tensor) or ()) for tensor in found.values()]
+        self.notes.live = [[list(mark) for mark in marks_of(tensor)] for tensor in found.values()]
         self.living = list(found.values())
 
     # --- before the stage: holes -----------------------------------------------------------------------------------
 
     def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Do a torch function on holes: shapes, no data, no random numbers."""
-        if is_read(function):
+        if is_read(function) or function in self.part.readers:
             return self._remember()
         if self._is_shaped_by_data(function, args):
             return self._remember(is_shape=True)
@@ -210,7 +213,6 @@ class Play(Walk):
     def _skip(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Return holes in place of what a call of an earlier stage returns."""
         given, _ = flatten((args, dict(kwargs)))
-        start = self.serial
         noted = self.notes.shapes.get(f"{path}#{ordinal}") if self.part.is_dynamic else None
         if noted is not None:
             template = self._template(path, ordinal, len(noted))
@@ -221,7 +223,7 @@ class Play(Walk):
             noted, template = self.known_shapes[key]
         leaves = [given[item[1]] if item[0] == "in" else _described(item) for item in noted]
         result = rebuild(template, leaves)
-        self.mark_outputs(result, path, ordinal, start)
+        self.mark_outputs(result, path, ordinal)
         return result
 
     def _template(self, path: str, ordinal: int, count: int) -> object:
@@ -232,14 +234,13 @@ class Play(Walk):
 
     def _rehearse(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
         """Make a call on holes, once, to learn the shapes of what it returns."""
-        marked, self.frames = self.frames, [Frame("(rehearsal)", 0, 0)]
-        wanted, before = self.on_marked, self.serial
-        self.on_marked = lambda tensor, mark: None  # type: ignore[method-assign]
+        frames, self.frames = self.frames, [Frame("(rehearsal)", 0)]
+        learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
         try:
             with self.switched(on=True):
                 result = call(*args, **kwargs)
         finally:
-            self.frames, self.on_marked, self.serial = marked, wanted, before  # type: ignore[method-assign]
+            self.frames, self.on_marked = frames, learn  # type: ignore[method-assign]
         tensors, template = flatten(result)
         return [_describe(tensor, given) for tensor in tensors], template
 
@@ -247,26 +248,27 @@ class Play(Walk):
         """Fill the holes that are needed with what was received, in place; from here on everything is real."""
         self.is_before = False
         for hole, tensor in self._inputs:
-            self._fill_one(hole, tensor, is_copied=f"{mark_of(hole)}" in self.part.copied)
+            self._fill_one(hole, tensor, is_copied=f"{marks_of(hole)[0]}" in self.part.copied)
         if self.part.is_dynamic:
-            for mark, tensor in zip(self.notes.live, self.extra, strict=True):
-                hole = self.hole_of.get((mark[0], mark[1], mark[2]))
-                if hole is not None:
-                    self._fill_one(hole, tensor, is_copied=True)
+            for marks, tensor in zip(self.notes.live, self.extra, strict=True):
+                for path, ordinal, number in marks:
+                    hole = self.hole_of.get((path, ordinal, number))
+                    if hole is not None:
+                        self._fill_one(hole, tensor, is_copied=True)
             self.hole_of.clear()
-            return
-        for name, hole in self.holes.items():
-            if name in self.received:
+        for name, holes in self.holes.items():
+            for hole in holes if name in self.received else ():
                 self._fill_one(hole, self.received[name], is_copied=name in self.part.copied)
 
     def _fill_one(self, hole: torch.Tensor, tensor: torch.Tensor, *, is_copied: bool) -> None:
-        mark = mark_of(hole)
-        filling = tensor.clone() if is_copied else _alias(tensor)
-        if not hole.is_meta or mark is None:
+        if not hole.is_meta:
             return
+        marks = marks_of(hole)
+        filling = tensor.clone() if is_copied else _alias(tensor)
         torch.utils.swap_tensors(hole, filling)
-        set_mark(hole, mark, 0)
-        self.on_marked(hole, mark)
+        hole.__dict__["_penstock_marks"] = marks
+        for mark in marks:
+            self.on_marked(hole, mark)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from penstock.model.parameters import held_tensors
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import is_imaginable
 from penstock.model.replay_shell import make_shell
-from penstock.model.replay_walk import Mark, Walk, mark_of, tensors_in
+from penstock.model.replay_walk import Mark, Walk, marks_of, tensors_in
 from penstock.model.structure import flatten
 
 __all__ = ["Recording", "Seen", "Unit", "record"]
@@ -80,6 +80,8 @@ class Recording:
     outputs: list[int]
     template_of: dict[tuple[str, int], object]
     unimaginable: frozenset[Callable[..., Any]] = frozenset()
+    readers: frozenset[Callable[..., Any]] = frozenset()
+    uncuttable: frozenset[int] = frozenset()
     draws_python_random: bool = False
 
 
@@ -169,14 +171,16 @@ class _Recorder(Walk):
         self.is_read, self.reads_where = False, ""
         self.early_held: set[int] = set()
         self.hollow: set[str] = set()
+        self.uncuttable: set[int] = set()  # a gradient taken in the forward needs all that it goes through in one place
         self.unimaginable: set[Callable[..., Any]] = set()
+        self.readers: set[Callable[..., Any]] = set()
         self.template_of: dict[tuple[str, int], object] = {}
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
         tensors = []
         for index, tensor in enumerate(call.tensors):
             alias = tensor.detach().view_as(tensor.detach()).requires_grad_(tensor.requires_grad)
-            self._mark(alias, ("", -1, index))
+            self.mark(alias, ("", -1, index))
             tensors.append(alias)
         args, kwargs = call.arguments(tensors)
         with torch.enable_grad(), self.watching(modules):
@@ -203,9 +207,8 @@ class _Recorder(Walk):
         versions = [tensor._version for tensor in given]
         for tensor in given:
             self._use(tensor, is_argument=True)
-        start = self.serial
         result = call(*args, **kwargs)
-        self.mark_outputs(result, path, ordinal, start)
+        self.mark_outputs(result, path, ordinal)
         self.template_of[path, ordinal] = flatten(result)[1]
         self._note_changes(given, versions)
         return result
@@ -218,14 +221,23 @@ class _Recorder(Walk):
             self._use(tensor)
         versions = [tensor._version for tensor in given]
         result = function(*args, **kwargs)
-        if is_read(function) or is_plain_result(result) or is_data_shaped(function, args):
+        if is_read(function) or is_data_shaped(function, args):
+            self._note_read()
+        elif is_plain_result(result):
+            self.readers.add(function)
             self._note_read()
         elif not is_imaginable(function, args, kwargs, result):
             self.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
+        if function is torch.autograd.grad:
+            first = min((s.producer for t in given for s in self._seen_of(t)), default=self.now)
+            self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
         self.mark_results(result)
         return result
+
+    def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
+        return [self.seen[tensor.__dict__["_penstock_seen"]]] if marks_of(tensor) else []
 
     def _note_read(self) -> None:
         from penstock.model.source import line_of_stack
@@ -236,7 +248,7 @@ class _Recorder(Walk):
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
             (self.units[self.now].held if self.units else self.early_held).add(id(tensor))
-        elif mark_of(tensor) is not None:
+        elif marks_of(tensor):
             index: int = tensor.__dict__["_penstock_seen"]
             self.seen[index].uses.add(self.now)
             if is_argument and index not in self.units[-1].inputs:
@@ -244,7 +256,7 @@ class _Recorder(Walk):
 
     def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version and mark_of(tensor) is not None:
+            if tensor._version != version and marks_of(tensor):
                 self.seen[tensor.__dict__["_penstock_seen"]].changes.add(self.now)
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
@@ -262,12 +274,13 @@ class _Recorder(Walk):
             self.units[0].held |= self.early_held
         for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
             if "_penstock_seen" not in tensor.__dict__:
-                self._mark(tensor, ("", 0, -1000 - len(self.seen)))
+                self.mark(tensor, ("", 0, -1000 - len(self.seen)))
         outputs = [tensor.__dict__["_penstock_seen"] for tensor in tensors]
         for index in outputs:
             self.seen[index].uses.add(self.now)
         for tensor in [seen.tensor for seen in self.seen]:
-            tensor.__dict__.pop("_penstock_mark", None)
+            tensor.__dict__.pop("_penstock_marks", None)
             tensor.__dict__.pop("_penstock_seen", None)
         return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of,
-                         frozenset(self.unimaginable))
+                         frozenset(self.unimaginable), frozenset(self.readers),
+                         frozenset(self.uncuttable))

@@ -53,6 +53,7 @@ def make_part(
         copied=frozenset(copied),
         is_dynamic=recording.is_read,
         unimaginable=recording.unimaginable,
+        readers=recording.readers,
         draws_python_random=recording.draws_python_random,
     )
 
@@ -185,7 +186,8 @@ class ReplayProgram:
         owned = {(id(module), key): name for module, kind, key, name in self._places if kind == "_buffers"}
         for module, buffers, attributes in before:
             for key, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and value.is_meta and attributes.get(key) is not value:
+                is_new = isinstance(value, torch.Tensor) and attributes.get(key) is not value
+                if is_new and (value.is_meta or key not in attributes):  # what is made once is made by every run
                     vars(module).pop(key)
                     vars(module).update({key: attributes[key]} if key in attributes else {})
             for key, old in buffers.items():

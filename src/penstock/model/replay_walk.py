@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-__all__ = ["Done", "Frame", "Mark", "Walk", "mark_of", "set_mark", "tensors_in"]
+__all__ = ["Done", "Frame", "Mark", "Walk", "marks_of", "tensors_in"]
 
 Mark = tuple[str, int, int]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
 
@@ -32,20 +32,18 @@ class Frame:
 
     path: str
     ordinal: int
-    first_serial: int
     count: int = 0
     reads: int = 0
 
 
-def mark_of(tensor: torch.Tensor) -> Mark | None:
-    """Return where a tensor came to be, if this walk knows it."""
-    found: tuple[Mark, int] | None = tensor.__dict__.get("_penstock_mark")
-    return None if found is None else found[0]
+def marks_of(tensor: torch.Tensor) -> list[Mark]:
+    """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know it.
 
-
-def set_mark(tensor: torch.Tensor, mark: Mark, serial: int) -> None:
-    """Write on a tensor where it came to be."""
-    tensor.__dict__["_penstock_mark"] = (mark, serial)
+    Some functions return now a new tensor and now the one they got (`contiguous`, `to`, `reshape`), and not always the
+    same on data and on holes: so what is handed on gets the mark that a new tensor would get, besides its own.
+    """
+    found: list[Mark] = tensor.__dict__.get("_penstock_marks", [])
+    return found
 
 
 def tensors_in(thing: object) -> Iterator[torch.Tensor]:
@@ -67,7 +65,6 @@ class Walk(TorchFunctionMode):
         super().__init__()
         self.frames: list[Frame] = []
         self.ordinals: dict[str, int] = {}
-        self.serial = 0
         self._is_off = False
 
     def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
@@ -79,7 +76,7 @@ class Walk(TorchFunctionMode):
         raise NotImplementedError
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Learn of a tensor that has come to be, or that has got another mark."""
+        """Learn of a tensor that has come to be, or that has got one more mark."""
 
     def __torch_function__(  # type: ignore[override]
         self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,38 +107,35 @@ class Walk(TorchFunctionMode):
 
     def inside(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Make a call and look at its inside; what it returns and did not get is marked as its output."""
-        frame = Frame(path, ordinal, self.serial)
-        self.frames.append(frame)
+        self.frames.append(Frame(path, ordinal))
         try:
             with self.switched(on=True):
                 result = call(*args, **kwargs)
         finally:
             self.frames.pop()
-        self.mark_outputs(result, path, ordinal, frame.first_serial)
+        self.mark_outputs(result, path, ordinal)
         return result
 
-    def mark_outputs(self, result: object, path: str, ordinal: int, first_serial: int) -> list[torch.Tensor]:
-        """Mark what a call returns and what came to be in it as its outputs; return all tensors of the result."""
+    def mark_outputs(self, result: object, path: str, ordinal: int) -> list[torch.Tensor]:
+        """Mark the tensors that a call returns as its outputs; return them."""
         from penstock.model.structure import flatten
 
         tensors, _ = flatten(result)
         for index, tensor in enumerate(tensors):
-            known = tensor.__dict__.get("_penstock_mark")
-            if known is None or known[1] >= first_serial:
-                self._mark(tensor, (path, ordinal, -1 - index))
+            self.mark(tensor, (path, ordinal, -1 - index))
         return tensors
 
     def mark_results(self, result: object) -> None:
-        """Mark what a torch function has made as the next tensors of the frame."""
+        """Mark what a torch function has returned as the next tensors of the frame."""
         frame = self.frames[-1]
         for tensor in tensors_in(result):
-            if "_penstock_mark" not in tensor.__dict__ and not isinstance(tensor, nn.Parameter):
-                self._mark(tensor, (frame.path, frame.ordinal, frame.count))
-                frame.count += 1
+            if not isinstance(tensor, nn.Parameter):
+                self.mark(tensor, (frame.path, frame.ordinal, frame.count))
+            frame.count += 1
 
-    def _mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        set_mark(tensor, mark, self.serial)
-        self.serial += 1
+    def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Write on a tensor where it came to be, or from where it was handed on."""
+        tensor.__dict__.setdefault("_penstock_marks", []).append(mark)
         self.on_marked(tensor, mark)
 
     @contextmanager

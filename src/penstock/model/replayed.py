@@ -175,7 +175,7 @@ def _uncuttable(recording: Recording) -> frozenset[int]:
     families: dict[int, list[Seen]] = {}
     for seen in recording.seen:
         families.setdefault(seen.tensor.untyped_storage()._cdata, []).append(seen)
-    cuts: set[int] = set()
+    cuts: set[int] = set(recording.uncuttable)
     for family in families.values():
         changes = [change for seen in family for change in seen.changes]
         for cut in range(1, max(changes, default=0) + 1):

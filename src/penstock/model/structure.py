@@ -87,7 +87,7 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
     kind = type(item)
     if isinstance(item, tuple):
         if hasattr(kind, "_fields"):
-            return tuple(item), lambda parts: kind(*parts)
+            return tuple(item), kind._make  # no checks of its own: these tensors may be mere shapes
         if kind is tuple:
             return tuple(item), tuple
         if kind.__module__ == "torch.return_types":

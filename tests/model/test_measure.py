@@ -145,16 +145,18 @@ def test_an_input_that_is_changed_in_place_stays_with_its_owner():
     assert torch.equal(example, torch.ones(2, 4))
 
 
-def test_repeated_blocks_are_measured_once(no_clock):
+@pytest.mark.parametrize(("path", "nodes_of_block"), [("export", 4), ("direct", 1)])
+def test_repeated_blocks_are_measured_once(no_clock, path, nodes_of_block):
     def timings(num_blocks):
         no_clock.clear()
-        profile = measure(capture(nn.Sequential(*(Block(8) for _ in range(num_blocks))), torch.randn(4, 8)))
+        model = nn.Sequential(*(Block(8) for _ in range(num_blocks)))
+        profile = measure(capture(model, torch.randn(4, 8), path=path))
         return len(no_clock), profile
 
     (few, _), (many, profile) = timings(2), timings(9)
     assert many == few
-    assert len(profile.graph.nodes) == 9 * 4
-    assert profile.forward.tolist() == [1.0] * 36
+    assert len(profile.graph.nodes) == 9 * nodes_of_block
+    assert profile.forward.tolist() == [1.0] * 9 * nodes_of_block
 
 
 def test_another_shape_or_a_missing_gradient_is_another_kind(no_clock):
@@ -173,10 +175,10 @@ def test_both_gradients_together_take_what_a_full_backward_takes(no_clock):
     assert profile.weight_grad.tolist() == [1.0, 0.0]
 
 
-def saved_of(layer, *shape, column="saved_bytes"):
-    """Return what a layer keeps between two linear layers that would keep its input and output anyway."""
+def saved_of(layer, *shape, column="saved_bytes", path="auto"):
+    """Return what a layer keeps after a linear layer, which gives it an input that has a gradient."""
     model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), layer)
-    profile = measure(capture(model, torch.randn(*shape)), seconds_budget=0.01)
+    profile = measure(capture(model, torch.randn(*shape), path=path), seconds_budget=0.01)
     return getattr(profile, column)[1:].sum()
 
 
@@ -195,8 +197,9 @@ def saved_of(layer, *shape, column="saved_bytes"):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_saved_bytes_are_exact(layer, expected):
-    assert saved_of(layer, 4, 8) == expected
+@pytest.mark.parametrize("path", ["export", "direct", "replay"])
+def test_saved_bytes_are_exact(layer, expected, path):
+    assert saved_of(layer, 4, 8, path=path) == expected
 
 
 def test_a_tensor_that_two_nodes_keep_counts_once_at_the_first():

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from penstock.errors import CaptureError, PenstockError
+from penstock.errors import CaptureError, PenstockError, UsageError, nearest
+from penstock.model.direct import Direct, sequence_of
 from penstock.model.example import read_example
 from penstock.model.exported import Exported
 from penstock.model.graph import Graph
@@ -17,7 +18,7 @@ from penstock.model.source import line_of
 from penstock.model.stages import Chain
 from penstock.model.visit import Visitor
 
-__all__ = ["Captured", "capture"]
+__all__ = ["PATHS", "Captured", "capture"]
 
 
 class Captured(Protocol):
@@ -36,22 +37,48 @@ class Captured(Protocol):
         ...
 
 
-def capture(model: nn.Module, example: object, *, training: bool | None = None, path: str = "auto") -> Captured:
-    """Capture a model: by torch.export where that keeps what the model means, else by replay.
+PATHS = ("auto", "direct", "export", "replay")
+
+
+def capture(
+    model: nn.Module | Sequence[nn.Module],
+    example: object,
+    *,
+    training: bool | None = None,
+    path: str = "auto",
+    num_stages: int | None = None,
+) -> Captured:
+    """Capture a model: sequences directly, else by torch.export where that keeps what the model means, else by replay.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> captured = capture(model, torch.zeros(3, 4))
+    >>> captured.path, [str(captured.graph.values[v]) for v in captured.graph.crossing(2)]
+    ('sequential', ['float32[batch, 8]'])
 
     Args:
-        model: any module, unchanged; in any mode, on any device, also on meta.
+        model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of which
+            is called with what the one before returned (a tuple becomes several arguments).
         example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
         training: capture it in training or in evaluation; by default in the mode that it is in. The other mode is
             captured when a stage is first put into it.
-        path: "export" or "replay" to have one of the two; "auto" takes the first that works.
+        path: "direct", "export" or "replay" to have one of the three; "auto" takes the first that works.
+        num_stages: how many stages it will be cut into; a sequence of fewer modules is then not taken directly.
 
     Raises:
         CaptureError: when neither path can take it; says where each stopped, and what to do.
         UsageError: when the example cannot be right.
     """
+    if path not in PATHS:
+        raise UsageError(f"path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
+    if not isinstance(model, nn.Module):
+        return _stage_modules(model, example, training)
     model, call = plain_module(model), read_example(example)
     mode = model.training if training is None else training
+    sequence = sequence_of(model)
+    if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
+        return Direct(model, call, sequence, training=mode)
+    if path == "direct":
+        raise CaptureError("the model is no sequence of modules that could be taken directly")
     refusal = hooks_in(model) if path == "auto" else ""
     if path == "export" or (path == "auto" and not refusal):
         try:
@@ -66,6 +93,17 @@ def capture(model: nn.Module, example: object, *, training: bool | None = None, 
         raise CaptureError(_both(refusal, str(error))) from error
     except Exception as error:
         raise CaptureError(_both(refusal, f"{type(error).__name__}: {error} {line_of(error)}")) from error
+
+
+def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
+    wrong = [f"{module!r:.60}" for module in modules if not isinstance(module, nn.Module)]
+    if wrong or not modules:
+        raise UsageError(f"model: give an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}")
+    model = nn.ModuleList(modules)
+    mode = modules[0].training if training is None else training
+    model.training = mode
+    paths = [str(index) for index in range(len(modules))]
+    return Direct(model, read_example(example), paths, training=mode, spreads=True)
 
 
 def _both(first: str, second: str) -> str:

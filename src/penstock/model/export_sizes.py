@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
     """
     if isinstance(size, int):
         return int(size), 0
-    if not isinstance(size, torch.SymInt):
-        return None
+    return _fit(size.node.expr, symbols) if isinstance(size, torch.SymInt) else None
 
-    expression = size.node.expr
+
+@lru_cache(maxsize=4096)  # the same few expressions come by thousands of times
+def _fit(expression: Any, symbols: frozenset[Any]) -> tuple[int, int] | None:  # noqa: ANN401 - of sympy
     if not expression.free_symbols <= symbols:
         return None
     points = [expression.subs(dict.fromkeys(expression.free_symbols, n)) for n in (2, 3, 7, 24)]
@@ -28,6 +30,5 @@ def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
     at_2, at_3, at_7, at_24 = (int(point) for point in points)
     slope = at_3 - at_2
     fixed = at_2 - 2 * slope
-    if at_7 != fixed + 7 * slope or at_24 != fixed + 24 * slope:
-        return None
-    return fixed, slope
+    is_even = at_7 == fixed + 7 * slope and at_24 == fixed + 24 * slope
+    return (fixed, slope) if is_even else None

@@ -95,11 +95,9 @@ def trace(model: nn.Module, call: Call) -> Traced:
 def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     """Export with a batch size that nothing else is a multiple of, so that its traces can be told from other numbers.
 
-    One symbol stands for the batch, and is right for one sample too; where that is too much to ask, the trace is made
-    twice with what torch finds by itself, and must come out the same.
+    One symbol stands for the batch. Where the model sets its inputs' batches apart, the trace is made twice with what
+    torch finds by itself, and must come out the same.
     """
-    from torch.fx.experimental import _config
-
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
         shapes = tuple({0: size} if own else None for own in call.is_batched)
         tensors = call.resized(batch_size).tensors
@@ -108,15 +106,14 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
 
     unusual = _unusual_size(reduced, call)
     try:
-        with _config.patch(backed_size_oblivious=True):
-            program = export(unusual, torch.export.Dim("batch", min=1))
+        program = export(unusual, torch.export.Dim("batch"))
         for node, number in _numbers(program):
             if number and number % unusual == 0 and abs(number) < 2**31:
                 raise _Refused(f"the batch size is written into the trace {_where(node)}")
         return program
-    except _Refused:
-        raise
-    except Exception:
+    except Exception as error:
+        if "Constraints violated" not in str(error):
+            raise
         program = export(max(2, call.batch_size), torch.export.Dim.AUTO)
         again = export(max(2, call.batch_size) + 1, torch.export.Dim.AUTO)
         for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,7 +61,9 @@ def measure(
     _check_device(where)
     seconds = min(_MOST_SECONDS, seconds_budget / _TIMINGS / max(1, distinct_nodes(captured.graph)))
     stopwatch = _Stopwatch(where, repeats=repeats, seconds=seconds)
-    result = survey(captured, stopwatch, device=where, batch_size=batch_size, progress=progress)
+    with warnings.catch_warnings():  # torch's remark about its own first product in a thread of the autograd engine
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+        result = survey(captured, stopwatch, device=where, batch_size=batch_size, progress=progress)
     forward = in_queue([times.forward for times in result.found])
     backward = in_queue([times.backward for times in reversed(result.found)])[::-1]
     share = np.array([times.weight_share for times in result.found])

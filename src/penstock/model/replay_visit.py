@@ -29,7 +29,7 @@ def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *
     """
     shell = make_shell(model)
     if any(tensor.device != device for tensor in held_tensors(shell).values()):
-        _move(shell, device)
+        move_shell(shell, device)
     index_of = {(node.module, _ordinal(node.name)): index for index, node in enumerate(graph.nodes)}
     walk = _VisitWalk(shell, graph, visitor, index_of)
     args, kwargs = call.map(lambda tensor: tensor.detach().to(device)).arguments()
@@ -47,7 +47,7 @@ def _ordinal(name: str) -> int:
     return int(ordinal) if ordinal.isdigit() and "#" in name else 0
 
 
-def _move(shell: nn.Module, device: torch.device) -> None:
+def move_shell(shell: nn.Module, device: torch.device) -> nn.Module:
     """Put what a shell holds on another device, without touching the tensors it shares; what is tied stays tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in shell.modules():
@@ -59,6 +59,31 @@ def _move(shell: nn.Module, device: torch.device) -> None:
                         is_parameter = isinstance(tensor, nn.Parameter)
                         moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                     place[key] = moved[id(tensor)]  # type: ignore[assignment]
+    return shell
+
+
+def run_with(
+    visitor: Visitor, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    *, names: Sequence[str], held: Mapping[str, torch.Tensor],
+) -> Any:  # noqa: ANN401  # fmt: skip
+    """Show the call of a module to a visitor, and return what it returns."""
+    inputs, template = flatten((args, dict(kwargs)))
+    results: list[object] = []
+    local = held_tensors(module)
+    first_of: dict[int, str] = {}
+    for name, tensor in held.items():
+        first_of.setdefault(id(tensor), name)
+
+    def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        by_name = dict(zip(names, parameters, strict=True))
+        own = {name: by_name.get(first_of[id(tensor)], tensor) for name, tensor in local.items()}
+        new_args, new_kwargs = rebuild(template, list(given))
+        made, shape = flatten(functional_call(module, own, new_args, new_kwargs, tie_weights=False))
+        results.append(shape)
+        return made
+
+    made = visitor(index, run, inputs, [held[name] for name in names])
+    return rebuild(results[-1], made)
 
 
 class _VisitWalk(Walk):
@@ -80,24 +105,9 @@ class _VisitWalk(Walk):
         index = self.index_of.get((path, ordinal))
         if index is None or self.is_in_unit:
             return call(*args, **kwargs)
-        module, names = self.modules[path], self.graph.nodes[index].parameters
-        inputs, template = flatten((args, dict(kwargs)))
-        results: list[object] = []
-        local = {name: tensor for name, tensor in held_tensors(module).items()}
-        global_of = {id(tensor): name for name, tensor in self.held.items()}
-
-        def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            by_name = dict(zip(names, parameters, strict=True))
-            own = {name: by_name.get(global_of[id(tensor)], tensor) for name, tensor in local.items()}
-            new_args, new_kwargs = rebuild(template, list(given))
-            self.is_in_unit = True
-            try:
-                result = functional_call(module, own, new_args, new_kwargs, tie_weights=False)
-            finally:
-                self.is_in_unit = False
-            made, shape = flatten(result)
-            results.append(shape)
-            return made
-
-        made = self.visitor(index, run, inputs, [self.held[name] for name in names])
-        return rebuild(results[-1], made)
+        self.is_in_unit = True
+        try:
+            names = self.graph.nodes[index].parameters
+            return run_with(self.visitor, index, self.modules[path], args, kwargs, names=names, held=self.held)
+        finally:
+            self.is_in_unit = False

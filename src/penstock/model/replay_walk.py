@@ -129,7 +129,8 @@ class Walk(TorchFunctionMode):
         """Mark what a torch function has returned as the next tensors of the frame."""
         frame = self.frames[-1]
         for tensor in tensors_in(result):
-            if not isinstance(tensor, nn.Parameter):
+            is_inner = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # inside of vmap: never leaves it
+            if not isinstance(tensor, nn.Parameter) and not is_inner:
                 self.mark(tensor, (frame.path, frame.ordinal, frame.count))
             frame.count += 1
 

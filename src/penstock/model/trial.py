@@ -61,7 +61,10 @@ class Trial:
 
     def given(self) -> list[torch.Tensor]:
         """Return the tensors to run with: the leaves, or copies of them that may be changed."""
-        return [tensor.clone() for tensor in self.inputs] if self.writes_inputs else self.inputs
+        if not self.writes_inputs:
+            return self.inputs
+        with torch.enable_grad():  # also where the visit itself keeps no history
+            return [tensor.clone() for tensor in self.inputs]
 
     def forward(self, given: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Run the node and return its outputs, with the graph that leads back to the leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["parse_bytes", "parse_seconds", "printable", "show_bytes", "show_seconds", "show_share"]
+__all__ = ["parse_bytes", "parse_seconds", "printable", "show_bytes", "show_count", "show_seconds", "show_share"]
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -30,6 +30,18 @@ def show_bytes(number: float) -> str:
         number /= 1024
         unit += 1
     return f"{number:.4g} {_BYTE_UNITS[unit]}"
+
+
+def show_count(number: float) -> str:
+    """Return a count with a unit that suits it.
+
+    >>> show_count(950), show_count(124_439_808), show_count(7e9)
+    ('950', '124.4 M', '7 G')
+    """
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:g}"
 
 
 def show_share(share: float) -> str:

@@ -1,0 +1,238 @@
+"""The direct path: a sequence of modules, each called with what the one before returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.model.example import Call
+from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.match import held_by_stage
+from penstock.model.modes import RandomStates, in_mode
+from penstock.model.parameters import held_tensors, main_device, read_parameters
+from penstock.model.replay_shell import make_shell
+from penstock.model.replay_visit import move_shell, run_with
+from penstock.model.stages import Chain, Held, Results, Stage
+from penstock.model.structure import flatten, rebuild
+from penstock.model.visit import Visitor
+
+__all__ = ["Direct", "sequence_of"]
+
+
+def sequence_of(model: nn.Module) -> list[str] | None:
+    """Return the paths of the modules that a model calls one after the other, or None if it is no plain sequence.
+
+    A sequence in a sequence is taken apart too. Hooks on a sequence, or a forward of its own, make it a module like any.
+    """
+    if type(model).forward is not nn.Sequential.forward or _has_hooks(model):
+        return None
+    paths: list[str] = []
+    for name, child in model.named_children():
+        inner = sequence_of(child) if isinstance(child, nn.Sequential) else None
+        paths += [name] if inner is None else [f"{name}.{path}" for path in inner]
+    return paths
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._compiled_call_impl)
+
+
+class _Between:
+    """What stands between two modules: the arguments of the second as a template, and the tensors in it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.tensors, self.template = flatten((args, dict(kwargs)))
+        self.is_changed = [False] * len(self.tensors)
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = rebuild(self.template, tensors)
+        return args, kwargs
+
+
+class Direct:
+    """A sequence of modules; `spreads` says whether a tuple that one returns becomes the arguments of the next."""
+
+    def __init__(self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False) -> None:
+        self.model, self.call, self.training, self.paths, self.spreads = model, call, training, paths, spreads
+        self.path = "stage modules" if spreads else "sequential"
+        self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
+        self._places_of: dict[bool, list[_Between]] = {}
+        places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
+        self.graph = self._graph(places, others)
+
+    def _places(self, training: bool) -> list[_Between]:
+        if training not in self._places_of:
+            with in_mode(self.model, training=training):
+                self._places_of[training] = self._run(self.call)
+        return self._places_of[training]
+
+    def _run(self, call: Call) -> list[_Between]:
+        """Run all modules once and return what stood before each of them, and after the last."""
+        states = RandomStates()
+        shell = make_shell(self.model)
+        buffers = [(buffer, buffer.clone()) for buffer in shell.buffers() if not buffer.is_meta]
+        place = _Between(*call.arguments([t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]))
+        places = [place]
+        try:
+            with torch.enable_grad():
+                for path in self.paths:
+                    # a leaf cannot be changed in place, and what is handed on must not be
+                    inside = [_linked(tensor) for tensor in place.tensors]
+                    versions = [tensor._version for tensor in inside]
+                    args, kwargs = place.arguments(inside)
+                    result = shell.get_submodule(path)(*args, **kwargs)
+                    place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
+                    place = _Between(*self._next(result))
+                    places.append(place)
+        finally:
+            states.restore()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return places
+
+    def _next(self, result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (tuple(result) if self.spreads and isinstance(result, tuple) else (result,)), {}
+
+    def _graph(self, places: list[_Between], others: list[_Between]) -> Graph:
+        parameters, first_of = read_parameters(self.model)
+        values = [_value(f"input:{self.call.names[i]}", -1, *pair, self.call) for i, pair in _pairs(places[0], others[0])]
+        before: tuple[int, ...] = tuple(range(len(values)))
+        nodes = []
+        for index, path in enumerate(self.paths):
+            module = self.model.get_submodule(path)
+            made = [
+                _value(f"value_{index}_{i}", index, *pair, self.call) for i, pair in _pairs(places[index + 1], others[index + 1])
+            ]
+            outputs = tuple(range(len(values), len(values) + len(made)))
+            values += made
+            held = [first_of[f"{path}.{name}"] for name in held_tensors(module)]
+            shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
+            nodes.append(
+                Node(
+                    name=path,
+                    op=type(module).__name__,
+                    module=path,
+                    inputs=before,
+                    outputs=outputs,
+                    parameters=tuple(dict.fromkeys(held)),
+                    signature=f"{type(module).__qualname__}({module.extra_repr()}){shapes}",
+                )
+            )
+            before = outputs
+        return Graph(
+            tuple(nodes), tuple(values), tuple(range(len(self.call.tensors))), before, parameters, self.call.batch_size
+        )
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        ranges, held = self.graph.stages(cuts), held_by_stage(self.graph, cuts)
+        tensors = held_tensors(self.model)
+        stages = []
+        for index, nodes in enumerate(ranges):
+            made: dict[bool, DirectProgram] = {}
+
+            def program(training: bool, nodes: range = nodes, made: dict[bool, DirectProgram] = made) -> DirectProgram:
+                if training not in made:
+                    with in_mode(self.model, training=training):
+                        made[training] = DirectProgram(self, nodes, self._places(training))
+                return made[training]
+
+            own = {name: tensors[name] for name in held[index]}
+            stages.append(Stage(index, tensors=own, program_of=program).train(self.training))
+
+        def results(training: bool) -> Results:
+            last = self._places(training)[-1]
+            template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the one argument of a next module
+            count = len(last.tensors)
+            return Results(template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
+
+        return Chain(stages, example=self.call, results_of=results)
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, module by module, on a device (also "meta") and for a batch size; show each to a visitor."""
+        where = device or main_device(self.model, self.call)
+        call = self.call if batch_size is None else self.call.resized(batch_size)
+        with in_mode(self.model, training=self.training), torch.no_grad():
+            shell = move_shell(make_shell(self.model), where)
+            args, kwargs = call.map(lambda tensor: tensor.detach().to(where)).arguments()
+            held = held_tensors(shell)
+            for index, path in enumerate(self.paths):
+                names = self.graph.nodes[index].parameters
+                result = run_with(visitor, index, shell.get_submodule(path), args, kwargs, names=names, held=held)
+                args, kwargs = self._next(result)
+
+
+class DirectProgram:
+    """Calls the modules of one stage, in a shell of its own."""
+
+    def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
+        self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
+        shell = make_shell(direct.model)
+        self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
+        self.inputs = _names(direct, nodes.start, len(self._place.tensors))
+        self.outputs = _names(direct, nodes.stop, len(self._end.tensors))
+        first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
+        self._places = [
+            (getattr(module, kind), key, first_of[f"{path}.{key}"])
+            for index in nodes
+            for path, module in _modules_below(shell, direct.paths[index])
+            for kind in ("_parameters", "_buffers")
+            for key, tensor in getattr(module, kind).items()
+            if tensor is not None
+        ]
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Call the modules in order."""
+        del batch_size
+        for place, key, name in self._places:
+            place[key] = held.get(name)
+        given = [v.clone() if c else v for v, c in zip(values, self._place.is_changed, strict=True)]
+        args, kwargs = self._place.arguments(given)
+        for module in self._modules:
+            result = module(*args, **kwargs)
+            args, kwargs = self._direct._next(result)
+        tensors, _ = flatten((args, kwargs))
+        for place, key, name in self._places:  # buffers that a module gave another tensor
+            if place[key] is not held.get(name):
+                held.set(name, place[key])
+        if len(tensors) != len(self.outputs):
+            raise CaptureError(f"a module returned {len(tensors)} tensors and {len(self.outputs)} when it was captured")
+        return tuple(tensors)
+
+
+def _modules_below(shell: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    root = shell.get_submodule(path)
+    return [(f"{path}.{name}" if name else path, module) for name, module in root.named_modules(remove_duplicate=False)]
+
+
+def _names(direct: Direct, cut: int, count: int) -> tuple[str, ...]:
+    if cut == 0:
+        return tuple(f"input:{name}" for name in direct.call.names)
+    return tuple(f"value_{cut - 1}_{i}" for i in range(count))
+
+
+def _linked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+
+
+def _pairs(a: _Between, b: _Between) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    if len(a.tensors) != len(b.tensors):
+        raise CaptureError("a module returns another number of tensors for another batch size")
+    return list(enumerate(zip(a.tensors, b.tensors, strict=True)))
+
+
+def _value(name: str, producer: int, tensor: torch.Tensor, other: torch.Tensor, call: Call) -> Value:
+    slopes = [b - a for a, b in zip(tensor.shape, other.shape, strict=True)]
+    return Value(
+        name=name,
+        producer=producer,
+        shape=tuple(Size(a - slope * call.batch_size, slope) for a, slope in zip(tensor.shape, slopes, strict=True)),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        item_bytes=tensor.element_size(),
+        has_grad=tensor.requires_grad,
+    )

@@ -1,0 +1,119 @@
+"""Stage modules: which modules a run of nodes covers, in few words: `transformer.{wte, h.0–5}, lm_head`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.model.graph import Graph
+
+__all__ = ["module_parts", "shorten"]
+
+_MOST_PARTS = 6  # that a list grows to while it is made finer
+_PART = " (part)"
+
+
+@dataclass
+class _Branch:
+    """A module in the tree of modules: how many nodes happen in it and below, in the graph and in the stage."""
+
+    path: str
+    num_nodes: int = 0
+    num_here: int = 0
+    first: int = -1  # the stage's first node in it
+    children: dict[str, _Branch] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_here == self.num_nodes
+
+    @property
+    def here(self) -> list[_Branch]:
+        """The children that the stage touches, in the order it does."""
+        return sorted((child for child in self.children.values() if child.num_here), key=lambda child: child.first)
+
+    @property
+    def has_list(self) -> bool:
+        """Is there a list of modules below it, as the layers of a model?"""
+        return any(name.isdigit() or child.has_list for name, child in self.children.items())
+
+
+def module_parts(graph: Graph, nodes: range) -> tuple[str, ...]:
+    """Return the paths of the modules that some nodes cover, in the order they run; of those cut apart, with "(part)".
+
+    A module is named by the largest one that lies wholly in the stage. One that is cut is named by what lies in it as
+    long as the list stays short, down to a member of the innermost list of modules.
+    """
+    root = _tree(graph, nodes)
+    if root.is_whole:
+        return ("the whole model",)
+    parts = [root]
+    while True:
+        finer = [part for part in parts if not part.is_whole and part.here and (part.has_list or len(parts) == 1)]
+        for part in sorted(finer, key=lambda part: -part.num_here):
+            at = parts.index(part)
+            longer = [*parts[:at], *part.here, *parts[at + 1 :]]
+            if len(_merged(_named(longer))) <= _MOST_PARTS or part is root:
+                parts = longer
+                break
+        else:
+            return tuple(_named(sorted(parts, key=lambda part: part.first)))
+
+
+def _tree(graph: Graph, nodes: range) -> _Branch:
+    root = _Branch("")
+    for index, node in enumerate(graph.nodes):
+        branch = root
+        for name in ["", *node.module.split(".")] if node.module else [""]:
+            if name:
+                path = f"{branch.path}.{name}" if branch.path else name
+                branch = branch.children.setdefault(name, _Branch(path))
+            branch.num_nodes += 1
+            if index in nodes:
+                branch.num_here += 1
+                branch.first = index if branch.first < 0 else branch.first
+    return root
+
+
+def _named(parts: Iterable[_Branch]) -> list[str]:
+    return [(part.path or "the model") + ("" if part.is_whole else _PART) for part in parts]
+
+
+def _merged(names: Sequence[str]) -> list[str]:
+    """Write numbered neighbours as one: h.0, h.1, h.2 as h.0–2."""
+    merged: list[str] = []
+    last: tuple[str, int, int] | None = None  # of the run so far: its stem, first and last number
+    for name in names:
+        found = re.fullmatch(r"(.*?)(\d+)", name)
+        if found and last and last[0] == found[1] and int(found[2]) == last[2] + 1:
+            last = (last[0], last[1], int(found[2]))
+            merged[-1] = f"{last[0]}{last[1]}–{last[2]}"
+        else:
+            last = (found[1], int(found[2]), int(found[2])) if found else None
+            merged.append(name)
+    return merged
+
+
+def shorten(parts: Sequence[str]) -> str:
+    """Return module paths in few words: runs of numbers merged, what neighbours have in common written once.
+
+    >>> shorten(["net.wte", "net.h.0", "net.h.1", "net.h.2 (part)", "head"])
+    'net.{wte, h.0–1, h.2 (part)}, head'
+    """
+    groups: list[tuple[str, list[str]]] = []
+    for name in _merged(parts):
+        top, _, rest = name.partition(".")
+        if rest and groups and groups[-1][0] == top:
+            groups[-1][1].append(rest)
+        else:
+            groups.append((top, [rest] if rest else []))
+    return ", ".join(_grouped(top, rests) for top, rests in groups)
+
+
+def _grouped(top: str, rests: list[str]) -> str:
+    if len(rests) < 2:
+        return ".".join([top, *rests])
+    tops = {rest.partition(".")[0] for rest in rests}
+    inner = shorten(rests)
+    return f"{top}.{inner}" if len(tops) == 1 and inner.count("{") == 1 and inner.endswith("}") else f"{top}.{{{inner}}}"

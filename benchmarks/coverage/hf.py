@@ -14,7 +14,7 @@ GROUPS: dict[str, list[str]] = {
         ministral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text phi phi3 falcon bloom mpt opt xglm biogpt
         stablelm starcoder2 olmo olmo2 olmo3 cohere cohere2 glm glm4 granite helium nemotron persimmon smollm3
         exaone4 arcee apertus diffllama modernbert-decoder bitnet doge vaultgemma nanochat seed_oss ernie4_5
-        cpmant reformer xlnet bert-generation
+        cpmant xlnet bert-generation
     """),
     "mixture of experts": names("""
         mixtral qwen2_moe qwen3_moe olmoe deepseek_v2 deepseek_v3 dbrx gpt_oss granitemoe granitemoeshared phimoe
@@ -58,7 +58,7 @@ GROUPS: dict[str, list[str]] = {
     """),
 }
 
-# those left out have no model of their own, need packages beyond torch, or take seconds
+# left out: no model of its own, packages beyond torch, seconds for a step, or seeds of its own (reformer)
 ALL = names("""
     EvollaModel afmoe aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model align_vision_model
     altclip altclip_text_model altclip_vision_model apertus arcee aria_text audio-spectrogram-transformer
@@ -110,9 +110,9 @@ ALL = names("""
     qwen2_5_vl_text qwen2_5_vl_vision qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text qwen2_vl_vision qwen3
     qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_moe_vision qwen3_5_text qwen3_5_vision qwen3_moe qwen3_next
     qwen3_omni_moe_text qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
-    qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision qwen4_exp_vision radio recurrent_gemma reformer regnet
-    rembert resnet rf_detr rf_detr_dinov2 roberta roberta-prelayernorm roc_bert roformer rt_detr_resnet rwkv sam
-    sam3 sam3_lite_text sam3_lite_text_text_model sam3_vision_model sam3_vit_model sam_hq sam_hq_vision_model
+    qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision qwen4_exp_vision radio recurrent_gemma regnet rembert
+    resnet rf_detr rf_detr_dinov2 roberta roberta-prelayernorm roc_bert roformer rt_detr_resnet rwkv sam sam3
+    sam3_lite_text sam3_lite_text_text_model sam3_vision_model sam3_vit_model sam_hq sam_hq_vision_model
     sam_vision_model seamless_m4t seamless_m4t_v2 seed_oss segformer sew sew-d shieldgemma2 siglip siglip2
     siglip2_text_model siglip2_vision_model siglip_text_model siglip_vision_model slanext slanext_vision smollm3
     smolvlm smolvlm_vision solar_open speech-encoder-decoder speech_to_text speecht5 splinter squeezebert

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.options import numbers
 from penstock.errors import CostError, ScheduleError, UsageError
 from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate
@@ -120,7 +120,7 @@ class Job:
         return Result(schedule, simulate(lowered, costs), over_limit=any(fault.kind == "memory" for fault in faults))
 
     def _limit(self) -> Any:  # noqa: ANN401 - one number or several
-        return _numbers("memory-limit", self.memory_limit, parse_bytes)
+        return numbers("memory-limit", self.memory_limit, parse_bytes)
 
     def _schedule(self, name: str) -> Schedule:
         if _is_file(name):
@@ -170,13 +170,13 @@ class Job:
         """Return costs a stage; one number is a lane's, shared evenly by its stages."""
         share = num_lanes / num_stages
         given = {
-            name: _numbers(name.replace("_", "-"), text, parse)
+            name: numbers(name.replace("_", "-"), text, parse)
             for texts, parse in ((self.seconds, parse_seconds), (self.held, parse_bytes))
             for name, text in (texts or {}).items()
         }
         spread = {name: value * share if isinstance(value, float) else value for name, value in given.items()}
         known = {name: value for name, value in spread.items() if value is not None}
-        return Costs(transfer=_numbers("transfer", self.transfer, parse_seconds) or 0.0, **known)
+        return Costs(transfer=numbers("transfer", self.transfer, parse_seconds) or 0.0, **known)
 
 
 def _is_file(name: str) -> bool:
@@ -199,14 +199,3 @@ def _default_stages(name: str) -> int:
     parameter = inspect.signature(entry.builder).parameters.get("stages_per_lane")
     default = parameter.default if parameter is not None else None
     return entry.stages_per_lane or (default if isinstance(default, int) else 1)
-
-
-def _numbers(option: str, text: str, parse: Callable[[str], float]) -> Any:  # noqa: ANN401 - one number or several
-    """Read one number, or several with commas; None for nothing."""
-    if not text.strip():
-        return None
-    try:
-        numbers = [parse(word) for word in text.split(",")]
-    except ValueError:
-        raise CostError(f"--{option}: {text!r} is not a number, or numbers with commas between them") from None
-    return numbers[0] if len(numbers) == 1 else numbers

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.demo import demo
+from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
 
 __all__ = ["app", "run"]
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(simulate)
+app.command()(profile)
 app.command()(demo)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +20,10 @@ from penstock.report.format import printable, show_bytes, show_seconds, show_sha
 from penstock.report.text import draw_text
 from penstock.schedules import describe, names
 
-__all__ = ["charts", "list_schedules", "note", "run_with_progress", "table"]
+if TYPE_CHECKING:
+    from penstock.planning.explanation import Explanation
+
+__all__ = ["charts", "explanation", "list_schedules", "note", "progress", "run_with_progress", "table"]
 
 _MOST_CHARTS = 4
 
@@ -56,6 +62,42 @@ def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
             results.append(job.run(name, must_fit=name == job.schedules[0]))
             progress.advance(task)
     return results
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows, in a terminal, what is being done, how much is done, and of how much."""
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=None, count="")
+
+        def tell(what: str, done: int, total: int) -> None:
+            # of one piece of work nobody knows how much is done
+            bar.update(
+                task,
+                description=what,
+                completed=done,
+                total=total if total > 1 else None,
+                count=f"{done} of {total}" if total > 1 else "",
+            )
+
+        yield tell
+
+
+def explanation(found: Explanation) -> None:
+    """Print the tables of an explanation, as wide as the terminal."""
+    console = Console()
+    width = console.width if console.is_terminal else None
+    typer.echo(found.to_text(width=width, color=console.is_terminal and not console.no_color))
 
 
 def table(results: list[Result]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,6 +107,7 @@ def simulate(
     """
     from penstock.cli import show
     from penstock.cli.job import Job
+    from penstock.cli.options import check_outputs
 
     if list_all:
         show.list_schedules(as_json=as_json)
@@ -125,7 +125,7 @@ def simulate(
         memory_limit=memory_limit,
     )
     job.check()
-    _check_outputs([path for path in (html, chrome, csv) if path is not None])
+    check_outputs([path for path in (html, chrome, csv) if path is not None])
     results = show.run_with_progress(job, quiet=as_json)
     written = _write(results, html=html, chrome=chrome, csv=csv)
     if as_json:
@@ -138,17 +138,6 @@ def simulate(
         show.note(f"{what}: {path}")
     if csv is not None and (results[0].schedule.is_bidirectional or results[0].schedule.versions is not None):
         show.note("torch has no words for stages on two lanes, or for updates within a step: it will refuse this CSV")
-
-
-def _check_outputs(paths: list[Path]) -> None:
-    """Say beforehand which files cannot be written, so that none is when one cannot."""
-    from penstock.errors import UsageError
-    from penstock.files import check_writable
-
-    for path in paths:
-        check_writable(path)
-    if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise UsageError("two outputs have the same name")
 
 
 def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:

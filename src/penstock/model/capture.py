@@ -72,7 +72,8 @@ def capture(
         raise UsageError(f"path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
     if not isinstance(model, nn.Module):
         return _stage_modules(model, example, training)
-    model, call = plain_module(model), read_example(example)
+    model = plain_module(model)
+    call = read_example(example, model)
     mode = model.training if training is None else training
     sequence = sequence_of(model)
     if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
@@ -103,7 +104,7 @@ def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool
     mode = modules[0].training if training is None else training
     model.training = mode
     paths = [str(index) for index in range(len(modules))]
-    return Direct(model, read_example(example), paths, training=mode, spreads=True)
+    return Direct(model, read_example(example, modules[0]), paths, training=mode, spreads=True)
 
 
 def _both(first: str, second: str) -> str:

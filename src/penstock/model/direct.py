@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.example import Call
+from penstock.model.example import Call, parameter_names
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.match import held_by_stage
 from penstock.model.modes import RandomStates, in_mode
@@ -45,7 +45,7 @@ class _Between:
     """What stands between two modules: the arguments of the second as a template, and the tensors in it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.tensors, self.template = flatten((args, dict(kwargs)))
+        self.tensors, self.template = flatten((args, dict(kwargs)), apart=True)
         self.is_changed = [False] * len(self.tensors)
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,7 +151,7 @@ class Direct:
             count = len(last.tensors)
             return Results(template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
-        return Chain(stages, example=self.call, results_of=results)
+        return Chain(stages, example=self.call, parameter_names=parameter_names(self.model.get_submodule(self.paths[0]) if self.spreads else self.model), results_of=results)
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, module by module, on a device (also "meta") and for a batch size; show each to a visitor."""
@@ -170,6 +170,8 @@ class Direct:
 class DirectProgram:
     """Calls the modules of one stage, in a shell of its own."""
 
+    reassigned: tuple[str, ...] = ()
+
     def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
         self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
         shell = make_shell(direct.model)
@@ -185,6 +187,7 @@ class DirectProgram:
             for key, tensor in getattr(module, kind).items()
             if tensor is not None
         ]
+        self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""
@@ -196,7 +199,7 @@ class DirectProgram:
         for module in self._modules:
             result = module(*args, **kwargs)
             args, kwargs = self._direct._next(result)
-        tensors, _ = flatten((args, kwargs))
+        tensors, _ = flatten((args, kwargs), apart=True)
         for place, key, name in self._places:  # buffers that a module gave another tensor
             if place[key] is not held.get(name):
                 held.set(name, place[key])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["Call", "read_call", "read_example"]
+__all__ = ["Call", "parameter_names", "read_call", "read_example"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Call:
         tensors: every tensor in it, once.
         names: a name for each.
         template: the positional and keyword arguments with slots for the tensors.
+        constants: for each argument the template of it.
         is_batched: which tensors have the batch as their first dimension.
         batch_size: how many samples.
     """
@@ -29,6 +32,7 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     template: object = field(repr=False)
+    constants: Mapping[str, object] = field(repr=False)
     is_batched: tuple[bool, ...]
     batch_size: int
 
@@ -54,40 +58,54 @@ class Call:
         return replace(self, tensors=tensors, batch_size=batch_size)
 
 
-def read_example(example: object) -> Call:
+def read_example(example: object, model: nn.Module | None = None) -> Call:
     """Read how a model is called: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
 
     >>> call = read_example({"x": torch.zeros(4, 2), "scale": 2.0})
     >>> call.names, call.batch_size
     (('x',), 4)
 
+    Args:
+        example: the arguments.
+        model: whose forward gives the positional ones their names.
+
     Raises:
         UsageError: when there is no tensor in it, or none with a first dimension.
     """
     if isinstance(example, Call):
         return example
-    return read_call(*_arguments(example))
+    return read_call(*_arguments(example), parameter_names(model) if model is not None else ())
 
 
-def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Read the arguments of a call.
+def parameter_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the positional parameters of a model's forward, as far as they can be known."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()) -> Call:
+    """Read the arguments of a call; `names` are those of the positional parameters.
 
     Raises:
         UsageError: when there is no tensor in them, or none with a first dimension.
     """
-    tensors, template = flatten((args, kwargs))
-    if not tensors:
-        raise UsageError("the example holds no tensor to take the batch size from")
+    positional = {names[i] if i < len(names) else f"input_{i}": arg for i, arg in enumerate(args)}
+    tensors, template = flatten((args, dict(kwargs)), apart=True)
     first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if first is None:
-        raise UsageError("the example holds no tensor with a first dimension to take the batch size from")
+        what = "no tensor" if not tensors else "no tensor with a first dimension"
+        raise UsageError(f"the example holds {what} to take the batch size from")
     size = int(first.shape[0])
     if size == 0:
         raise UsageError("the example holds no samples: the first dimension of its first tensor is 0")
     return Call(
         tensors=tuple(tensors),
-        names=_names(args, kwargs, tensors),
+        names=tuple(_tensor_names({**positional, **kwargs})),
         template=template,
+        constants={name: flatten(item, apart=True)[1] for name, item in {**positional, **kwargs}.items()},
         is_batched=tuple(tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors),
         batch_size=size,
     )
@@ -105,17 +123,9 @@ def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise UsageError(f"example: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}")
 
 
-def _names(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[str, ...]:
+def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:
     """Name each tensor after the argument that it came in."""
-    name_of: dict[int, str] = {}
-    for key, item in [*((f"input_{i}", arg) for i, arg in enumerate(args)), *kwargs.items()]:
-        inside, template = flatten(item)
-        for index, tensor in enumerate(inside):
-            name_of.setdefault(id(tensor), key if isinstance(template, Slot) else f"{key}_{index}")
-    taken: dict[str, int] = {}
-    for tensor in tensors:
-        name = name_of[id(tensor)]
-        taken[name] = taken.get(name, 0) + 1
-        if taken[name] > 1:
-            name_of[id(tensor)] = f"{name}_{taken[name]}"
-    return tuple(name_of[id(tensor)] for tensor in tensors)
+    for name, item in arguments.items():
+        inside, template = flatten(item, apart=True)
+        for index in range(len(inside)):
+            yield name if isinstance(template, Slot) else f"{name}.{index}"

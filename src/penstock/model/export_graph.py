@@ -19,7 +19,7 @@ from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.parameters import read_parameters
 from penstock.model.source import line_of_trace
 
-__all__ = ["ExportGraph", "read_graph"]
+__all__ = ["ExportGraph", "read_graph", "written_by"]
 
 _FORGOTTEN = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 # these may hand on the very tensor that they get, though their schema does not say so
@@ -90,7 +90,7 @@ class _Reader:
         output = next(node for node in self.program.graph.nodes if node.op == "output")
         returned = self._returned(output.args[0])
         self._remove_dead(output)
-        mutated = {name for node in self._calls() for name in self._held_names(_written(node))}
+        mutated = {name for node in self._calls() for name in self._held_names(written_by(node))}
         mutated |= set(self.traced.reassigned)
         self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
         self.families = _Families(self._calls())
@@ -223,7 +223,7 @@ class _Reader:
         Returns:
             What these were before, which the node thereby uses, and what they are now.
         """
-        written = [argument for argument in _written(node) if argument in self.versions_of]
+        written = [argument for argument in written_by(node) if argument in self.versions_of]
         if not written:
             return [], []
         members = {m for argument in written for m in self.families.of(argument) if m in self.versions_of}
@@ -327,7 +327,7 @@ def _tensor_arguments(node: fx.Node) -> Iterator[fx.Node]:
     yield from (argument for argument in node.all_input_nodes)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node changes in place."""
     op = op_of(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
@@ -370,7 +370,7 @@ class _Families:
             for made in (node, *(user for user in node.users if _is_part(user))):
                 for other in _aliased(node):
                     self._parent[self._find(made)] = self._find(other)
-            written += _written(node)
+            written += written_by(node)
         for node in list(self._parent):
             self._members.setdefault(self._find(node), []).append(node)
         self._changed = {self._find(node) for node in written}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.model.export_graph import ExportGraph
+from penstock.model.export_graph import ExportGraph, written_by
 from penstock.model.export_sizes import affine
 from penstock.model.stages import Held
 
@@ -101,7 +101,8 @@ class _Cutter:
             if not self.source.nodes[index].is_free:
                 for node in self.exported.fx_of[index]:
                     self._copy(node)
-        results = [self._copy(self.exported.fx_values[value]) for value in made] + [self._copy(n) for n in reassigned.values()]
+        results = [self._sent(self.exported.fx_values[value]) for value in made]
+        results += [self._copy(node) for node in reassigned.values()]
         self.body.output(tuple(results))
         arguments = self._order_arguments()
         module = fx.GraphModule(self.root, self.body)
@@ -114,6 +115,12 @@ class _Cutter:
             reassigned=tuple(reassigned),
             device=device,
         )
+
+    def _sent(self, node: fx.Node) -> fx.Node:
+        """Return what is sent of a node: a copy if it is a buffer itself, which the next micro-batch may change."""
+        copied = self._copy(node)
+        is_held = node.op == "call_function" and any(argument in self.exported.name_of for argument in written_by(node))
+        return self.body.call_function(torch.ops.aten.clone.default, (copied,)) if is_held else copied
 
     def _made(self) -> list[int]:
         """Return the values that later stages or the caller need of this stage."""

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from penstock.model.example import Call
+from penstock.errors import CaptureError
+from penstock.model.example import Call, parameter_names
 from penstock.model.export_graph import ExportGraph, read_graph
-from penstock.model.export_stage import ExportProgram, cut_program
+from penstock.model.export_stage import cut_program
 from penstock.model.export_trace import trace
 from penstock.model.export_visit import visit_export
 from penstock.model.graph import Graph
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
 from penstock.model.parameters import held_tensors, main_device
-from penstock.model.stages import Chain, Results, Stage
+from penstock.model.stages import Chain, Program, Results, Stage
 from penstock.model.visit import Visitor
 
 __all__ = ["Exported"]
@@ -41,6 +42,11 @@ class Exported:
             self._side_of[training] = (read_graph(traced, self.model, self.call), traced.template)
         return self._side_of[training]
 
+    def constants(self, training: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors that are part of the model's code in a mode."""
+        side = self._side_of.get(training)
+        return side[0].constants if side else {}
+
     def split(self, cuts: Sequence[int]) -> Chain:
         """Return the stages between the cuts."""
         self.graph.check_cuts(cuts)
@@ -61,13 +67,18 @@ class Exported:
             device=where,
         )
 
-    def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ExportProgram], Results]:
+    def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, and what the model returns."""
-        exported, template = self._side(training)
+        try:
+            exported, template = self._side(training)
+        except CaptureError as refusal:
+            if training == self.training:
+                raise
+            return self._replayed(cuts, training, str(refusal))
         own = cuts if training == self.training else match_cuts(self.graph, cuts, exported.graph)
         ranges = exported.graph.stages(own)
         device = main_device(self.model, self.call)
-        programs = [
+        programs: list[Program] = [
             cut_program(exported, nodes, is_last=index == len(ranges) - 1, device=device)
             for index, nodes in enumerate(ranges)
         ]
@@ -75,20 +86,29 @@ class Exported:
         return programs, Results(template, [values[exported.value_of(node)].name for node in exported.outputs])
 
 
+    def _replayed(self, cuts: tuple[int, ...], training: bool, refusal: str) -> tuple[list[Program], Results]:
+        """Return the programs of the other mode by replay, where torch.export takes only the one."""
+        from penstock.model.replayed import Replayed
+
+        other = Replayed(self.model, self.call, training=training, reason=refusal)
+        programs, results = other.programs(match_cuts(self.graph, cuts, other.graph), training)
+        return list(programs), results
+
+
 def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
-    made: dict[bool, tuple[list[ExportProgram], Results]] = {}
+    made: dict[bool, tuple[list[Program], Results]] = {}
     stages: list[Stage] = []
     hidden: dict[str, torch.Tensor] = {}
 
-    def side(training: bool) -> tuple[list[ExportProgram], Results]:
+    def side(training: bool) -> tuple[list[Program], Results]:
         if training not in made:
             made[training] = exported.programs(cuts, training)
-            hidden.update(exported._side(training)[0].constants)
+            hidden.update(exported.constants(training))
             for stage, program in zip(stages, made[training][0], strict=False):
                 _hold(stage, program)
         return made[training]
 
-    def _hold(stage: Stage, program: ExportProgram) -> None:
+    def _hold(stage: Stage, program: Program) -> None:
         """Let a stage hold what a program uses: in evaluation that may be more than in training."""
         tensors = held_tensors(exported.model) | hidden
         for name in (*program.held_names, *program.reassigned):
@@ -107,4 +127,4 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
-    return Chain(stages, example=exported.call, results_of=lambda training: side(training)[1])
+    return Chain(stages, example=exported.call, parameter_names=parameter_names(exported.model), results_of=lambda training: side(training)[1])

@@ -1,8 +1,9 @@
 """Play: run one stage by the model's own forward; what lies before it is skipped, what lies after it is cut off.
 
 Before its first unit a stage computes nothing: tensors are *holes* on the meta device that have shapes and no data, and
-what Python reads of them comes from the notes of the stage before. At its first unit the holes that are needed are filled
-with what was received, in place, in the very variables of the model's own code; from there on everything is real.
+what Python reads of them comes from the notes of the stage before. A hole that stands for a received value is filled with
+it, in place, as soon as it comes to be; so at the stage's first unit the variables of the model's own code hold what they
+hold in the whole model, and from there on everything is real.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.model.replay_functions import (
 )
 from penstock.model.replay_holes import hole_like, imagine
 from penstock.model.replay_notes import Notes
-from penstock.model.replay_walk import Done, Frame, Mark, Walk, marks_of, tensors_in
+from penstock.model.replay_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
 
@@ -81,42 +82,46 @@ class Play(Walk):
         notes: Notes, known_shapes: dict[Any, Any],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.part, self.device, self.received, self.extra, self.notes = part, device, received, extra, notes
+        self.part, self.device, self.received, self.notes = part, device, received, notes
         self.known_shapes = known_shapes
         self.is_before = part.start > 0
-        self.holes: dict[str, list[torch.Tensor]] = {}
-        self.hole_of: dict[Mark, torch.Tensor] = {}
+        self.sent_of: dict[Mark, torch.Tensor] = {
+            (path, ordinal, number): tensor
+            for marks, tensor in zip(notes.live, extra, strict=True)
+            for path, ordinal, number in marks
+        }
         self.made: dict[str, torch.Tensor] = {}
         self.living: list[torch.Tensor] = []
         self.alive: dict[Mark, weakref.ref[torch.Tensor]] = {}
+        self.pending: list[tuple[torch.Tensor, Mark]] = []
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
-            inputs: list[torch.Tensor]) -> tuple[bool, Any]:  # fmt: skip
-        """Run the stage; return whether the forward came to its end, and what it returned."""
+            inputs: list[torch.Tensor]) -> Any:  # noqa: ANN401  # fmt: skip
+        """Run the stage; return what the forward returned, if it came to its end."""
         given = []
         for index, tensor in enumerate(inputs):
-            own = hole_like(tensor) if self.is_before else _alias(tensor)
-            self.mark(own, ("", -1, index))
+            mark = ("", -1, index)
+            own = tensor.clone() if f"{mark}" in self.part.copied else _alias(tensor)
+            self.mark(own, mark)
             given.append(own)
-        self._inputs = list(zip(given, inputs, strict=True))
         args, kwargs = arguments(given)
         try:
             with self.watching(modules):
                 result = shell(*args, **kwargs)
-            if self.is_before:
-                self._fill()
+            self._settle()
             self._survey()
         except Done:
-            return False, None
-        return True, result
+            return None
+        return result
 
     def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
+            self._settle()
             if last < self.part.start:
                 return self._skip(path, ordinal, call, args, kwargs)
             if first >= self.part.start:
-                self._fill()
+                self.is_before = False
         if first >= self.part.stop and not self.is_before:
             self._survey()  # while the variables of the model's code still hold what lives
             raise Done
@@ -131,6 +136,8 @@ class Play(Walk):
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if self.pending:
+            self._settle()
         if is_device_question(function) and args[0].is_meta:
             return self.device
         if is_look(function):
@@ -156,17 +163,31 @@ class Play(Walk):
         return f"{frame.path}#{frame.ordinal}:{frame.reads}"
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        if self.part.is_dynamic:
-            if self.is_before:
-                self.hole_of[mark] = tensor
+        if self.is_before and tensor.is_meta:
+            self.pending.append((tensor, mark))
+        elif self.part.is_dynamic:
+            self.alive[mark] = weakref.ref(tensor)
+        elif not self.is_before and mark in self.part.wanted:
+            self.made[self.part.wanted[mark]] = tensor
+
+    def _settle(self) -> None:
+        """Fill the holes that came to be since the last time, where something was received for them.
+
+        Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns.
+        """
+        while self.pending:
+            hole, mark = self.pending.pop()
+            if self.part.is_dynamic:
+                tensor, is_copied = self.sent_of.get(mark), True
             else:
-                self.alive[mark] = weakref.ref(tensor)
-            return
-        name = self.part.wanted.get(mark)
-        if name is not None and self.is_before:
-            self.holes.setdefault(name, []).append(tensor)
-        elif name is not None:
-            self.made[name] = tensor
+                name = self.part.wanted.get(mark, "")
+                tensor, is_copied = self.received.get(name), name in self.part.copied
+            if tensor is not None and hole.is_meta and not tensor.is_meta:
+                marks = self.marks_of(hole)
+                torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))
+                self.set_marks(hole, marks)
+                if self.part.is_dynamic:
+                    self.alive[mark] = weakref.ref(hole)
 
     def _survey(self) -> None:
         """Find the tensors that the model's code still holds, and write their marks into the notes."""
@@ -177,7 +198,7 @@ class Play(Walk):
             tensor = reference()
             if tensor is not None and not tensor.is_meta:
                 found[id(tensor)] = tensor
-        self.notes.live = [[list(mark) for mark in marks_of(tensor)] for tensor in found.values()]
+        self.notes.live = [[list(mark) for mark in self.marks_of(tensor)] for tensor in found.values()]
         self.living = list(found.values())
 
     # --- before the stage: holes -----------------------------------------------------------------------------------
@@ -243,32 +264,6 @@ class Play(Walk):
             self.frames, self.on_marked = frames, learn  # type: ignore[method-assign]
         tensors, template = flatten(result)
         return [_describe(tensor, given) for tensor in tensors], template
-
-    def _fill(self) -> None:
-        """Fill the holes that are needed with what was received, in place; from here on everything is real."""
-        self.is_before = False
-        for hole, tensor in self._inputs:
-            self._fill_one(hole, tensor, is_copied=f"{marks_of(hole)[0]}" in self.part.copied)
-        if self.part.is_dynamic:
-            for marks, tensor in zip(self.notes.live, self.extra, strict=True):
-                for path, ordinal, number in marks:
-                    hole = self.hole_of.get((path, ordinal, number))
-                    if hole is not None:
-                        self._fill_one(hole, tensor, is_copied=True)
-            self.hole_of.clear()
-        for name, holes in self.holes.items():
-            for hole in holes if name in self.received else ():
-                self._fill_one(hole, self.received[name], is_copied=name in self.part.copied)
-
-    def _fill_one(self, hole: torch.Tensor, tensor: torch.Tensor, *, is_copied: bool) -> None:
-        if not hole.is_meta:
-            return
-        marks = marks_of(hole)
-        filling = tensor.clone() if is_copied else _alias(tensor)
-        torch.utils.swap_tensors(hole, filling)
-        hole.__dict__["_penstock_marks"] = marks
-        for mark in marks:
-            self.on_marked(hole, mark)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.model.parameters import held_tensors
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import is_imaginable
 from penstock.model.replay_shell import make_shell
-from penstock.model.replay_walk import Mark, Walk, marks_of, tensors_in
+from penstock.model.replay_walk import Mark, Walk, tensors_in
 from penstock.model.structure import flatten
 
 __all__ = ["Recording", "Seen", "Unit", "record"]
@@ -167,6 +168,7 @@ class _Recorder(Walk):
         self.unit_paths, self.held = units, held
         self.units: list[Unit] = []
         self.seen: list[Seen] = []
+        self.index_of: dict[int, int] = {}
         self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
         self.is_read, self.reads_where = False, ""
         self.early_held: set[int] = set()
@@ -175,6 +177,7 @@ class _Recorder(Walk):
         self.unimaginable: set[Callable[..., Any]] = set()
         self.readers: set[Callable[..., Any]] = set()
         self.template_of: dict[tuple[str, int], object] = {}
+        self._hooks: Any = None
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
         tensors = []
@@ -183,8 +186,32 @@ class _Recorder(Walk):
             self.mark(alias, ("", -1, index))
             tensors.append(alias)
         args, kwargs = call.arguments(tensors)
-        with torch.enable_grad(), self.watching(modules):
+        with torch.enable_grad(), self._watching_functions(), self.watching(modules):
             return shell(*args, **kwargs)
+
+    @contextmanager
+    def _watching_functions(self) -> Iterator[None]:
+        """Learn which modules are called inside of an autograd function: there is no way to leave one in its middle."""
+        original: Any = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: type, *args: object, **kwargs: object) -> object:
+            first = len(self.units)
+            result = original.__get__(None, cls)(*args, **kwargs)
+            self.uncuttable |= set(range(first, len(self.units)))
+            return result
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+    def _note_checkpoint(self) -> None:
+        """Forbid a cut between two units that the model recomputes together: it would recompute beyond the cut."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and self._hooks is not None and hooks[0] is self._hooks[0]:
+            self.uncuttable.add(len(self.units) - 1)
+        self._hooks = hooks
 
     @property
     def now(self) -> int:
@@ -202,6 +229,7 @@ class _Recorder(Walk):
                 self.template_of[path, ordinal] = flatten(result)[1]
             return result
         self.units.append(Unit(path, ordinal))
+        self._note_checkpoint()
         self.range_of[path, ordinal] = (first, first)
         given, _ = flatten((args, dict(kwargs)))
         versions = [tensor._version for tensor in given]
@@ -237,7 +265,7 @@ class _Recorder(Walk):
         return result
 
     def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
-        return [self.seen[tensor.__dict__["_penstock_seen"]]] if marks_of(tensor) else []
+        return [self.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
 
     def _note_read(self) -> None:
         from penstock.model.source import line_of_stack
@@ -248,21 +276,21 @@ class _Recorder(Walk):
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
             (self.units[self.now].held if self.units else self.early_held).add(id(tensor))
-        elif marks_of(tensor):
-            index: int = tensor.__dict__["_penstock_seen"]
+        if self.marks_of(tensor):  # a buffer that was changed in place is a value from there on
+            index: int = self.index_of[id(tensor)]
             self.seen[index].uses.add(self.now)
             if is_argument and index not in self.units[-1].inputs:
                 self.units[-1].inputs.append(index)
 
     def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version and marks_of(tensor):
-                self.seen[tensor.__dict__["_penstock_seen"]].changes.add(self.now)
+            if tensor._version != version and self.marks_of(tensor):
+                self.seen[self.index_of[id(tensor)]].changes.add(self.now)
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        index = tensor.__dict__.get("_penstock_seen")
+        index = self.index_of.get(id(tensor))  # all that was seen is kept, so that no id is used twice
         if index is None:
-            tensor.__dict__["_penstock_seen"] = len(self.seen)
+            self.index_of[id(tensor)] = len(self.seen)
             producer = -1 if mark[1] < 0 else self.now
             self.seen.append(Seen(producer, tensor, [(producer, mark)]))
         else:
@@ -273,14 +301,13 @@ class _Recorder(Walk):
         if self.units:
             self.units[0].held |= self.early_held
         for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
-            if "_penstock_seen" not in tensor.__dict__:
+            if id(tensor) not in self.index_of:
                 self.mark(tensor, ("", 0, -1000 - len(self.seen)))
-        outputs = [tensor.__dict__["_penstock_seen"] for tensor in tensors]
+        outputs = [self.index_of[id(tensor)] for tensor in tensors]
         for index in outputs:
             self.seen[index].uses.add(self.now)
-        for tensor in [seen.tensor for seen in self.seen]:
-            tensor.__dict__.pop("_penstock_marks", None)
-            tensor.__dict__.pop("_penstock_seen", None)
+        for seen in self.seen:
+            seen.tensor.__dict__.pop("_penstock_marks", None)
         return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of,
                          frozenset(self.unimaginable), frozenset(self.readers),
                          frozenset(self.uncuttable))

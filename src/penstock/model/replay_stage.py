@@ -84,6 +84,8 @@ def _changes(recording: Recording, number: int) -> set[int]:
 class ReplayProgram:
     """What one stage runs, in training or in evaluation: the model's own forward, in a shell of its own."""
 
+    reassigned: tuple[str, ...] = ()
+
     def __init__(
         self, model: nn.Module, call: Call, graph: Graph, recording: Recording, part: Part,
         *, held_names: tuple[str, ...], index: int, is_last: bool,
@@ -162,13 +164,13 @@ class ReplayProgram:
         play = Play(self.part, device=device, received=received, extra=extra, notes=notes, known_shapes=self._known_shapes)
         before = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in self._entered]
         try:
-            is_done, result = play.run(self.shell, self._watched, self.call.arguments, inputs)
-            made = self._results(play, is_done, result)
+            result = play.run(self.shell, self._watched, self.call.arguments, inputs)
+            made = self._results(play, result, {id(held.get(name)) for name in self.held_names})
         finally:
             self._tidy(before, held)
         return made
 
-    def _results(self, play: Play, is_done: bool, result: object) -> tuple[Any, ...]:
+    def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
         if self.is_last:
             tensors, _ = flatten(result, drop=is_cache)
             if len(tensors) != self._num_outputs:
@@ -178,8 +180,8 @@ class ReplayProgram:
                 )
             return tuple(tensors)
         if self.part.is_dynamic:
-            return (play.notes.to_tensor(), *play.living)
-        return tuple(play.made[name] for name in self.outputs)
+            return (play.notes.to_tensor(), *(_apart(tensor, held) for tensor in play.living))
+        return tuple(_apart(play.made[name], held) for name in self.outputs)
 
     def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: Held) -> None:
         """Take over buffers that are this stage's own, and undo what the code before the stage left in the modules."""
@@ -198,6 +200,11 @@ class ReplayProgram:
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
                 renew(held, name, module._buffers[key])
+
+
+def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
+    """Return a copy of a buffer that is sent: the next micro-batch may change it before it is read."""
+    return tensor.clone() if id(tensor) in held else tensor
 
 
 def _nearest_call(path: str, recording: Recording) -> str:

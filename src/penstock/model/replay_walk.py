@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-__all__ = ["Done", "Frame", "Mark", "Walk", "marks_of", "tensors_in"]
+__all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
 Mark = tuple[str, int, int]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
 
@@ -34,16 +34,6 @@ class Frame:
     ordinal: int
     count: int = 0
     reads: int = 0
-
-
-def marks_of(tensor: torch.Tensor) -> list[Mark]:
-    """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know it.
-
-    Some functions return now a new tensor and now the one they got (`contiguous`, `to`, `reshape`), and not always the
-    same on data and on holes: so what is handed on gets the mark that a new tensor would get, besides its own.
-    """
-    found: list[Mark] = tensor.__dict__.get("_penstock_marks", [])
-    return found
 
 
 def tensors_in(thing: object) -> Iterator[torch.Tensor]:
@@ -66,6 +56,20 @@ class Walk(TorchFunctionMode):
         self.frames: list[Frame] = []
         self.ordinals: dict[str, int] = {}
         self._is_off = False
+        self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
+
+    def marks_of(self, tensor: torch.Tensor) -> list[Mark]:
+        """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know it.
+
+        Some functions return now a new tensor and now the one they got (`contiguous`, `to`, `reshape`), and not always
+        the same on data and on holes: so what is handed on gets the mark that a new tensor would get, besides its own.
+        """
+        token, marks = tensor.__dict__.get("_penstock_marks", (None, []))
+        return marks if token is self._token else []
+
+    def set_marks(self, tensor: torch.Tensor, marks: list[Mark]) -> None:
+        """Write on a tensor where it came to be."""
+        tensor.__dict__["_penstock_marks"] = (self._token, marks)
 
     def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Do what is to be done for the call of a module."""
@@ -136,7 +140,7 @@ class Walk(TorchFunctionMode):
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Write on a tensor where it came to be, or from where it was handed on."""
-        tensor.__dict__.setdefault("_penstock_marks", []).append(mark)
+        self.set_marks(tensor, [*self.marks_of(tensor), mark])
         self.on_marked(tensor, mark)
 
     @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.example import Call
+from penstock.model.example import Call, parameter_names
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
@@ -50,7 +50,7 @@ class Replayed:
 
         def side(training: bool) -> tuple[list[ReplayProgram], Results]:
             if training not in made:
-                made[training] = self._programs(tuple(cuts), training)
+                made[training] = self.programs(tuple(cuts), training)
             return made[training]
 
         tensors = held_tensors(self.model)
@@ -62,7 +62,7 @@ class Replayed:
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
-        return Chain(stages, example=self.call, results_of=lambda training: side(training)[1])
+        return Chain(stages, example=self.call, parameter_names=parameter_names(self.model), results_of=lambda training: side(training)[1])
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
@@ -70,7 +70,8 @@ class Replayed:
         with in_mode(self.model, training=self.training):
             visit_replay(self.model, self.graph, call, visitor, device=device or main_device(self.model, self.call))
 
-    def _programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:
+    def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:
+        """Return the programs of all stages in a mode, and what the model returns."""
         graph, recording = self._graph(training), self._recording_of[training]
         ranges = graph.stages(cuts if training == self.training else match_cuts(self.graph, cuts, graph))
         held = held_by_stage(self.graph, cuts)

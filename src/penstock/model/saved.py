@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.model.graph import Node
 from penstock.model.trial import Trial
 
 __all__ = ["Ledger", "Saved", "num_bytes", "record_saved", "storage_bytes", "storage_of"]
@@ -108,58 +108,61 @@ def _distinct(kept: Iterable[Kept | None]) -> tuple[Kept, ...]:
 
 
 class Ledger:
-    """Follows the memory of all values through a visit and counts each piece once, at the first node that keeps it."""
-
-    _HELD = -1  # the memory of parameters and buffers: there anyway
+    """Knows the memory that a visit has seen and counts each piece once, at the first node that keeps it."""
 
     def __init__(self) -> None:
-        self._memory_of: dict[int, int] = {}  # value -> piece of memory
-        self._bytes: list[int] = []
+        self._bytes_of: dict[int, int] = {}
+        self._pins: list[object] = []  # weak references: the memory goes, but no other takes its place in the dict
+        self._held: set[int] = set()
         self._saved: set[int] = set()
         self._pending: set[int] = set()
 
-    def add_input(self, value: int, tensor: torch.Tensor) -> None:
-        """Note an input of the model; a slice of something larger counts for itself."""
-        if value not in self._memory_of:
-            self._memory_of[value] = self._new(num_bytes(tensor))
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._bytes_of
 
-    def add_outputs(
-        self,
-        node: Node,
-        *,
-        inputs: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        """Note what a node made: new memory, or that of its inputs or parameters."""
-        known = {storage_of(tensor): self._memory_of[v] for v, tensor in zip(node.inputs, inputs, strict=True)}
-        known |= {storage_of(tensor): self._HELD for tensor in parameters}
-        for value, tensor in zip(node.outputs, outputs, strict=True):
-            storage = storage_of(tensor)
-            if storage not in known:
-                known[storage] = self._new(storage_bytes(tensor))
-            self._memory_of[value] = known[storage]
+    def add(self, tensor: torch.Tensor, *, is_held: bool = False, size: int | None = None) -> None:
+        """Note a tensor's memory, once.
 
-    def count(self, node: Node, saved: Saved) -> tuple[int, int]:
+        Args:
+            tensor: anything that a node uses or makes.
+            is_held: it is a parameter or a buffer, there anyway.
+            size: what to count for it; by default all of its memory.
+        """
+        storage = storage_of(tensor)
+        if storage in self._bytes_of:
+            return
+        self._bytes_of[storage] = storage_bytes(tensor) if size is None else size
+        self._pins.append(_pin(tensor))
+        if is_held:
+            self._held.add(storage)
+
+    def count(
+        self, saved: Saved, *, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> tuple[int, int]:
         """Return the saved and the pending bytes of a node, without what earlier nodes keep already."""
-        kept = self._count(node, saved.kept, self._saved)
-        return kept, self._count(node, saved.pending, self._pending) + saved.pending_bytes
+        tensors = {"input": inputs, "output": outputs}
 
-    def _count(self, node: Node, kept: Iterable[Kept], seen: set[int]) -> int:
-        total = 0
-        for item in kept:
-            if item.source == "own":
-                total += item.num_bytes
-                continue
-            memory = self._memory_of[(node.inputs if item.source == "input" else node.outputs)[item.index]]
-            if memory != self._HELD and memory not in seen:
-                seen.add(memory)
-                total += self._bytes[memory]
-        return total
+        def total(kept: Iterable[Kept], seen: set[int]) -> int:
+            new = 0
+            for item in kept:
+                if item.source == "own":
+                    new += item.num_bytes
+                    continue
+                storage = storage_of(tensors[item.source][item.index])
+                if storage not in self._held and storage not in seen:
+                    seen.add(storage)
+                    new += self._bytes_of[storage]
+            return new
 
-    def _new(self, size: int) -> int:
-        self._bytes.append(size)
-        return len(self._bytes) - 1
+        return total(saved.kept, self._saved), total(saved.pending, self._pending) + saved.pending_bytes
+
+
+def _pin(tensor: torch.Tensor) -> object:
+    """Return what keeps the address of a tensor's memory from being given to another, but not the memory itself."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except (NotImplementedError, RuntimeError):
+        return tensor
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

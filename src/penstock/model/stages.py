@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.example import Call, read_call
-from penstock.model.structure import rebuild
+from penstock.model.structure import differing_constants, rebuild
 
 __all__ = ["Chain", "Held", "Program", "Results", "Stage"]
 
@@ -61,8 +61,12 @@ class Program(Protocol):
     Attributes:
         inputs: the names of the values it needs.
         outputs: the names of the values it makes for later stages, or for the caller.
+        held_names: the parameters and buffers that it uses.
+        reassigned: the buffers that it gives another tensor.
     """
 
+    held_names: tuple[str, ...]
+    reassigned: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -115,24 +119,59 @@ class Stage(nn.Module):
         return self.program.run(self.held, values, batch_size)
 
 
-class Chain(nn.Module):
+class Chain:
     """All stages, run one after the other: called as the model is, it returns what the model returns."""
 
-    def __init__(self, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results]) -> None:
-        super().__init__()
+    def __init__(
+        self, stages: Sequence[Stage], *, example: Call, parameter_names: Sequence[str],
+        results_of: Callable[[bool], Results],
+    ) -> None:  # fmt: skip
         self.stages: list[Stage] = list(stages)
-        self._parts = nn.ModuleList(self.stages)
-        self._example = example
+        self.training = stages[0].training
+        self._example, self._parameter_names = example, tuple(parameter_names)
         self._results_of = results_of
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Run all stages on a batch."""
-        call = read_call(args, kwargs)
+        call = self.read(*args, **kwargs)
         return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+
+    def train(self, mode: bool = True) -> Chain:
+        """Put all stages into training."""
+        self.training = mode
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Chain:
+        """Put all stages into evaluation."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what all stages hold, under the model's own names."""
+        return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+
+    def read(self, *args: Any, **kwargs: Any) -> Call:  # noqa: ANN401 - as the model
+        """Read a batch.
+
+        Raises:
+            UsageError: when it does not have the example's tensors, or other plain values than the example had.
+        """
+        call = read_call(args, kwargs, self._parameter_names)
+        missing = [name for name in self._example.names if name not in call.names]
+        unknown = [name for name in call.names if name not in self._example.names]
+        if missing or unknown:
+            facts = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+            raise UsageError(f"the batch does not have the example's tensors; {facts}")
+        both = self._example.constants.keys() & call.constants.keys()
+        other = [n for name in sorted(both) for n in differing_constants(self._example.constants[name], call.constants[name], name)]
+        if other:
+            raise UsageError(f"the batch has other plain values than the example, which were captured: {', '.join(other)}")
+        return call
 
     def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
         """Run all stages in order, each by `run_stage`, and return what the model would."""
-        values: dict[str, Any] = dict(zip(self._input_names(call), call.tensors, strict=True))
+        values: dict[str, Any] = {f"input:{name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
         extra: tuple[Any, ...] = ()
         for stage in self.stages:
             made = run_stage(stage, [values[name] for name in stage.inputs] + list(extra))
@@ -141,14 +180,6 @@ class Chain(nn.Module):
             extra = tuple(made[named:])
         results = self._results_of(self.training)
         return rebuild(results.template, [values[name] for name in results.names])
-
-    def _input_names(self, call: Call) -> tuple[str, ...]:
-        if call.names != self._example.names:
-            missing = [name for name in self._example.names if name not in call.names]
-            unknown = [name for name in call.names if name not in self._example.names]
-            facts = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
-            raise UsageError(f"the batch does not have the example's tensors; {facts}")
-        return tuple(f"input:{name}" for name in call.names)
 
 
 class Results:

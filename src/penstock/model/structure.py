@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Slot", "flatten", "rebuild"]
+__all__ = ["Slot", "differing_constants", "flatten", "rebuild"]
 
 _DEEPEST = 12  # levels of nesting; what lies deeper is kept as it is
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
@@ -30,7 +30,9 @@ class _Built:
     build: Callable[[list[Any]], Any]
 
 
-def flatten(thing: object, *, drop: Callable[[object], bool] | None = None) -> tuple[list[torch.Tensor], object]:
+def flatten(
+    thing: object, *, drop: Callable[[object], bool] | None = None, apart: bool = False
+) -> tuple[list[torch.Tensor], object]:
     """Return the tensors in a thing, each once, and a template with slots in their place.
 
     Lists, tuples, named tuples, mappings, dataclasses (the outputs of transformers among them) and plain objects that
@@ -43,6 +45,7 @@ def flatten(thing: object, *, drop: Callable[[object], bool] | None = None) -> t
     Args:
         thing: what to take apart.
         drop: says of an object that it is to be left out: None stands in its place.
+        apart: count a tensor that is there twice as two.
     """
     tensors: list[torch.Tensor] = []
     slot_of: dict[int, Slot] = {}
@@ -50,7 +53,7 @@ def flatten(thing: object, *, drop: Callable[[object], bool] | None = None) -> t
 
     def walk(item: object, depth: int) -> object:
         if isinstance(item, torch.Tensor):
-            if id(item) not in slot_of:
+            if apart or id(item) not in slot_of:
                 slot_of[id(item)] = Slot(len(tensors))
                 tensors.append(item)
             return slot_of[id(item)]
@@ -80,6 +83,18 @@ def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - 
     if isinstance(template, _Built):
         return template.build([rebuild(part, tensors) for part in template.parts])
     return template
+
+
+def differing_constants(one: object, other: object, name: str = "") -> Iterator[str]:
+    """Yield where two templates hold different plain values, or are built differently."""
+    if isinstance(one, _Built) and isinstance(other, _Built) and len(one.parts) == len(other.parts):
+        for index, (a, b) in enumerate(zip(one.parts, other.parts, strict=True)):
+            yield from differing_constants(a, b, f"{name}[{index}]")
+    elif isinstance(one, (_Built, Slot)) or isinstance(other, (_Built, Slot)):
+        if type(one) is not type(other):
+            yield name
+    elif isinstance(one, _PLAIN) and (type(one) is not type(other) or one != other):
+        yield name
 
 
 def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401

@@ -6,15 +6,16 @@ import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError, UsageError
 from penstock.model.graph import Graph, Node
-from penstock.model.saved import Ledger, Saved, record_saved
+from penstock.model.saved import Ledger, Saved, num_bytes, record_saved
 from penstock.model.trial import Trial
 from penstock.model.visit import RunNode
 
@@ -101,45 +102,53 @@ class _Surveyor(Generic[T]):
         self.pending_bytes: list[float] = []
         self.notes: list[str] = []
         self._ledger = Ledger()
-        self._own_inputs: dict[int, torch.Tensor] = {}
+        self._own_inputs: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._own_held: dict[str, torch.Tensor] = {}
 
     def __call__(
         self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         node = self.graph.nodes[index]
-        own = [self._input(v, tensor) for v, tensor in zip(node.inputs, inputs, strict=True)]
         held = [self._held(node, name, tensor) for name, tensor in zip(node.parameters, parameters, strict=True)]
+        own = [self._input(tensor) for tensor in inputs]
         versions = [tensor._version for tensor in own]
         begin = time.perf_counter()
         with torch.no_grad():
             outputs = [tensor.detach() for tensor in run(own, held)]
         seconds = time.perf_counter() - begin
         writes = [tensor._version for tensor in own] != versions
-        self._ledger.add_outputs(node, inputs=own, parameters=held, outputs=outputs)
+        for tensor in outputs:
+            self._ledger.add(tensor)
         found, saved = self._examine(index, run, own, held, writes=writes, seconds=seconds)
         self.found.append(found)
-        saved_bytes, pending_bytes = self._ledger.count(node, saved)
+        saved_bytes, pending_bytes = self._ledger.count(saved, inputs=own, outputs=outputs)
         self.saved_bytes.append(float(saved_bytes))
         self.pending_bytes.append(float(pending_bytes))
         if self.progress is not None:
             self.progress(index + 1, len(self.graph.nodes), node.name)
         return outputs
 
-    def _input(self, value: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a value without its history; the model's own inputs as copies, for a node may change them."""
-        if self.graph.values[value].producer >= 0:
+    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a value without its history; what no node has made is the caller's, and copied: it may be changed."""
+        if tensor in self._ledger:
             return tensor.detach()
-        if value not in self._own_inputs:
-            self._own_inputs[value] = tensor.detach().clone()
-            self._ledger.add_input(value, tensor)
-        return self._own_inputs[value]
+        if tensor not in self._own_inputs:
+            own = self._own_inputs[tensor] = tensor.detach().clone()
+            self._ledger.add(own, size=num_bytes(own))
+        return self._own_inputs[tensor]
 
     def _held(self, node: Node, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a parameter without its gradient; what the node may change as a copy that later nodes see too."""
         if name not in self._own_held and (self.graph.parameters[name].is_buffer or node.op.endswith("_")):
             self._own_held[name] = tensor.detach().clone()
-        return self._own_held.get(name, tensor.detach())
+        own = self._own_held.get(name, tensor.detach())
+        self._ledger.add(own, is_held=True)
+        return own
+
+    def _has_grad(self, node: Node, inputs: list[torch.Tensor]) -> list[bool]:
+        """Say which inputs get a gradient; a module may be called with other tensors than its node has values."""
+        known = [self.graph.values[v].has_grad for v in node.inputs]
+        return known if len(known) == len(inputs) else [any(known)] * len(inputs)
 
     def _examine(
         self,
@@ -152,7 +161,7 @@ class _Surveyor(Generic[T]):
         seconds: float,
     ) -> tuple[T, Saved]:
         node = self.graph.nodes[index]
-        has_grad = [self.graph.values[v].has_grad for v in node.inputs]
+        has_grad = self._has_grad(node, inputs)
         trains = [self.graph.parameters[name].is_trainable for name in node.parameters]
         looks = tuple(_look(tensor) for tensor in (*inputs, *held))
         key = (node.signature or index, looks, *has_grad, *trains, writes)

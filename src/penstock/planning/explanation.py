@@ -29,7 +29,7 @@ class Explanation:
 
     Attributes:
         model: what to call it.
-        path: how it was captured: "export", "replay" or another way.
+        path: how it was captured: "sequential", "export", "replay".
         reason: why so.
         profile: what each node takes; its graph is the captured one.
         partition: the cuts.
@@ -37,6 +37,7 @@ class Explanation:
         timeline: the predicted step.
         keep: what stages do with saved values.
         memory_limit: bytes of each lane; None where nothing is limited.
+        has_links: transfers were given a speed; else they take no time.
         num_elements_of: how many numbers each parameter holds.
     """
 
@@ -49,6 +50,7 @@ class Explanation:
     timeline: Timeline
     keep: str = "hold"
     memory_limit: tuple[float, ...] | None = None
+    has_links: bool = False
     num_elements_of: Mapping[str, int] = field(default_factory=dict)
 
     @property

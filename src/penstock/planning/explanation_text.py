@@ -14,14 +14,16 @@ from penstock.report.stages import Crossing, StageRow
 if TYPE_CHECKING:
     from penstock.planning.explanation import Explanation
 
-__all__ = ["draw_explanation"]
+__all__ = ["draw_explanation", "sentences"]
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
-_LEAST_MODULES = 18  # characters of the column of modules
+_TIGHT = "\N{NO-BREAK SPACE}"
+_LEAST_MODULES, _ENOUGH_MODULES = 18, 32  # characters of the column of modules
 _MOST_MODULES = 60
 _MOST_VALUES = 3  # that a cut names; the largest come first
 _MOST_TIES = 4
 _HEADINGS = ("stage", "lane", "modules", "nodes", "parameters", "time", "forward", "backward", "memory")
+_NODES, _PARAMETERS = _HEADINGS.index("nodes"), _HEADINGS.index("parameters")
 
 
 def draw_explanation(explanation: Explanation, *, width: int | None = None, color: bool | None = None) -> str:
@@ -48,8 +50,25 @@ def draw_explanation(explanation: Explanation, *, width: int | None = None, colo
     return "\n".join(lines)
 
 
-def _wrap(text: str, columns: int) -> list[str]:
-    return textwrap.wrap(printable(text), columns, subsequent_indent="  ", break_on_hyphens=False) or [""]
+def sentences(explanation: Explanation) -> list[str]:
+    """Return what stands around the tables, but for how the model was captured."""
+    lines = (*_origin(explanation)[1:], *_ties(explanation), *_figures(explanation))
+    return [printable(line.replace(_TIGHT, " ")) for line in lines]
+
+
+def _wrap(text: str, columns: int, *, indent: str = "  ", cut: bool = False) -> list[str]:
+    """Break a text into lines, but never within a number and its unit, or a shape."""
+    safe = printable(text.replace(_TIGHT, "\0")).replace("\\x00", _TIGHT)
+    lines = textwrap.wrap(safe, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=cut)
+    return [line.replace(_TIGHT, " ") for line in lines] or [""]
+
+
+def _bytes(number: float) -> str:
+    return show_bytes(number, digits=3).replace(" ", _TIGHT)
+
+
+def _seconds(seconds: float) -> str:
+    return show_seconds(seconds, digits=3).replace(" ", _TIGHT)
 
 
 def _title(explanation: Explanation) -> str:
@@ -59,12 +78,15 @@ def _title(explanation: Explanation) -> str:
     return f"{explanation.model}: {size}, {len(graph.nodes)} nodes"
 
 
-def _origin(explanation: Explanation) -> Iterable[str]:
+def _origin(explanation: Explanation) -> tuple[str, ...]:
     profile, schedule = explanation.profile, explanation.schedule
-    yield f"captured by {explanation.path}: {explanation.reason}"
-    yield f"{profile.method} on {profile.device or 'an unnamed device'}, micro-batches of {_plural(profile.batch_size, 'sample')}"
+    samples = _plural(profile.batch_size, "sample")
     counts = f"{_plural(schedule.num_lanes, 'lane')}, {_plural(schedule.num_mbs, 'micro-batch')} a step"
-    yield f"schedule {schedule.name} on {counts}, keep: {explanation.keep}"
+    return (
+        f"captured by {explanation.path}: {explanation.reason}",
+        f"{profile.method} on {profile.device or 'an unnamed device'}, micro-batches of {samples}",
+        f"schedule {schedule.name} on {counts}, keep: {explanation.keep}",
+    )
 
 
 def _plural(number: int, word: str) -> str:
@@ -74,22 +96,36 @@ def _plural(number: int, word: str) -> str:
 
 def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, str]]:
     """Yield the lines of the table, each with its style: a line a stage, and one for the cut after it."""
-    rows = [_cells(stage) for stage in explanation.stages]
-    widths = [max(len(heading), *(len(row[at]) for row in rows)) for at, heading in enumerate(_HEADINGS)]
-    rest = sum(widths) - widths[2] + 2 * (len(widths) - 1)
-    widths[2] = max(_LEAST_MODULES, min(widths[2], _MOST_MODULES, columns - rest))
-    yield "head", _line(_HEADINGS, widths)
-    for stage, row in zip(explanation.stages, rows, strict=True):
-        modules = textwrap.wrap(row[2], widths[2], break_on_hyphens=False) or [""]
+    rows, widths = _fitted([_HEADINGS, *(_cells(stage) for stage in explanation.stages)], columns)
+    indent = " " * (widths[0] + widths[1] + 4)
+    yield "head", _line(rows[0], widths)
+    for stage, row in zip(explanation.stages, rows[1:], strict=True):
+        modules = _wrap(row[2], widths[2], indent="", cut=True)
         yield "", _line([*row[:2], modules[0], *row[3:]], widths)
-        indent = " " * (widths[0] + widths[1] + 4)
         for more in modules[1:]:
             yield "", indent + more
-        for line in _cut_lines(stage, len(explanation.ranges) - 1):
-            for part in textwrap.wrap(
-                line, max(40, columns - len(indent)), subsequent_indent="  ", break_on_hyphens=False
-            ):
+        for line in _cut_lines(explanation, stage):
+            for part in _wrap(line, max(40, columns - len(indent))):
                 yield "cut", indent + part
+
+
+def _fitted(rows: list[Sequence[str]], columns: int) -> tuple[list[list[str]], list[int]]:
+    """Return the cells and the widths of the columns; in a narrow terminal without nodes and bytes of parameters."""
+    for short in (False, True):
+        cells = [[_first(cell) if at == _PARAMETERS and short else cell for at, cell in enumerate(row)] for row in rows]
+        if short:
+            cells = [row[:_NODES] + row[_NODES + 1 :] for row in cells]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        room = columns - (sum(widths) - widths[2] + 2 * (len(widths) - 1))
+        if room >= min(widths[2], _ENOUGH_MODULES):
+            break
+    widths[2] = max(_LEAST_MODULES, min(widths[2], _MOST_MODULES, room))
+    return cells, widths
+
+
+def _first(cell: str) -> str:
+    """Return the count of `62.2 k  243 KiB`."""
+    return cell.partition("  ")[0]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -106,48 +142,48 @@ def _cells(stage: StageRow) -> list[str]:
         ",".join(map(str, stage.lanes)),
         printable(stage.modules_text),
         str(stage.num_nodes),
-        f"{show_count(stage.num_parameters)}  {show_bytes(stage.weight_bytes)}",
+        f"{show_count(stage.num_parameters, digits=3)}  {show_bytes(stage.weight_bytes, digits=3)}",
         show_share(stage.share),
-        show_seconds(stage.forward_seconds),
-        show_seconds(stage.backward_seconds),
-        show_bytes(stage.memory_bytes),
+        show_seconds(stage.forward_seconds, digits=3),
+        show_seconds(stage.backward_seconds, digits=3),
+        show_bytes(stage.memory_bytes, digits=3),
     ]
 
 
-def _cut_lines(stage: StageRow, last: int) -> Iterable[str]:
+def _cut_lines(explanation: Explanation, stage: StageRow) -> Iterable[str]:
     """Say what crosses the cut after a stage: what the next one uses, and what only passes by."""
-    if stage.index == last:
-        return
     at = stage.first_node + stage.num_nodes
-    if not stage.crossing:
-        yield f"↓ cut at {at}: nothing crosses"
+    if at == len(explanation.graph.nodes):
         return
-    total = f"{show_bytes(stage.crossing_bytes)} a micro-batch"
+    lead = f"↓ cut at {at}, before {explanation.graph.nodes[at].name}: "
+    if not stage.crossing:
+        yield f"{lead}nothing crosses"
+        return
     used = [value for value in stage.crossing if not value.skips_at(stage.index)]
     passing = [value for value in stage.crossing if value.skips_at(stage.index)]
-    yield f"↓ cut at {at}: {total}: {_values(used, last)}" if used else f"↓ cut at {at}: {total}"
+    total = f"{_bytes(stage.crossing_bytes)} a micro-batch"
+    yield f"{lead}{total}: {_values(used)}" if used else lead + total
     if passing:
-        yield f"↷ passing by: {_values(passing, last)}"
+        yield f"↷ passing by: {_values(passing)}"
 
 
-def _values(values: Sequence[Crossing], last: int) -> str:
+def _values(values: Sequence[Crossing]) -> str:
     """Name the largest values, those of one shape and one way together."""
-    groups: dict[str, list[Crossing]] = {}
+    groups: dict[str, int] = {}
     for value in sorted(values, key=lambda value: -value.num_bytes):
-        groups.setdefault(_value(value, last), []).append(value)
-    named = [f"{len(group)} × {text}" if len(group) > 1 else text for text, group in groups.items()]
-    more = sum(len(group) for group in list(groups.values())[_MOST_VALUES:])
+        text = _value(value)
+        groups[text] = groups.get(text, 0) + 1
+    named = [f"{count}{_TIGHT}×{_TIGHT}{text}" if count > 1 else text for text, count in groups.items()]
+    more = sum(list(groups.values())[_MOST_VALUES:])
     return ", ".join(named[:_MOST_VALUES]) + (f", and {more} more" if more else "")
 
 
-def _value(value: Crossing, last: int) -> str:
+def _value(value: Crossing) -> str:
     seen = " as seen" if value.is_dynamic else ""
-    text = f"{printable(value.shape)}{seen} {show_bytes(value.num_bytes)}"
-    if value.targets == (value.source + 1,):
+    text = f"{value.shape}{seen} {show_bytes(value.num_bytes, digits=3)}".replace(" ", _TIGHT)
+    if value.targets == (value.source + 1,) and not value.is_output:
         return text
-    if not value.targets:
-        return f"{text} (stage {value.source} → output)"
-    targets = [str(target) for target in value.targets] + (["output"] if value.is_output and last else [])
+    targets = [str(target) for target in value.targets] + (["output"] if value.is_output else [])
     return f"{text} (stage {value.source} → {', '.join(targets)})"
 
 
@@ -158,8 +194,8 @@ def _lane_table(explanation: Explanation) -> Iterable[tuple[str, str]]:
         [
             str(lane.index),
             ",".join(map(str, lane.stages)),
-            show_seconds(lane.seconds),
-            show_bytes(lane.num_bytes) + (f" of {show_bytes(lane.limit_bytes)}" if lane.limit_bytes is not None else ""),
+            show_seconds(lane.seconds, digits=3),
+            _of_limit(lane.num_bytes, lane.limit_bytes),
             show_share(lane.bubble),
         ]
         for lane in explanation.lanes
@@ -172,31 +208,45 @@ def _lane_table(explanation: Explanation) -> Iterable[tuple[str, str]]:
         yield "", "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
+def _of_limit(number: float, limit: float | None) -> str:
+    return show_bytes(number, digits=3) + ("" if limit is None else f" of {show_bytes(limit, digits=3)}")
+
+
 def _ties(explanation: Explanation) -> Iterable[str]:
     for tie in explanation.ties[:_MOST_TIES]:
         names = " = ".join([tie.name, *tie.aliases])
         if len(tie.stages) > 1:
             stages = ", ".join(map(str, tie.stages))
-            yield f"tied: {names} ({show_bytes(tie.num_bytes)}): stages {stages} hold it, and add up its gradient"
+            yield f"tied: {names} ({_bytes(tie.num_bytes)}): stages {stages} hold it, and add up its gradient"
         else:
             where = f"stage {tie.stages[0]} holds it" if tie.stages else "no stage uses it"
-            yield f"tied: {names} ({show_bytes(tie.num_bytes)}): {where}"
+            yield f"tied: {names} ({_bytes(tie.num_bytes)}): {where}"
     if (more := len(explanation.ties) - _MOST_TIES) > 0:
         yield f"tied: {more} more"
 
 
 def _figures(explanation: Explanation) -> Iterable[str]:
     partition, timeline = explanation.partition, explanation.timeline
-    slowest = partition.lane_seconds.index(max(partition.lane_seconds))
-    proof = "no cuts are better" if partition.is_proved else f"at most {show_share(partition.gap)} from the best cuts"
-    yield (
-        f"balance: {explanation.balance:.3f} (lane {slowest} takes {show_seconds(max(partition.lane_seconds))} a "
-        f"micro-batch, over the mean of all lanes); {proof}"
+    lanes = partition.lane_seconds
+    slowest, mean = max(lanes), sum(lanes) / len(lanes)
+    proof = (
+        "no cuts are better"
+        if partition.is_proved
+        else f"the best cuts are at most {show_share(partition.gap)} quicker"
     )
-    fullest = partition.lane_bytes.index(max(partition.lane_bytes))
-    yield f"memory: lane {fullest} holds the most, {show_bytes(max(partition.lane_bytes))}: weights, gradients, optimizer, saved"
     yield (
-        f"predicted step: {show_seconds(timeline.step_seconds)}, {explanation.samples_per_second:,.4g} samples a second, "
+        f"balance: {explanation.balance:.3f}: the slowest lane ({lanes.index(slowest)}) takes {_seconds(slowest)} a "
+        f"micro-batch, the mean lane {_seconds(mean)}; {proof}"
+    )
+    fullest = max(partition.lane_bytes)
+    yield (
+        f"memory: the fullest lane ({partition.lane_bytes.index(fullest)}) holds {_bytes(fullest)}: "
+        "weights, gradients, optimizer state and saved values"
+    )
+    rate = explanation.samples_per_second
+    yield (
+        f"predicted step: {_seconds(timeline.step_seconds)}, {rate:,.{0 if rate >= 100 else 1}f} samples a second, "
         f"{explanation.speedup:.2f} × one lane; bubble {show_share(timeline.bubble)} over the makespan, "
         f"{show_share(timeline.span_bubble)} over the longest lane span"
+        f"{'' if explanation.has_links else '; transfers take no time, for no links were given'}"
     )

@@ -11,6 +11,7 @@ from penstock.model.graph import Graph
 __all__ = ["module_parts", "shorten"]
 
 _MOST_PARTS = 6  # that a list grows to while it is made finer
+_MOST_INNER = 3  # the same, for what lies within a member of a list of modules
 _PART = " (part)"
 
 
@@ -54,7 +55,8 @@ def module_parts(graph: Graph, nodes: range) -> tuple[str, ...]:
         for part in sorted(finer, key=lambda part: -part.num_here):
             at = parts.index(part)
             longer = [*parts[:at], *part.here, *parts[at + 1 :]]
-            if len(_merged(_named(longer))) <= _MOST_PARTS or part is root:
+            most = _MOST_INNER if part.path.rpartition(".")[2].isdigit() else _MOST_PARTS
+            if len(_merged(_named(longer))) <= most or part is root:
                 parts = longer
                 break
         else:
@@ -101,19 +103,20 @@ def shorten(parts: Sequence[str]) -> str:
     >>> shorten(["net.wte", "net.h.0", "net.h.1", "net.h.2 (part)", "head"])
     'net.{wte, h.0–1, h.2 (part)}, head'
     """
-    groups: list[tuple[str, list[str]]] = []
+    groups: list[list[list[str]]] = []
     for name in _merged(parts):
-        top, _, rest = name.partition(".")
-        if rest and groups and groups[-1][0] == top:
-            groups[-1][1].append(rest)
+        path = name.split(".")
+        if groups and groups[-1][-1][0] == path[0] and min(len(path), len(groups[-1][-1])) > 1:
+            groups[-1].append(path)
         else:
-            groups.append((top, [rest] if rest else []))
-    return ", ".join(_grouped(top, rests) for top, rests in groups)
+            groups.append([path])
+    return ", ".join(_grouped(paths) for paths in groups)
 
 
-def _grouped(top: str, rests: list[str]) -> str:
-    if len(rests) < 2:
-        return ".".join([top, *rests])
-    tops = {rest.partition(".")[0] for rest in rests}
-    inner = shorten(rests)
-    return f"{top}.{inner}" if len(tops) == 1 and inner.count("{") == 1 and inner.endswith("}") else f"{top}.{{{inner}}}"
+def _grouped(paths: list[list[str]]) -> str:
+    if len(paths) == 1:
+        return ".".join(paths[0])
+    shared = 0
+    while len({tuple(path[: shared + 1]) for path in paths}) == 1 and all(len(path) > shared + 1 for path in paths):
+        shared += 1
+    return ".".join(paths[0][:shared]) + ".{" + ", ".join(".".join(path[shared:]) for path in paths) + "}"

@@ -7,20 +7,22 @@ __all__ = ["parse_bytes", "parse_seconds", "printable", "show_bytes", "show_coun
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def show_seconds(seconds: float) -> str:
-    """Return seconds with a unit that suits them.
+def show_seconds(seconds: float, *, digits: int = 4) -> str:
+    """Return seconds with a unit that suits them, and at most so many digits.
 
     >>> show_seconds(0.0123), show_seconds(45.0), show_seconds(2e-6)
     ('12.3 ms', '45 s', '2 µs')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size:
-            return f"{seconds / size:,.4g} {unit}" if seconds < 10_000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds / 1e-9:.4g} ns" if seconds else "0 s"
+            if seconds < 10**digits * size:
+                return f"{seconds / size:,.{digits}g} {unit}"
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-9:.{digits}g} ns" if seconds else "0 s"
 
 
-def show_bytes(number: float) -> str:
-    """Return bytes with a binary unit.
+def show_bytes(number: float, *, digits: int = 4) -> str:
+    """Return bytes with a binary unit, and at most so many digits.
 
     >>> show_bytes(3 * 2**30), show_bytes(100)
     ('3 GiB', '100 B')
@@ -29,18 +31,20 @@ def show_bytes(number: float) -> str:
     while number >= 1024 and unit < len(_BYTE_UNITS) - 1:
         number /= 1024
         unit += 1
-    return f"{number:.4g} {_BYTE_UNITS[unit]}"
+    if number >= 10**digits:  # as 1020 KiB in three digits
+        return f"{number:.0f} {_BYTE_UNITS[unit]}"
+    return f"{number:.{digits}g} {_BYTE_UNITS[unit]}"
 
 
-def show_count(number: float) -> str:
-    """Return a count with a unit that suits it.
+def show_count(number: float, *, digits: int = 4) -> str:
+    """Return a count with a unit that suits it, and at most so many digits.
 
     >>> show_count(950), show_count(124_439_808), show_count(7e9)
     ('950', '124.4 M', '7 G')
     """
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.4g} {unit}"
+            return f"{number / size:.{digits}g} {unit}"
     return f"{number:g}"
 
 

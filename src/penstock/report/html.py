@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
-import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 
 import numpy as np
@@ -17,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.files import write_whole
+from penstock.report.assemble import Json, assemble
 from penstock.report.timeline import Floats, Memory, Timeline
 from penstock.schedule.actions import KINDS
 from penstock.schedule.rules import RULES, Where
@@ -26,9 +22,11 @@ __all__ = ["write_html"]
 # The page's script, in the order in which its files build on each other.
 _SCRIPTS = (
     "format.js",
+    "dom.js",
     "data.js",
     "view.js",
     "palette.js",
+    "gestures.js",
     "lanes.js",
     "curves.js",
     "build.js",
@@ -38,11 +36,6 @@ _SCRIPTS = (
 
 # Moments travel as whole numbers, 0 at the step's start and this at its end: four bytes, finer than a page can show.
 _LAST_TICK = (1 << 32) - 1
-
-# A page may be opened anywhere: in JSON these could end the script element, start a tag, or end a line.
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-
-Json = Mapping[str, object]
 
 
 def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None:
@@ -61,42 +54,12 @@ def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None
 
 def _page(timelines: Sequence[Timeline]) -> str:
     names = list(_distinct([timeline.name for timeline in timelines]))
-    script = "\n".join(['"use strict";', "(() => {", *map(_read, _SCRIPTS), "})();"])
-    style = _read("page.css")
     data = {
         "kinds": [{"text": kind.value, "words": kind.words, "where": RULES[kind].where.name} for kind in KINDS],
         "timelines": [_packed(timeline, name) for timeline, name in zip(timelines, names, strict=True)],
     }
-    parts = {
-        "policy": _policy(script, style),
-        "title": html.escape(_printable(" · ".join([*names, "Penstock timeline"]))),
-        "style": style,
-        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES),
-        "script": script,
-    }
-    # One pass over the template: a marker that stands in a timeline's name is left alone.
-    return re.sub(r"\{\{(\w+)\}\}", lambda marker: parts[marker[1]], _read("page.html"))
-
-
-def _read(name: str) -> str:
-    return resources.files("penstock.report").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _printable(text: str) -> str:
-    """Replace halves of surrogate pairs: a file cannot hold them."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _policy(script: str, style: str) -> str:
-    """Return the page's content security policy: its own script and style, by hash, and no network."""
-    return (
-        f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash_source(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    title = " · ".join([*names, "Penstock timeline"])
+    return assemble("page.html", title=title, styles=["page.css"], scripts=_SCRIPTS, data=data)
 
 
 def _distinct(names: Sequence[str]) -> Iterator[str]:

@@ -1,15 +1,4 @@
-// Building the page around the canvases. Text that comes with the data is only ever set as text.
-
-function element(tag, { text, ...properties } = {}, children = []) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  for (const [name, value] of Object.entries(properties)) {
-    if (name.startsWith("aria-") || name === "role" || name === "scope") made.setAttribute(name, value);
-    else made[name] = value;
-  }
-  made.append(...children);
-  return made;
-}
+// Building the timeline page around the canvases.
 
 function buildSection(timeline, fastest, isCompared) {
   const figures = figuresOf(timeline);
@@ -123,17 +112,4 @@ function buildLegend(kinds, used, state, redraw) {
     });
     document.getElementById("legend").append(button);
   }
-}
-
-function fillTooltip(tooltip, { title, words, facts }) {
-  tooltip.replaceChildren(
-    element("strong", { text: title }),
-    " ",
-    element("em", { text: words }),
-    element(
-      "dl",
-      {},
-      facts.flatMap(([name, value]) => [element("dt", { text: name }), element("dd", { text: value })]),
-    ),
-  );
 }

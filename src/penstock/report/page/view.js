@@ -38,19 +38,20 @@ class View {
 
 // Where the plot of a panel lies: its width in pixels, and seconds to x and back.
 class Plot {
-  constructor(width, view) {
-    this.width = Math.max(50, width - GUTTER - MARGIN);
-    this.right = GUTTER + this.width;
+  constructor(width, view, left = GUTTER) {
+    this.left = left;
+    this.width = Math.max(50, width - left - MARGIN);
+    this.right = left + this.width;
     this.view = view;
     this.scale = this.width / view.seconds;
   }
 
   x(seconds) {
-    return GUTTER + (seconds - this.view.start) * this.scale;
+    return this.left + (seconds - this.view.start) * this.scale;
   }
 
   seconds(x) {
-    return this.view.start + (x - GUTTER) / this.scale;
+    return this.view.start + (x - this.left) / this.scale;
   }
 }
 

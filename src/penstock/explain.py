@@ -1,0 +1,286 @@
+"""explain: capture a model, profile it, cut it, build the schedule and simulate a step; say what came out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import device as Device  # noqa: N812
+    from torch import nn
+
+    from penstock.model.capture import Captured
+    from penstock.model.profile import Profile
+    from penstock.model.rates import Rates
+    from penstock.planning.cluster import Cluster
+    from penstock.planning.explanation import Explanation
+    from penstock.planning.partition import Partition
+    from penstock.schedule.schedule import Schedule
+
+    Model = nn.Module | Sequence[nn.Module]
+
+__all__ = ["explain"]
+
+Progress = Callable[[str, int, int], None]
+
+_LANES, _MICRO_BATCHES = 4, 8  # where nothing is said
+_ROUNDS = 3  # of cutting, and building a schedule for what came out
+
+
+def explain(
+    model: Model | str,
+    example: object = None,
+    *,
+    lanes: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    stages_per_lane: int | None = None,
+    cuts: Sequence[int | str] = (),
+    keep: str = "hold",
+    memory_limit: float | Sequence[float] | None = None,
+    cluster: Cluster | None = None,
+    batch_size: int | None = None,
+    training: bool | None = None,
+    capture_path: str = "auto",
+    device: Device | str | None = None,
+    profile: Profile | str | PathLike[str] | None = None,
+    analytic: Rates | str | None = None,
+    optimizer_bytes: float | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Say how a model would be cut into stages and what a step would take. Nothing is trained.
+
+    `print` the result for the tables; it also has `to_dict`, `to_json` and `to_html`.
+
+    Args:
+        model: any module, unchanged; or a list of stage modules; or a name as the command line takes it, as `gpt2` or
+            `package.module:callable`.
+        example: how the model is called with a micro-batch: a tensor, a tuple of arguments or a dict of keyword
+            arguments. A model by name may bring its own.
+        lanes: how many; 4 if nothing is said.
+        micro_batches: a step has; 8 if nothing is said.
+        schedule: a name, or a schedule, which then says how many lanes and micro-batches.
+        stages_per_lane: for schedules that leave it open.
+        cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
+        keep: "hold" what the forward saves, or "recompute" it.
+        memory_limit: bytes a lane has for weights, gradients, optimizer state and saved values; a number or one a lane.
+        cluster: speeds and links of the lanes; by default all alike, and transfers take no time.
+        batch_size: the samples of a micro-batch; by default those of the example.
+        training: capture in training or in evaluation; by default as the model is.
+        capture_path: "direct", "export" or "replay" to have one of these; "auto" takes the first that works.
+        device: where to measure; by default where the model is.
+        profile: one that was made before, or the file it was saved in; then nothing is measured.
+        analytic: rates of a device, or the name of a known one: count operations and bytes, measure nothing.
+        optimizer_bytes: optimizer state for each byte of a parameter; by default as in the profile (2.0, for Adam).
+        progress: is told what is being done, how much is done, and of how much.
+
+    Raises:
+        CaptureError: when the model cannot be captured; says where it stopped, and what to do.
+        PartitionError: when no cuts are as asked for, or none fit the memory; says what would.
+        UsageError: for arguments that cannot be right.
+        ScheduleError: for a schedule that does not exist or cannot be built.
+    """
+    from penstock.errors import UsageError
+    from penstock.model.capture import capture
+
+    if device is not None and (analytic is not None or profile is not None):
+        raise UsageError("device: is for measuring; leave it out with analytic or a profile that is there")
+    if analytic is not None and profile is not None:
+        raise UsageError("analytic: counts anew, and a profile is given; leave one of them out")
+    ask = _Ask(
+        schedule,
+        lanes,
+        micro_batches,
+        stages_per_lane=stages_per_lane,
+        cuts=tuple(cuts) if not isinstance(cuts, (str, int)) else (cuts,),
+        keep=keep,
+        memory_limit=memory_limit,
+        cluster=cluster,
+    )
+    num_stages = ask.first().num_stages  # says, before the long work, if there is no such schedule
+    tell = progress or (lambda what, done, total: None)
+    module, call = _model(model, example, batch_size, tell)
+    tell("capture", 0, 1)
+    captured = capture(module, call, training=training, path=capture_path, num_stages=num_stages)
+    costs = _profile(captured, profile, analytic, device=device, batch_size=batch_size, tell=tell)
+    if optimizer_bytes is not None:
+        costs = replace(costs, optimizer_bytes=optimizer_bytes)
+    name = model if isinstance(model, str) else type(module).__name__ if hasattr(module, "forward") else "stage modules"
+    tell("cut and schedule", 0, 1)
+    return _explanation(name, module, captured, costs, ask)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What is asked for: a schedule, and where it may be cut for it."""
+
+    schedule: str | Schedule
+    lanes: int | None
+    micro_batches: int | None
+    stages_per_lane: int | None
+    cuts: tuple[int | str, ...]
+    keep: str
+    memory_limit: float | Sequence[float] | None
+    cluster: Cluster | None
+
+    def first(self, lanes: int | None = None) -> Schedule:
+        """Return the schedule before costs are known: where its stages live, and how many micro-batches they hold."""
+        from penstock.errors import UsageError
+        from penstock.schedule.schedule import Schedule
+        from penstock.schedules import build, describe
+
+        if isinstance(self.schedule, Schedule):
+            given = {"lanes": self.lanes, "micro_batches": self.micro_batches, "stages_per_lane": self.stages_per_lane}
+            if unused := [name for name, value in given.items() if value is not None]:
+                raise UsageError(f"a schedule has its own counts: leave out {', '.join(unused)}")
+            return self.schedule
+        name, stages = self.schedule, self.stages_per_lane
+        if describe(name).name == "auto":  # any with as many stages a lane: where they live is all that counts
+            name, stages = ("1f1b", None) if stages in (None, 1) else ("interleaved_1f1b", stages)
+        return build(name, lanes=lanes or self.num_lanes, micro_batches=self.num_mbs, stages_per_lane=stages)
+
+    @property
+    def num_lanes(self) -> int:
+        return _LANES if self.lanes is None else self.lanes
+
+    @property
+    def num_mbs(self) -> int:
+        return _MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+
+    @property
+    def is_made_for_costs(self) -> bool:
+        from penstock.schedules import describe
+
+        return isinstance(self.schedule, str) and "costs" in describe(self.schedule).options
+
+    def decide(self, profile: Profile) -> tuple[Partition, Schedule]:
+        """Return the cuts and the schedule. One that is made for costs is made for those of the cuts, in turn."""
+        schedule = self.first()
+        cuts = self._cut(profile, schedule)
+        for _ in range(_ROUNDS if self.is_made_for_costs else 0):
+            schedule = self._build(profile, cuts)
+            before, cuts = cuts, self._cut(profile, schedule)
+            if cuts.cuts == before.cuts:
+                break
+        return cuts, schedule
+
+    def _cut(self, profile: Profile, schedule: Schedule) -> Partition:
+        from penstock.planning.partition import partition
+        from penstock.schedule.schedule import Schedule
+
+        return partition(
+            profile,
+            schedule=schedule,
+            cluster=self.cluster,
+            memory_limit=self.memory_limit,
+            keep=self.keep,
+            cuts_at=self.cuts,
+            with_lanes=None if isinstance(self.schedule, Schedule) else self.first,
+        )
+
+    def _build(self, profile: Profile, cuts: Partition) -> Schedule:
+        from penstock.schedules import build, describe
+
+        assert isinstance(self.schedule, str)
+        options: dict[str, Any] = {}
+        if describe(self.schedule).name == "auto":
+            options["two_ways"] = False  # a stage on two lanes would need other cuts
+            if self.memory_limit is not None and self.keep == "hold":
+                options["memory_limit"] = self._left(profile, cuts)
+        return build(
+            self.schedule,
+            lanes=self.num_lanes,
+            micro_batches=self.num_mbs,
+            stages_per_lane=self.stages_per_lane,
+            costs=profile.costs(cuts.cuts),
+            **options,
+        )
+
+    def _left(self, profile: Profile, cuts: Partition) -> list[float]:
+        """Return what weights, gradients and optimizer state leave of each lane's memory."""
+        from penstock.planning.limits import limit_per_lane
+
+        ranges = profile.graph.stages(cuts.cuts)
+        nodes_of: list[list[int]] = [[] for _ in range(self.num_lanes)]
+        for stage, lane in enumerate(cuts.lane_of):
+            nodes_of[lane] += ranges[stage]
+        limits = limit_per_lane(self.memory_limit, self.num_lanes)
+        return [float(limit) - profile.state_bytes(nodes) for limit, nodes in zip(limits, nodes_of, strict=True)]
+
+
+def _model(model: Model | str, example: object, batch_size: int | None, tell: Progress) -> tuple[Model, object]:
+    from penstock.errors import UsageError
+    from penstock.model.named import load
+
+    if isinstance(model, str):
+        tell("build the model", 0, 1)
+        size = {} if batch_size is None else {"batch_size": batch_size}
+        module, own = load(model, **size)
+        example = own if example is None else example
+        if example is None:
+            raise UsageError(f"{model} gives no example: let it return a model and an example of how it is called")
+        return module, example
+    if example is None:
+        raise UsageError("example: say how the model is called: a tensor, a tuple of arguments or a dict of keywords")
+    return model, example
+
+
+def _profile(
+    captured: Captured,
+    given: Profile | str | PathLike[str] | None,
+    rates: Rates | str | None,
+    *,
+    device: Device | str | None,
+    batch_size: int | None,
+    tell: Progress,
+) -> Profile:
+    from penstock.errors import UsageError
+    from penstock.model.analytic import analytic
+    from penstock.model.measure import measure
+    from penstock.model.profile import Profile
+
+    def on_node(done: int, total: int, name: str) -> None:  # noqa: ARG001
+        tell("profile", done, total)
+
+    if given is None and rates is None:
+        return measure(captured, device=device, batch_size=batch_size, progress=on_node)
+    if given is None:
+        assert rates is not None
+        return analytic(captured, rates=rates, batch_size=batch_size, progress=on_node)
+    found = given if isinstance(given, Profile) else Profile.load(given, captured.graph)
+    if found.graph.nodes != captured.graph.nodes:
+        raise UsageError("profile: is one of another graph; profile the model again")
+    if batch_size is not None and batch_size != found.batch_size:
+        raise UsageError(f"batch_size: {batch_size}, but the profile was made for {found.batch_size}; profile again")
+    return found
+
+
+def _explanation(name: str, model: Model, captured: Captured, profile: Profile, ask: _Ask) -> Explanation:
+    from torch import nn
+
+    from penstock.model.capture import plain_module
+    from penstock.model.parameters import held_tensors
+    from penstock.planning.explanation import Explanation
+    from penstock.planning.limits import limit_per_lane
+    from penstock.planning.simulate import simulate
+
+    cuts, schedule = ask.decide(profile)
+    keep: Any = ask.keep  # checked by the partition
+    timeline = simulate(schedule, profile.costs(cuts.cuts), cluster=ask.cluster, keep=keep)
+    limits = None if ask.memory_limit is None else limit_per_lane(ask.memory_limit, schedule.num_lanes)
+    module = plain_module(model) if isinstance(model, nn.Module) else nn.ModuleList(model)
+    return Explanation(
+        model=name,
+        path=captured.path,
+        reason=captured.reason,
+        profile=profile,
+        partition=cuts,
+        schedule=schedule,
+        timeline=timeline,
+        keep=ask.keep,
+        memory_limit=limits,
+        has_links=ask.cluster is not None,
+        num_elements_of={name: tensor.numel() for name, tensor in held_tensors(module).items()},
+    )

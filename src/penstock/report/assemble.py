@@ -1,0 +1,54 @@
+"""Assemble: one self-contained page from a template, styles, scripts and data, which asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+
+__all__ = ["Json", "assemble"]
+
+# A page may be opened anywhere: in JSON these could end the script element, start a tag, or end a line.
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+Json = Mapping[str, object]
+
+
+def assemble(template: str, *, title: str, styles: Iterable[str], scripts: Iterable[str], data: Json) -> str:
+    """Return a page as text; template, styles and scripts are files of the folder `page`."""
+    script = "\n".join(['"use strict";', "(() => {", *map(_read, scripts), "})();"])
+    style = "\n".join(map(_read, styles))
+    parts = {
+        "policy": _policy(script, style),
+        "title": html.escape(_printable(title)),
+        "style": style,
+        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES),
+        "script": script,
+    }
+    # One pass over the template: a marker that stands in a name is left alone.
+    return re.sub(r"\{\{(\w+)\}\}", lambda marker: parts[marker[1]], _read(template))
+
+
+def _read(name: str) -> str:
+    return resources.files("penstock.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _printable(text: str) -> str:
+    """Replace halves of surrogate pairs: a file cannot hold them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _policy(script: str, style: str) -> str:
+    """Return the page's content security policy: its own script and style, by hash, and no network."""
+    return (
+        f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash_source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -84,6 +84,8 @@ def explain(
     """
     from penstock.errors import UsageError
     from penstock.model.capture import capture
+    from penstock.model.rates import Rates
+    from penstock.schedule.counts import check_count
 
     if device is not None and (analytic is not None or profile is not None):
         raise UsageError("device: is for measuring; leave it out with analytic or a profile that is there")
@@ -99,12 +101,15 @@ def explain(
         memory_limit=memory_limit,
         cluster=cluster,
     )
-    num_stages = ask.first().num_stages  # says, before the long work, if there is no such schedule
+    num_stages = ask.check().num_stages
+    if batch_size is not None:
+        batch_size = check_count("batch_size", batch_size, 1 << 40)
+    rates = Rates.of(analytic) if isinstance(analytic, str) else analytic
     tell = progress or (lambda what, done, total: None)
     module, call = _model(model, example, batch_size, tell)
     tell("capture", 0, 1)
     captured = capture(module, call, training=training, path=capture_path, num_stages=num_stages)
-    costs = _profile(captured, profile, analytic, device=device, batch_size=batch_size, tell=tell)
+    costs = _profile(captured, profile, rates, device=device, batch_size=batch_size, tell=tell)
     if optimizer_bytes is not None:
         costs = replace(costs, optimizer_bytes=optimizer_bytes)
     name = model if isinstance(model, str) else type(module).__name__ if hasattr(module, "forward") else "stage modules"
@@ -124,6 +129,22 @@ class _Ask:
     keep: str
     memory_limit: float | Sequence[float] | None
     cluster: Cluster | None
+
+    def check(self) -> Schedule:
+        """Say, before the long work, what can be seen to be wrong; return the schedule before costs are known."""
+        from penstock.errors import UsageError, nearest
+        from penstock.planning.cluster import Cluster
+        from penstock.planning.limits import limit_per_lane
+        from penstock.planning.partition import KEEPS
+
+        if self.keep not in KEEPS:
+            raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(self.keep), KEEPS)}")
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise UsageError(f"cluster: give a penstock.Cluster; given: {type(self.cluster).__name__}")
+        schedule = self.first()
+        limit_per_lane(self.memory_limit, schedule.num_lanes)
+        (self.cluster or Cluster()).speeds(schedule.num_lanes)
+        return schedule
 
     def first(self, lanes: int | None = None) -> Schedule:
         """Return the schedule before costs are known: where its stages live, and how many micro-batches they hold."""
@@ -222,6 +243,8 @@ def _model(model: Model | str, example: object, batch_size: int | None, tell: Pr
         if example is None:
             raise UsageError(f"{model} gives no example: let it return a model and an example of how it is called")
         return module, example
+    if not hasattr(model, "forward") and not isinstance(model, (list, tuple)):
+        raise UsageError(f"model: give a torch.nn.Module, a list of them, or a name; given: {type(model).__name__}")
     if example is None:
         raise UsageError("example: say how the model is called: a tensor, a tuple of arguments or a dict of keywords")
     return model, example
@@ -230,7 +253,7 @@ def _model(model: Model | str, example: object, batch_size: int | None, tell: Pr
 def _profile(
     captured: Captured,
     given: Profile | str | PathLike[str] | None,
-    rates: Rates | str | None,
+    rates: Rates | None,
     *,
     device: Device | str | None,
     batch_size: int | None,

@@ -52,14 +52,15 @@ def analytic(
             captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
         )
     costs = np.array([(cost.forward, cost.input_grad, cost.weight_grad) for cost in result.found]).reshape(-1, 3)
+    per_node = result.sums(*costs.T)
     return Profile(
         graph=captured.graph,
         batch_size=captured.graph.batch_size if batch_size is None else batch_size,
-        forward=costs[:, 0],
-        input_grad=costs[:, 1],
-        weight_grad=costs[:, 2],
-        saved_bytes=np.array(result.saved_bytes),
-        pending_bytes=np.array(result.pending_bytes),
+        forward=per_node[0],
+        input_grad=per_node[1],
+        weight_grad=per_node[2],
+        saved_bytes=per_node[3],
+        pending_bytes=per_node[4],
         device=chosen.name,
         method="analytic",
     )

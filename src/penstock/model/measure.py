@@ -67,14 +67,15 @@ def measure(
     forward = in_queue([times.forward for times in result.found])
     backward = in_queue([times.backward for times in reversed(result.found)])[::-1]
     share = np.array([times.weight_share for times in result.found])
+    per_node = result.sums(forward, np.array(backward) * (1 - share), np.array(backward) * share)
     return Profile(
         graph=captured.graph,
         batch_size=captured.graph.batch_size if batch_size is None else batch_size,
-        forward=np.array(forward),
-        input_grad=np.array(backward) * (1 - share),
-        weight_grad=np.array(backward) * share,
-        saved_bytes=np.array(result.saved_bytes),
-        pending_bytes=np.array(result.pending_bytes),
+        forward=per_node[0],
+        input_grad=per_node[1],
+        weight_grad=per_node[2],
+        saved_bytes=per_node[3],
+        pending_bytes=per_node[4],
         device=_describe(stopwatch.device),
         method="measured",
     )

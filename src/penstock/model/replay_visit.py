@@ -13,8 +13,9 @@ from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.parameters import held_tensors
+from penstock.model.replay_functions import is_data_shaped, is_look, is_read
 from penstock.model.replay_shell import make_shell
-from penstock.model.replay_walk import Walk
+from penstock.model.replay_walk import Walk, tensors_in
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 
@@ -40,6 +41,11 @@ def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *
         if device.type == "meta":
             raise CaptureError(f"the model cannot run without data, which it reads: {error}") from error
         raise
+
+
+def _plain(template: object) -> str:
+    """Return the plain arguments of a function as text, for the signature of what it does."""
+    return repr(template)[:500] if "object at 0x" not in repr(template) else ""
 
 
 def _ordinal(name: str) -> int:
@@ -96,16 +102,35 @@ class _VisitWalk(Walk):
         self.modules = dict(shell.named_modules())
         self.held = held_tensors(shell)
         self.graph, self.visitor, self.index_of = graph, visitor, index_of
-        self.is_in_unit = False
+        self.is_in_unit, self.now = False, 0
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        is_in_place = name.startswith("__") or (name.endswith("_") and not name.endswith("__"))
+        inputs = list(tensors_in((args, kwargs)))
+        if not inputs or is_in_place or is_look(function) or is_read(function) or is_data_shaped(function, args):
+            return function(*args, **kwargs)
+        tensors, template = flatten((args, kwargs))
+        shapes: list[object] = []
+
+        def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            new_args, new_kwargs = rebuild(template, list(given))
+            result = function(*new_args, **new_kwargs)
+            made, shape = flatten(result)
+            shapes.append(shape)
+            return made
+
+        with self.switched(on=False):
+            made = self.visitor(self.now, run, tensors, [], f"{name}{_plain(template)}")
+        return rebuild(shapes[-1], made)
 
     def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         index = self.index_of.get((path, ordinal))
-        if index is None or self.is_in_unit:
+        if self.is_in_unit:
             return call(*args, **kwargs)
-        self.is_in_unit = True
+        if index is None:
+            return self.inside(path, ordinal, call, args, kwargs)
+        self.is_in_unit, self.now = True, index
         try:
             names = self.graph.nodes[index].parameters
             return run_with(self.visitor, index, self.modules[path], args, kwargs, names=names, held=self.held)

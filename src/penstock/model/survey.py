@@ -6,14 +6,16 @@ import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import GraphError, PenstockError, UsageError
 from penstock.model.graph import Graph, Node
 from penstock.model.saved import Ledger, Saved, num_bytes, record_saved
 from penstock.model.trial import Trial
@@ -43,19 +45,27 @@ class Examiner(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Survey(Generic[T]):
-    """What was found, one entry a node.
+    """What was found, one entry a node, or more: functions between module calls are examined apart from the calls.
 
     Attributes:
-        found: what the examiner said.
+        found: what the examiner said, in the order things ran.
+        node_of: the node that each entry belongs to.
         saved_bytes: memory that the forward keeps for the backward, each piece at the first node that keeps it.
         pending_bytes: memory that the weight gradient needs.
         num_examined: how many nodes differ from all before them.
     """
 
     found: list[T]
+    node_of: list[int]
     saved_bytes: list[float]
     pending_bytes: list[float]
     num_examined: int
+
+    def sums(self, *columns: Sequence[float] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        """Return the sum a node of some columns with one number an entry, then of the saved and the pending bytes."""
+        count = max(self.node_of, default=-1) + 1
+        every = (*columns, self.saved_bytes, self.pending_bytes)
+        return [np.bincount(self.node_of, weights=np.asarray(column), minlength=count) for column in every]
 
 
 def survey(
@@ -73,6 +83,7 @@ def survey(
 
     Raises:
         UsageError: when the batch size is not positive.
+        GraphError: when the run does not come to all nodes.
     """
     if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
         raise UsageError(f"batch_size: {batch_size} must be at least 1")
@@ -83,7 +94,12 @@ def survey(
         more = f" (and {len(visitor.notes) - 3} more)" if len(visitor.notes) > 3 else ""
         shown = "; ".join(visitor.notes[:3])
         warnings.warn(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}", stacklevel=3)
-    return Survey(visitor.found, visitor.saved_bytes, visitor.pending_bytes, len(visitor.known))
+    seen = {row[0] for row in visitor.rows}
+    unseen = [node.name for index, node in enumerate(captured.graph.nodes) if index not in seen]
+    if unseen:
+        raise GraphError(f"a run of the model did not come to all of its nodes; missing: {', '.join(unseen[:5])}")
+    node_of, found, saved_bytes, pending_bytes = (list(column) for column in zip(*visitor.rows, strict=True))
+    return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known))
 
 
 def distinct_nodes(graph: Graph) -> int:
@@ -97,18 +113,19 @@ class _Surveyor(Generic[T]):
     def __init__(self, graph: Graph, examiner: Examiner[T], progress: Progress | None) -> None:
         self.graph, self.examiner, self.progress = graph, examiner, progress
         self.known: dict[Hashable, tuple[T, Saved]] = {}
-        self.found: list[T] = []
-        self.saved_bytes: list[float] = []
-        self.pending_bytes: list[float] = []
+        self.rows: list[tuple[int, T, float, float]] = []  # node, found, saved bytes, pending bytes
+        self._num_seen = 0
         self.notes: list[str] = []
         self._ledger = Ledger()
         self._own_inputs: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._own_held: dict[str, torch.Tensor] = {}
 
     def __call__(
-        self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+        self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
     ) -> list[torch.Tensor]:
         node = self.graph.nodes[index]
+        if glue:  # the gradients of what it uses are not written down; take it that they flow
+            node = replace(node, op=glue, signature=glue, parameters=(), inputs=())
         held = [self._held(node, name, tensor) for name, tensor in zip(node.parameters, parameters, strict=True)]
         own = [self._input(tensor) for tensor in inputs]
         versions = [tensor._version for tensor in own]
@@ -119,13 +136,12 @@ class _Surveyor(Generic[T]):
         writes = [tensor._version for tensor in own] != versions
         for tensor in outputs:
             self._ledger.add(tensor)
-        found, saved = self._examine(index, run, own, held, writes=writes, seconds=seconds)
-        self.found.append(found)
+        found, saved = self._examine(node, run, own, held, writes=writes, seconds=seconds)
         saved_bytes, pending_bytes = self._ledger.count(saved, inputs=own, outputs=outputs)
-        self.saved_bytes.append(float(saved_bytes))
-        self.pending_bytes.append(float(pending_bytes))
+        self.rows.append((index, found, float(saved_bytes), float(pending_bytes)))
+        self._num_seen += not glue
         if self.progress is not None:
-            self.progress(index + 1, len(self.graph.nodes), node.name)
+            self.progress(self._num_seen, len(self.graph.nodes), node.name)
         return outputs
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,11 +164,13 @@ class _Surveyor(Generic[T]):
     def _has_grad(self, node: Node, inputs: list[torch.Tensor]) -> list[bool]:
         """Say which inputs get a gradient; a module may be called with other tensors than its node has values."""
         known = [self.graph.values[v].has_grad for v in node.inputs]
+        if not node.inputs:
+            return [True] * len(inputs)
         return known if len(known) == len(inputs) else [any(known)] * len(inputs)
 
     def _examine(
         self,
-        index: int,
+        node: Node,
         run: RunNode,
         inputs: list[torch.Tensor],
         held: list[torch.Tensor],
@@ -160,11 +178,10 @@ class _Surveyor(Generic[T]):
         writes: bool,
         seconds: float,
     ) -> tuple[T, Saved]:
-        node = self.graph.nodes[index]
         has_grad = self._has_grad(node, inputs)
         trains = [self.graph.parameters[name].is_trainable for name in node.parameters]
         looks = tuple(_look(tensor) for tensor in (*inputs, *held))
-        key = (node.signature or index, looks, *has_grad, *trains, writes)
+        key = (node.signature or node.name, looks, *has_grad, *trains, writes)
         if key not in self.known:
             trial = Trial(
                 node,

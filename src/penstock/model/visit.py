@@ -16,7 +16,7 @@ class Visitor(Protocol):
     """Someone who is shown each node in its turn."""
 
     def __call__(
-        self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+        self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
     ) -> list[torch.Tensor]:
         """Return the node's outputs, as `run(inputs, parameters)` computes them; the visit goes on with these.
 
@@ -26,5 +26,7 @@ class Visitor(Protocol):
                 as often as one likes, with other tensors too.
             inputs: the values that the node uses, in the order of `Node.inputs`.
             parameters: in the order of `Node.parameters`.
+            glue: for a torch function between two module calls, which belongs to the node of the call before it: its
+                name. `parameters` is then empty.
         """
         ...

@@ -242,6 +242,7 @@ def _figures(explanation: Explanation) -> Iterable[str]:
     yield (
         f"memory: the fullest lane ({partition.lane_bytes.index(fullest)}) holds {_bytes(fullest)}: "
         "weights, gradients, optimizer state and saved values"
+        f"{'' if explanation.schedule.versions is None else '; older versions of weights are not counted'}"
     )
     rate = explanation.samples_per_second
     yield (

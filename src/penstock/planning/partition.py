@@ -23,11 +23,11 @@ from penstock.planning.partition_problem import Problem, Transfers
 from penstock.planning.partition_rules import Group, find_places
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Partition", "partition"]
+__all__ = ["KEEPS", "Partition", "partition"]
 
 # Schedules whose lanes wait for each other's transfers in every micro-batch; a test holds this against the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
-_KEEPS = ("hold", "recompute")
+KEEPS = ("hold", "recompute")
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def _check(
     faults = []
     if not isinstance(profile, Profile):
         faults.append(f"profile: give a penstock Profile; given: {type(profile).__name__}")
-    if keep not in _KEEPS:
-        faults.append(f"keep: {keep!r} is not one of {', '.join(_KEEPS)}.{nearest(str(keep), _KEEPS)}")
+    if keep not in KEEPS:
+        faults.append(f"keep: {keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(keep), KEEPS)}")
     if transfers is not None and transfers not in get_args(Transfers):
         hint = nearest(str(transfers), get_args(Transfers))
         faults.append(f"transfers: {transfers!r} is not one of {', '.join(get_args(Transfers))}.{hint}")

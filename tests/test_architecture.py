@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,20 @@ ARROWS = {
     "planning": {"errors", "files", "schedule", "model", "report"},
     "catalog": {"schedule", "planning"},
     "schedules": {"errors", "catalog", "schedule", "planning", "model"},
-    "__init__": {"errors", "schedules", "model", "planning", "report"},
-    "cli": {"errors", "files", "schedule", "model", "report", "planning", "schedules", "catalog", "__init__"},
+    "explain": {"errors", "schedule", "model", "planning", "schedules"},
+    "__init__": {"errors", "explain", "schedules", "model", "planning", "report"},
+    "cli": {
+        "errors",
+        "files",
+        "schedule",
+        "model",
+        "report",
+        "planning",
+        "schedules",
+        "catalog",
+        "explain",
+        "__init__",
+    },
 }
 
 
@@ -59,10 +73,61 @@ def test_every_part_has_its_arrows():
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
-def test_the_deciding_half_imports_no_torch_and_only_the_worker_imports_the_solver():
+# data about models, which the deciding half reads
+PURE = {"graph.py", "costs.py", "profile.py"}
+
+
+def imports_at_once(path):
+    """Return what importing a file imports: not what its functions do, nor what is there for types only."""
+    todo, found = list(ast.parse(path.read_text()).body), set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def needs_torch(path):
+    return any(module.split(".")[0] in ("torch", "transformers") for module in imports_of(path))
+
+
+def test_torch_is_imported_where_models_are_and_in_functions_that_need_it():
+    for path in filter(needs_torch, FILES):
+        if part_of(path) == "model":
+            assert path.name not in PURE, path
+        else:
+            assert part_of(path) in ("explain", "cli"), path
+            assert not {module for module in imports_at_once(path) if module.split(".")[0] in ("torch", "transformers")}
+
+
+def test_nothing_that_needs_torch_is_imported_at_once_by_what_does_not():
+    """What `import penstock` and the command's help load never leads to torch."""
+    names = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in FILES}
+    heavy = {name for name, path in names.items() if any(m.split(".")[0] == "torch" for m in imports_at_once(path))}
+    for name, path in names.items():
+        if part_of(path) != "model" or path.name in PURE:
+            assert not imports_at_once(path) & heavy, name
+
+
+def test_torch_stays_out_until_it_is_needed():
+    code = "import sys, penstock, penstock.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys\nfrom penstock.cli.main import app\n"
+    for words in ("['--help']", "['profile', '--help']"):
+        code += f"try: app({words})\nexcept SystemExit as end: assert not end.code\n"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_only_the_worker_imports_the_solver():
     for path in FILES:
         for module in imports_of(path):
-            assert module.split(".")[0] != "torch", path
             assert module.split(".")[0] != "ortools" or path.name == "exact_worker.py", path
 
 

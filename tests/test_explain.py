@@ -100,7 +100,9 @@ def test_the_text_says_it_all_in_any_width(skipping):
         ):
             assert words in joined, words
     assert max(map(len, skipping.to_text(width=110, color=False).splitlines())) <= 110
-    assert "\x1b[1m" in skipping.to_text(width=110, color=True)
+    colored = skipping.to_text(width=110, color=True)
+    assert "\x1b[1m" in colored
+    assert "predicted step" in next(line for line in colored.splitlines() if "\x1b" not in line and "step:" in line)
     assert str(skipping).startswith("Skipping")
     assert "3 stages" in repr(skipping)
 

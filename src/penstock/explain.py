@@ -82,15 +82,6 @@ def explain(
         UsageError: for arguments that cannot be right.
         ScheduleError: for a schedule that does not exist or cannot be built.
     """
-    from penstock.errors import UsageError
-    from penstock.model.capture import capture
-    from penstock.model.rates import Rates
-    from penstock.schedule.counts import check_count
-
-    if device is not None and (analytic is not None or profile is not None):
-        raise UsageError("device: is for measuring; leave it out with analytic or a profile that is there")
-    if analytic is not None and profile is not None:
-        raise UsageError("analytic: counts anew, and a profile is given; leave one of them out")
     ask = _Ask(
         schedule,
         lanes,
@@ -102,19 +93,74 @@ def explain(
         cluster=cluster,
     )
     num_stages = ask.check().num_stages
-    if batch_size is not None:
-        batch_size = check_count("batch_size", batch_size, 1 << 40)
-    rates = Rates.of(analytic) if isinstance(analytic, str) else analytic
+    source = _Source(profile, analytic, device=device, batch_size=batch_size)
+    source.check()
+    from penstock.model.capture import capture  # needs torch: what is wrong so far is told without waiting for it
+
     tell = progress or (lambda what, done, total: None)
     module, call = _model(model, example, batch_size, tell)
     tell("capture", 0, 1)
     captured = capture(module, call, training=training, path=capture_path, num_stages=num_stages)
-    costs = _profile(captured, profile, rates, device=device, batch_size=batch_size, tell=tell)
+    costs = source.profile_of(captured, tell)
     if optimizer_bytes is not None:
         costs = replace(costs, optimizer_bytes=optimizer_bytes)
-    name = model if isinstance(model, str) else type(module).__name__ if hasattr(module, "forward") else "stage modules"
     tell("cut and schedule", 0, 1)
+    name = model if isinstance(model, str) else type(module).__name__ if hasattr(module, "forward") else "stage modules"
     return _explanation(name, module, captured, costs, ask)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the profile comes from: a file or an earlier one, a count, or a measurement."""
+
+    given: Profile | str | PathLike[str] | None
+    rates: Rates | str | None
+    device: Device | str | None
+    batch_size: int | None
+
+    def check(self) -> None:
+        """Say, before the long work, what can be seen to be wrong."""
+        from penstock.errors import UsageError
+        from penstock.model.rates import Rates
+        from penstock.schedule.counts import check_count
+
+        if self.device is not None and (self.rates is not None or self.given is not None):
+            raise UsageError("device: is for measuring; leave it out with analytic or a profile that is there")
+        if self.rates is not None and self.given is not None:
+            raise UsageError("analytic: counts anew, and a profile is given; leave one of them out")
+        if isinstance(self.rates, str):
+            Rates.of(self.rates)
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size, 1 << 40)
+
+    def profile_of(self, captured: Captured, tell: Progress) -> Profile:
+        """Return what each node takes."""
+        from penstock.model.analytic import analytic
+        from penstock.model.measure import measure
+
+        def on_node(done: int, total: int, name: str) -> None:  # noqa: ARG001
+            tell("profile", done, total)
+
+        if self.given is not None:
+            return self._checked(captured)
+        if self.rates is not None:
+            return analytic(captured, rates=self.rates, batch_size=self.batch_size, progress=on_node)
+        return measure(captured, device=self.device, batch_size=self.batch_size, progress=on_node)
+
+    def _checked(self, captured: Captured) -> Profile:
+        """Return the profile that is there, if it is one of this graph."""
+        from penstock.errors import UsageError
+        from penstock.model.profile import Profile
+
+        assert self.given is not None
+        found = self.given if isinstance(self.given, Profile) else Profile.load(self.given, captured.graph)
+        if found.graph.nodes != captured.graph.nodes:
+            raise UsageError("profile: is one of another graph; profile the model again")
+        if self.batch_size is not None and self.batch_size != found.batch_size:
+            raise UsageError(
+                f"batch_size: {self.batch_size}, but the profile was made for {found.batch_size}; profile again"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -248,36 +294,6 @@ def _model(model: Model | str, example: object, batch_size: int | None, tell: Pr
     if example is None:
         raise UsageError("example: say how the model is called: a tensor, a tuple of arguments or a dict of keywords")
     return model, example
-
-
-def _profile(
-    captured: Captured,
-    given: Profile | str | PathLike[str] | None,
-    rates: Rates | None,
-    *,
-    device: Device | str | None,
-    batch_size: int | None,
-    tell: Progress,
-) -> Profile:
-    from penstock.errors import UsageError
-    from penstock.model.analytic import analytic
-    from penstock.model.measure import measure
-    from penstock.model.profile import Profile
-
-    def on_node(done: int, total: int, name: str) -> None:  # noqa: ARG001
-        tell("profile", done, total)
-
-    if given is None and rates is None:
-        return measure(captured, device=device, batch_size=batch_size, progress=on_node)
-    if given is None:
-        assert rates is not None
-        return analytic(captured, rates=rates, batch_size=batch_size, progress=on_node)
-    found = given if isinstance(given, Profile) else Profile.load(given, captured.graph)
-    if found.graph.nodes != captured.graph.nodes:
-        raise UsageError("profile: is one of another graph; profile the model again")
-    if batch_size is not None and batch_size != found.batch_size:
-        raise UsageError(f"batch_size: {batch_size}, but the profile was made for {found.batch_size}; profile again")
-    return found
 
 
 def _explanation(name: str, model: Model, captured: Captured, profile: Profile, ask: _Ask) -> Explanation:

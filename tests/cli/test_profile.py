@@ -193,9 +193,10 @@ def test_help_and_the_package_leave_torch_alone():
     assert run.stdout.split()[-1] == "False"
 
 
-def test_wrong_options_are_told_without_torch(tmp_path):
+def test_wrong_options_are_told_without_torch():
     code = "import sys; sys.argv = ['penstock', 'profile', 'gpt2', '--schedule', 'nope']\n"
-    code += "from penstock.cli.main import run\ntry: run()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    code += "from penstock.cli.main import run\n"
+    code += "try: run()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["2", "False"]
     assert run.stderr.startswith("Error: unknown schedule 'nope'")

@@ -13,6 +13,7 @@ from penstock.model.direct import Direct, sequence_of
 from penstock.model.example import read_example
 from penstock.model.exported import Exported
 from penstock.model.graph import Graph
+from penstock.model.hooks import hooks_in
 from penstock.model.replayed import Replayed
 from penstock.model.source import line_of
 from penstock.model.stages import Chain
@@ -119,12 +120,3 @@ def plain_module(model: nn.Module) -> nn.Module:
     """Return the module under torch.compile: what is cut is compiled again, stage by stage."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
-
-
-def hooks_in(model: nn.Module) -> str:
-    """Say which module has hooks on its forward or backward: a trace would forget them."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for name, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in kinds):
-            return f"hooks on {name or 'the model'}, which only the model's own forward calls"
-    return ""

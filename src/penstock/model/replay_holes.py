@@ -10,7 +10,7 @@ import torch
 from penstock.model.replay_functions import makes_tensors
 from penstock.model.replay_walk import tensors_in
 
-__all__ = ["hole_like", "imagine", "is_imaginable"]
+__all__ = ["describe", "described", "hole_like", "imagine", "is_imaginable"]
 
 _META = torch.device("meta")
 
@@ -72,3 +72,17 @@ def _fresh(thing: Any) -> Any:  # noqa: ANN401
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def describe(tensor: torch.Tensor, given: list[torch.Tensor]) -> list[Any]:
+    """Say what a call returned: ["in", i] for the i-th tensor it got, else shape, stride and dtype of a new one."""
+    for index, other in enumerate(given):
+        if tensor is other:
+            return ["in", index]
+    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype).removeprefix("torch.")]
+
+
+def described(item: list[Any]) -> torch.Tensor:
+    """Return a hole as it was described."""
+    shape, stride, dtype = item
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")

@@ -8,6 +8,7 @@ hold in the whole model, and from there on everything is real.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from penstock.model.replay_functions import (
     is_plain_result,
     is_read,
 )
-from penstock.model.replay_holes import hole_like, imagine
+from penstock.model.replay_holes import describe, described, imagine
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.source import line_of_stack
@@ -46,6 +47,8 @@ class Part:
         wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
         copied: the names of received values that the stage changes in place.
         is_dynamic: the way depends on data: notes are read and written.
+        seen_of: for each call what it returned when captured, each dimension as (fixed, a sample); where that is known.
+        calls_in: for each call how often it calls other modules, by path.
         unimaginable: torch functions that cannot be done on holes.
         readers: torch functions that turned out to read data.
         draws_python_random: the forward draws Python's own random numbers.
@@ -59,6 +62,8 @@ class Part:
     wanted: Mapping[Mark, str]
     copied: frozenset[str]
     is_dynamic: bool
+    seen_of: Mapping[tuple[str, int], list[list[Any]]]
+    calls_in: Mapping[tuple[str, int], Mapping[str, int]]
     unimaginable: frozenset[Callable[..., Any]]
     readers: frozenset[Callable[..., Any]]
     draws_python_random: bool
@@ -79,11 +84,12 @@ class Play(Walk):
 
     def __init__(
         self, part: Part, *, device: torch.device, received: Mapping[str, torch.Tensor], extra: list[torch.Tensor],
-        notes: Notes, known_shapes: dict[Any, Any],
+        notes: Notes, known_shapes: dict[Any, Any], batch_size: int,
     ) -> None:  # fmt: skip
         super().__init__()
         self.part, self.device, self.received, self.notes = part, device, received, notes
-        self.known_shapes = known_shapes
+        self.known_shapes, self.batch_size = known_shapes, batch_size
+        self.modules: Mapping[str, nn.Module] = {}
         self.is_before = part.start > 0
         self.sent_of: dict[Mark, torch.Tensor] = {
             (path, ordinal, number): tensor
@@ -98,6 +104,7 @@ class Play(Walk):
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
             inputs: list[torch.Tensor]) -> Any:  # noqa: ANN401  # fmt: skip
         """Run the stage; return what the forward returned, if it came to its end."""
+        self.modules = modules
         given = []
         for index, tensor in enumerate(inputs):
             mark = ("", -1, index)
@@ -128,11 +135,11 @@ class Play(Walk):
         if last >= self.part.stop or self.is_before:
             result = self.inside(path, ordinal, call, args, kwargs)
         else:
-            result = call(*args, **kwargs)
+            result = self.whole(call, args, kwargs)
             self.mark_outputs(result, path, ordinal)
         if self.part.is_dynamic and not self.is_before:
             given, _ = flatten((args, dict(kwargs)))
-            self.notes.shapes[f"{path}#{ordinal}"] = [_describe(tensor, given) for tensor in flatten(result)[0]]
+            self.notes.shapes[f"{path}#{ordinal}"] = [describe(tensor, given) for tensor in flatten(result)[0]]
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -149,7 +156,7 @@ class Play(Walk):
             if is_read(function) or is_plain_result(result):
                 self.notes.reads[self._place()] = result
             elif self._is_shaped_by_data(function, args):
-                self.notes.reads[self._place()] = [_describe(tensor, []) for tensor in tensors_in(result)]
+                self.notes.reads[self._place()] = [describe(tensor, []) for tensor in tensors_in(result)]
         self.mark_results(result)
         return result
 
@@ -183,6 +190,11 @@ class Play(Walk):
                 name = self.part.wanted.get(mark, "")
                 tensor, is_copied = self.received.get(name), name in self.part.copied
             if tensor is not None and hole.is_meta and not tensor.is_meta:
+                if hole.shape != tensor.shape:
+                    raise CaptureError(
+                        f"{line_of_stack()}: two stages took different ways through the model: one made a tensor of shape"
+                        f" {tuple(tensor.shape)} where the other expects {tuple(hole.shape)}"
+                    )
                 marks = self.marks_of(hole)
                 torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))
                 self.set_marks(hole, marks)
@@ -226,13 +238,15 @@ class Play(Walk):
         read = self.notes.reads[place]
         if not is_shape:
             return read
-        holes = [_described(item) for item in read]
+        holes = [described(item) for item in read]
         result = holes[0] if len(holes) == 1 else tuple(holes)
         self.mark_results(result)
         return result
 
     def _skip(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Return holes in place of what a call of an earlier stage returns."""
+        for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
+            self.ordinals[inner] = self.ordinals.get(inner, 0) + count
         given, _ = flatten((args, dict(kwargs)))
         noted = self.notes.shapes.get(f"{path}#{ordinal}") if self.part.is_dynamic else None
         if noted is not None:
@@ -240,12 +254,12 @@ class Play(Walk):
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
             if key not in self.known_shapes:
-                self.known_shapes[key] = self._rehearse(call, args, kwargs, given)
+                self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given)
             noted, template = self.known_shapes[key]
-        leaves = [given[item[1]] if item[0] == "in" else _described(item) for item in noted]
+        leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
         result = rebuild(template, leaves)
         self.mark_outputs(result, path, ordinal)
-        return result
+        return _after_hooks(self.modules[path], args, kwargs, result)
 
     def _template(self, path: str, ordinal: int, count: int) -> object:
         while ordinal > 0 and (path, ordinal) not in self.part.template_of:
@@ -253,31 +267,49 @@ class Play(Walk):
         one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
         return self.part.template_of.get((path, ordinal), one_or_more)
 
+    def _learn(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
+        """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
+        try:
+            return self._rehearse(call, args, kwargs, given)
+        except Exception:
+            seen = self.part.seen_of.get((path, ordinal))
+            if seen is None:
+                raise
+            return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))
+
     def _rehearse(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
         """Make a call on holes, once, to learn the shapes of what it returns."""
-        frames, self.frames = self.frames, [Frame("(rehearsal)", 0)]
+        frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
+        ordinals = dict(self.ordinals)
         learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
         try:
             with self.switched(on=True):
                 result = call(*args, **kwargs)
         finally:
-            self.frames, self.on_marked = frames, learn  # type: ignore[method-assign]
+            self.frames, self.on_marked, self._is_whole = frames, learn, False  # type: ignore[method-assign]
+            self.ordinals = ordinals
         tensors, template = flatten(result)
-        return [_describe(tensor, given) for tensor in tensors], template
+        return [describe(tensor, given) for tensor in tensors], template
+
+
+def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
+    """Call the forward hooks that are part of the model on what a skipped module returns; others were taken away."""
+    for number, hook in module._forward_hooks.items():
+        with_kwargs = number in module._forward_hooks_with_kwargs
+        changed = hook(module, args, dict(kwargs), result) if with_kwargs else hook(module, args, result)
+        result = result if changed is None else changed
+    return result
+
+
+def _at_batch(item: list[Any], batch_size: int) -> list[Any]:
+    """Return the description of a tensor for a batch size: each dimension is (fixed, a sample)."""
+    if item[0] == "in":
+        return item
+    shape = [fixed + per_sample * batch_size for fixed, per_sample in item[0]]
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return [shape, strides, item[1]]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return another tensor object over the same memory, with the same gradient."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
-
-
-def _describe(tensor: torch.Tensor, given: list[torch.Tensor]) -> list[Any]:
-    for index, other in enumerate(given):
-        if tensor is other:
-            return ["in", index]
-    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype).removeprefix("torch.")]
-
-
-def _described(item: list[Any]) -> torch.Tensor:
-    shape, stride, dtype = item
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")

@@ -16,7 +16,7 @@ from penstock.model.export_trace import is_cache
 from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import held_tensors
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
-from penstock.model.replay_holes import is_imaginable
+from penstock.model.replay_holes import describe, is_imaginable
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_walk import Mark, Walk, tensors_in
 from penstock.model.structure import flatten
@@ -83,6 +83,10 @@ class Recording:
     unimaginable: frozenset[Callable[..., Any]] = frozenset()
     readers: frozenset[Callable[..., Any]] = frozenset()
     uncuttable: frozenset[int] = frozenset()
+    calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
+    shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
+    seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
     draws_python_random: bool = False
 
 
@@ -143,7 +147,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
         return _record_once(model, call, whole | frozenset(recorder.hollow))
     recorder.is_read |= is_random
     recording = recorder.recording(result)
-    recording.draws_python_random = is_random
+    recording.draws_python_random, recording.watched = is_random, tuple(inside)
     return recording
 
 
@@ -177,6 +181,8 @@ class _Recorder(Walk):
         self.unimaginable: set[Callable[..., Any]] = set()
         self.readers: set[Callable[..., Any]] = set()
         self.template_of: dict[tuple[str, int], object] = {}
+        self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
+        self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
         self._hooks: Any = None
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
@@ -219,14 +225,18 @@ class _Recorder(Walk):
         return max(0, len(self.units) - 1)
 
     def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
-        first = len(self.units)
+        first, before = len(self.units), dict(self.ordinals)
         if path not in self.unit_paths:
             result = self.inside(path, ordinal, call, args, kwargs)
             if len(self.units) == first and path:
                 self.hollow.add(path)
             elif len(self.units) > first:
                 self.range_of[path, ordinal] = (first, len(self.units) - 1)
-                self.template_of[path, ordinal] = flatten(result)[1]
+                calls = {inner: count - before.get(inner, 0) for inner, count in self.ordinals.items()}
+                self.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
+                made, self.template_of[path, ordinal] = flatten(result)
+                given, _ = flatten((args, dict(kwargs)))
+                self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
             return result
         self.units.append(Unit(path, ordinal))
         self._note_checkpoint()
@@ -235,9 +245,10 @@ class _Recorder(Walk):
         versions = [tensor._version for tensor in given]
         for tensor in given:
             self._use(tensor, is_argument=True)
-        result = call(*args, **kwargs)
+        result = self.whole(call, args, kwargs)
         self.mark_outputs(result, path, ordinal)
-        self.template_of[path, ordinal] = flatten(result)[1]
+        made, self.template_of[path, ordinal] = flatten(result)
+        self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
         self._note_changes(given, versions)
         return result
 
@@ -310,4 +321,4 @@ class _Recorder(Walk):
             seen.tensor.__dict__.pop("_penstock_marks", None)
         return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of,
                          frozenset(self.unimaginable), frozenset(self.readers),
-                         frozenset(self.uncuttable))
+                         frozenset(self.uncuttable), self.calls_in, self.shapes_of)

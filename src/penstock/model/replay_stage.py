@@ -14,6 +14,7 @@ from penstock.model.example import Call
 from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
 from penstock.model.graph import Graph
+from penstock.model.hooks import HOOKS, is_of_library
 from penstock.model.parameters import held_tensors
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_play import Part, Play
@@ -52,6 +53,8 @@ def make_part(
         wanted=wanted,
         copied=frozenset(copied),
         is_dynamic=recording.is_read,
+        seen_of=recording.seen_of,
+        calls_in=recording.calls_in,
         unimaginable=recording.unimaginable,
         readers=recording.readers,
         draws_python_random=recording.draws_python_random,
@@ -136,10 +139,7 @@ class ReplayProgram:
             path for (path, ordinal), (first, last) in recording.range_of.items()
             if first < nodes.start <= last or first < nodes.stop <= last
         } | {""}  # fmt: skip
-        self._watched = {
-            path: module for path, module in paths.items()
-            if path in inside or path.rpartition(".")[0] in inside or _nearest_call(path, recording) in inside
-        }  # fmt: skip
+        self._watched = {path: paths[path] for path in recording.watched}
         self._entered = [paths[path] for path in inside]
         for path, module in paths.items():
             ranges = [r for (p, _), r in recording.range_of.items() if p == path]
@@ -149,7 +149,6 @@ class ReplayProgram:
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; where the way depends on data, more values than were named may come and go."""
-        del batch_size
         for module, kind, key, name in self._places:
             getattr(module, kind)[key] = held.get(name)
         inputs = list(values[: self._given])
@@ -161,8 +160,8 @@ class ReplayProgram:
         first = next(iter(held), None)
         device = held.get(first).device if first is not None else inputs[0].device
         received = {} if self.part.is_dynamic else dict(zip(self._from, named, strict=True))
-        play = Play(self.part, device=device, received=received, extra=extra, notes=notes, known_shapes=self._known_shapes)
-        before = [(m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in self._entered]
+        play = Play(self.part, device=device, received=received, extra=extra, notes=notes, known_shapes=self._known_shapes, batch_size=batch_size)
+        before = [(module, dict(module._buffers), dict(vars(module))) for module in self._entered]
         try:
             result = play.run(self.shell, self._watched, self.call.arguments, inputs)
             made = self._results(play, result, {id(held.get(name)) for name in self.held_names})
@@ -189,7 +188,7 @@ class ReplayProgram:
         for module, buffers, attributes in before:
             for key, value in list(vars(module).items()):
                 is_new = isinstance(value, torch.Tensor) and attributes.get(key) is not value
-                if is_new and (value.is_meta or key not in attributes):  # what is made once is made by every run
+                if is_new and (value.is_meta or attributes.get(key) is None):  # what is made once, every run makes
                     vars(module).pop(key)
                     vars(module).update({key: attributes[key]} if key in attributes else {})
             for key, old in buffers.items():
@@ -207,17 +206,9 @@ def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
     return tensor.clone() if id(tensor) in held else tensor
 
 
-def _nearest_call(path: str, recording: Recording) -> str:
-    """Return the innermost module around a path that is ever called: lists of modules are not."""
-    called = {p for p, _ in recording.range_of}
-    path = path.rpartition(".")[0]
-    while path and path not in called:
-        path = path.rpartition(".")[0]
-    return path
-
-
 def _without_hooks(module: nn.Module) -> None:
     """Keep the hooks of a module that another stage runs from being called here."""
     for inner in module.modules():
-        for key in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            vars(inner)[key] = OrderedDict()
+        for key in HOOKS:
+            kept = {number: hook for number, hook in vars(inner)[key].items() if is_of_library(hook, inner)}
+            vars(inner)[key] = OrderedDict(kept)

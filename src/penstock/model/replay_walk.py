@@ -56,6 +56,7 @@ class Walk(TorchFunctionMode):
         self.frames: list[Frame] = []
         self.ordinals: dict[str, int] = {}
         self._is_off = False
+        self._is_whole = False
         self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
 
     def marks_of(self, tensor: torch.Tensor) -> list[Mark]:
@@ -105,9 +106,19 @@ class Walk(TorchFunctionMode):
 
     def _called(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         ordinal = self.ordinals.get(path, 0)
-        self.ordinals[path] = ordinal + 1
+        self.ordinals[path] = ordinal + 1  # counted also where nobody looks, so that all stages count alike
+        if self._is_whole:
+            return call(*args, **kwargs)
         with self.switched(on=False):
             return self.on_call(path, ordinal, call, args, kwargs)
+
+    def whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Make a call without a look at its inside."""
+        self._is_whole = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._is_whole = False
 
     def inside(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
         """Make a call and look at its inside; what it returns and did not get is marked as its output."""

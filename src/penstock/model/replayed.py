@@ -40,6 +40,7 @@ class Replayed:
                 recording = record(self.model, self.call)
                 other = None if recording.is_read else _second(self.model, self.call)
             self._recording_of[training] = recording
+            recording.seen_of = _seen_of(recording, other, self.call.batch_size)
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
         return self._graph_of[training]
 
@@ -95,6 +96,20 @@ def _second(model: nn.Module, call: Call) -> Recording | None:
         return record(model, call.resized(call.batch_size + 1))
     except Exception:
         return None
+
+
+def _seen_of(recording: Recording, other: Recording | None, size: int) -> dict[tuple[str, int], list[list[Any]]]:
+    """Return what each call returned, each dimension as a function of the batch size, from two runs."""
+    found = {}
+    for key, items in recording.shapes_of.items():
+        others = other.shapes_of.get(key) if other is not None else None
+        if others is None or [len(a[0]) for a in items] != [len(b[0]) for b in others]:
+            continue
+        found[key] = [
+            a if a[0] == "in" else [[(m - (n - m) * size, n - m) for m, n in zip(a[0], b[0], strict=True)], a[2]]
+            for a, b in zip(items, others, strict=True)
+        ]
+    return found
 
 
 def _read_graph(recording: Recording, other: Recording | None, model: nn.Module, call: Call) -> Graph:

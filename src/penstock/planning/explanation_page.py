@@ -26,7 +26,7 @@ def strip_of(explanation: Explanation) -> Strip:
     return Strip(
         title=explanation.model,
         figures=tuple(_figures(explanation)),
-        lines=(f"captured by {explanation.path}: {explanation.reason}",),
+        lines=(f"captured by {explanation.path}: {_short_source(explanation.reason)}",),
         notes=tuple(sentences(explanation)),
         nodes=tuple(_marks(explanation)),
         stages=explanation.stages,
@@ -80,12 +80,9 @@ def _kind(node: Node) -> NodeKind:
 
 
 def _short_source(source: str) -> str:
-    """Return a file and line without what differs between machines: from the package on, or from this folder."""
-    path = source.replace("\\", "/")
-    for folder in ("/site-packages/", "/dist-packages/"):
-        if folder in path:
-            return path.rpartition(folder)[2]
-    return path.removeprefix(f"{Path.cwd().as_posix()}/")
+    """Return files without what differs between machines: from the package on, or from this folder."""
+    plain = re.sub(r"\S*/(site|dist)-packages/", "", source.replace("\\", "/"))
+    return plain.replace(f"{Path.cwd().as_posix()}/", "")
 
 
 def _arcs(explanation: Explanation) -> list[Arc]:

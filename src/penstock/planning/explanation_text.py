@@ -32,7 +32,7 @@ def draw_explanation(explanation: Explanation, *, width: int | None = None, colo
     colored = sys.stdout.isatty() if color is None else color
 
     def paint(style: str, line: str) -> str:
-        return f"{style}{line}{_PLAIN}" if colored and line else line
+        return f"{style}{line}{_PLAIN}" if colored and style and line else line
 
     lines = [paint(_BOLD, line) for line in _wrap(_title(explanation), columns)]
     for line in _origin(explanation):

@@ -138,7 +138,7 @@ function place(what, number) {
     node: () => [middle(number, number + 1), layout.nodes + NODES - 8],
     cut: () => [plot.x(state.places[stage.first_node + stage.num_nodes]), layout.arcs + 8],
     stage: () => [middle(stage.first_node, stage.first_node + stage.num_nodes), layout.stages + 4],
-    level: () => [plot.left + plot.width / 2, layout.levels + number * LEVEL + 4],
+    level: () => [plot.left + plot.width * 0.4, layout.levels + number * LEVEL + 4],
     arc: () => {
       const { x0, x1, base, height } = arcShape(strip, strip.arcs[number], layout, plot, state.places);
       return [(x0 + x1) / 2, base - height];

@@ -1,0 +1,27 @@
+"""Hooks: which modules have hooks, and which of these are the user's and not part of what the model does."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+__all__ = ["HOOKS", "hooks_in", "is_of_library"]
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_in(model: nn.Module) -> str:
+    """Say which module has hooks of the user's on its forward or backward: a trace would forget them."""
+    for name, module in model.named_modules():
+        for kind in HOOKS:
+            if any(not is_of_library(hook, module) for hook in (getattr(module, kind, None) or {}).values()):
+                return f"hooks on {name or 'the model'}, which only the model's own forward calls"
+    return ""
+
+
+def is_of_library(hook: object, module: nn.Module) -> bool:
+    """Return whether the library that a module comes from has set a hook itself: that is part of what the model does."""
+    package = type(module).__module__.partition(".")[0]
+    is_installed = "-packages" in (getattr(sys.modules.get(package), "__file__", None) or "")
+    return is_installed and str(getattr(hook, "__module__", "")).partition(".")[0] == package

@@ -79,10 +79,17 @@ def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
     return x
 
 
+def is_cache(x: object) -> bool:
+    """Return whether something is a cache of keys and values: stages leave these out of what they return."""
+    return hasattr(x, "get_seq_length") or type(x).__name__.endswith(("Cache", "CacheParams"))
+
+
 def tensors_of(x: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
     """Yield every tensor in a structure with its path, through dicts, lists, dataclasses and plain objects."""
     if isinstance(x, Tensor):
         yield path or "output", x
+    elif is_cache(x):
+        return
     elif isinstance(x, Mapping):
         for key, value in x.items():
             yield from tensors_of(value, f"{path}[{key!r}]", depth + 1)
@@ -102,7 +109,7 @@ def shape_of(x: Any) -> str:  # noqa: ANN401
         return "tensor"
     name = type(x).__name__
     if isinstance(x, Mapping):
-        return f"{name}({', '.join(f'{key}: {shape_of(value)}' for key, value in x.items())})"
+        return f"{name}({', '.join(f'{k}: {shape_of(v)}' for k, v in x.items() if v is not None and not is_cache(v))})"
     if isinstance(x, list | tuple):
         return f"{name}({', '.join(map(shape_of, x))})"
     if dataclasses.is_dataclass(x):

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+# processes are forked from one that has imported everything, so that a model costs its own time and no imports
+CONTEXT = multiprocessing.get_context("forkserver")
 Report = dict[str, Any]
 
 
@@ -56,17 +59,30 @@ def chosen(words: list[str]) -> list[str]:
 
 
 def attempt(name: str, what: str, timeout: float) -> Report:
-    """Run one worker and return its report, or what became of it."""
-    command = [sys.executable, str(HERE / "worker.py"), name, "--what", what]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """Run one worker in a process of its own and return its report, or what became of it."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_work, args=(there, name, what), daemon=True)
+    process.start()
+    there.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"model": name, "what": what, "error": f"no answer in {timeout:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return json.loads(lines[-1])
-    return {"model": name, "what": what, "error": f"exit code {done.returncode}: {done.stderr[-300:]}"}
+        if not here.poll(timeout):
+            return {"model": name, "what": what, "error": f"no answer in {timeout:.0f} s"}
+        return here.recv()
+    except EOFError:
+        process.join(5)
+        return {"model": name, "what": what, "error": f"exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _work(connection: Connection, name: str, what: str) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    import worker
+
+    connection.send(worker.report_of(name, what))
 
 
 def is_right(report: Report | None) -> bool:
@@ -83,7 +99,7 @@ def first_fault(report: Report) -> str:
     return next((f"{key}: {text}" for key, text in report["results"].items() if text != "ok"), "")
 
 
-def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report]) -> None:
+def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report], out: Path | None) -> None:
     """Run models side by side and keep their reports by name."""
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, name, what, timeout): (name, what) for name in names for what in whats}
@@ -94,6 +110,8 @@ def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, resul
             mark = "right" if is_right(report) else "WRONG"
             text = f"{report.get('path', '')} {report.get('seconds', '')} s"
             fault = "" if mark == "right" else f"  {first_fault(report)[:240]}"
+            if out is not None:
+                out.write_text(json.dumps(results, indent=1, sort_keys=True))
             print(f"[{number}/{len(waiting)}] {mark} {what:5} {name:28} {text}{fault}", file=sys.stderr, flush=True)
 
 
@@ -128,6 +146,8 @@ def main() -> None:
     parser.add_argument("--only-failed", type=Path, help="run again what failed, or is missing, in earlier results")
     given = parser.parse_args()
     whats = given.what.split(",")
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.export._trace", "transformers", "worker"])
     results: dict[str, Report] = {}
     for earlier in (given.out, given.only_failed):
         if earlier and earlier.exists():
@@ -136,7 +156,7 @@ def main() -> None:
     if given.only_failed:
         names = [name for name in names if not is_right(results.get(name, {}).get(whats[0]))]
     try:
-        run_all(names, whats, given.jobs, given.timeout, results)
+        run_all(names, whats, given.jobs, given.timeout, results, given.out)
     finally:
         if given.out:
             given.out.write_text(json.dumps(results, indent=1, sort_keys=True))

@@ -67,7 +67,9 @@ def run_stages(chain, call, model):
         for end, gradient in zip(ends, gradients, strict=True):
             gradient_of[id(end)] = gradient
     for values, leaves, made, sent in reversed(ran):
-        pairs = [(m, gradient_of[id(s)]) for m, s in zip(made, sent, strict=True) if m.requires_grad and id(s) in gradient_of]
+        pairs = [
+            (m, gradient_of[id(s)]) for m, s in zip(made, sent, strict=True) if m.requires_grad and id(s) in gradient_of
+        ]
         if pairs:
             torch.autograd.backward([m for m, _ in pairs], [g for _, g in pairs])
         for value, leaf in zip(values, leaves, strict=True):
@@ -95,14 +97,20 @@ def assert_same(a: Outcome, b: Outcome, tolerance=1e-10):
     for name, x in a.gradients.items():
         y = b.gradients[name]
         zero = torch.zeros(())
-        assert (x is None) == (y is None) or (zero if x is None else x).abs().max() == (zero if y is None else y).abs().max(), name
+        assert (x is None) == (y is None) or (zero if x is None else x).abs().max() == (
+            zero if y is None else y
+        ).abs().max(), name
         if x is not None and y is not None:
             torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
     for name, x in a.buffers.items():
-        torch.testing.assert_close(b.buffers[name], x, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            b.buffers[name], x, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-def check(model, example, *, path="auto", stages=(2, 3), batch_sizes=None, modes=(True, False), tolerance=1e-10, cuts=None):
+def check(
+    model, example, *, path="auto", stages=(2, 3), batch_sizes=None, modes=(True, False), tolerance=1e-10, cuts=None
+):
     """Compare a model with its stages; return what was captured."""
     call = read_example(example, model)
     captured = capture(model, call, training=True, path=path)
@@ -111,7 +119,11 @@ def check(model, example, *, path="auto", stages=(2, 3), batch_sizes=None, modes
         chain = captured.split(cuts or even_cuts(captured.graph, count))
         for training in modes:
             for size in batch_sizes or (call.batch_size, call.batch_size + 2, 1):
-                if size == 1 and training and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+                if (
+                    size == 1
+                    and training
+                    and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+                ):
                     continue  # batch norm has no statistics of one sample
                 sized = call.resized(size)
                 model.load_state_dict(start)

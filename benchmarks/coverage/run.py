@@ -99,7 +99,9 @@ def first_fault(report: Report) -> str:
     return next((f"{key}: {text}" for key, text in report["results"].items() if text != "ok"), "")
 
 
-def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report], out: Path | None) -> None:
+def run_all(
+    names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report], out: Path | None
+) -> None:
     """Run models side by side and keep their reports by name."""
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, name, what, timeout): (name, what) for name in names for what in whats}

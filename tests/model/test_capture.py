@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transparency import check
 
 from penstock.errors import CaptureError, GraphError, UsageError
 from penstock.model.capture import capture
+from transparency import check
 
 WIDTH = 8
 
@@ -412,7 +412,9 @@ def test_a_meta_model_with_positions_runs_on_the_device_of_its_stage(path):
 @pytest.mark.parametrize("path", ["direct", "export", "replay"])
 def test_stages_have_the_models_own_names(path):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).double()
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)
+    ).double()
     captured = check(model, rows(), path=path)
     chain = captured.split([2])
     assert set(chain.state_dict()) == set(model.state_dict())
@@ -423,7 +425,9 @@ def test_stages_have_the_models_own_names(path):
 
 
 def test_sequences_in_sequences_are_taken_apart():
-    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, 4))).double()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, 4))
+    ).double()
     captured = check(model, rows(), stages=(2, 3))
     assert captured.path == "sequential"
     assert [node.name for node in captured.graph.nodes] == ["0.0", "0.1", "1.0"]
@@ -465,7 +469,9 @@ def test_tuples_and_dicts_flow_through_a_sequence():
         def forward(self, d):
             return d["a"] * d["b"][0]
 
-    check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Split(), Join(), nn.Linear(WIDTH, 1)).double(), rows(), stages=(2, 3, 4))
+    check(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Split(), Join(), nn.Linear(WIDTH, 1)).double(), rows(), stages=(2, 3, 4)
+    )
 
 
 def test_the_graph_knows_shapes_as_functions_of_the_batch():
@@ -563,7 +569,10 @@ def test_the_same_tensor_twice_in_an_example_is_two_inputs():
     [
         ({"x": rows(), "mask": rows() > 1}, "missing: index; unknown: none"),
         ({"x": rows(), "mask": rows() > 1, "index": torch.zeros(1, dtype=torch.int64), "y": rows()}, "unknown: y"),
-        ({"x": rows(), "mask": rows() > 1, "index": torch.tensor([0]), "scale": 4.0}, "other plain values than the example.*scale"),
+        (
+            {"x": rows(), "mask": rows() > 1, "index": torch.tensor([0]), "scale": 4.0},
+            "other plain values than the example.*scale",
+        ),
     ],
 )
 def test_wrong_batches_are_refused(batch, message):
@@ -590,7 +599,12 @@ def test_wrong_examples_are_refused(example, message):
 
 def test_wrong_cuts_are_refused():
     captured = capture(Layers(), rows())
-    for cuts, message in [([0], "outside"), ([3, 3], "does not come after"), ([99], "outside"), ([5, 2], "does not come after")]:
+    for cuts, message in [
+        ([0], "outside"),
+        ([3, 3], "does not come after"),
+        ([99], "outside"),
+        ([5, 2], "does not come after"),
+    ]:
         with pytest.raises(GraphError, match=message):
             captured.split(cuts)
 

@@ -100,7 +100,9 @@ def capture(
 def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
     wrong = [f"{module!r:.60}" for module in modules if not isinstance(module, nn.Module)]
     if wrong or not modules:
-        raise UsageError(f"model: give an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}")
+        raise UsageError(
+            f"model: give an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}"
+        )
     model = nn.ModuleList(modules)
     mode = modules[0].training if training is None else training
     model.training = mode

@@ -38,7 +38,9 @@ def sequence_of(model: nn.Module) -> list[str] | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._compiled_call_impl)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._compiled_call_impl
+    )
 
 
 class _Between:
@@ -56,7 +58,9 @@ class _Between:
 class Direct:
     """A sequence of modules; `spreads` says whether a tuple that one returns becomes the arguments of the next."""
 
-    def __init__(self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False
+    ) -> None:
         self.model, self.call, self.training, self.paths, self.spreads = model, call, training, paths, spreads
         self.path = "stage modules" if spreads else "sequential"
         self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
@@ -100,13 +104,16 @@ class Direct:
 
     def _graph(self, places: list[_Between], others: list[_Between]) -> Graph:
         parameters, first_of = read_parameters(self.model)
-        values = [_value(f"input:{self.call.names[i]}", -1, *pair, self.call) for i, pair in _pairs(places[0], others[0])]
+        values = [
+            _value(f"input:{self.call.names[i]}", -1, *pair, self.call) for i, pair in _pairs(places[0], others[0])
+        ]
         before: tuple[int, ...] = tuple(range(len(values)))
         nodes = []
         for index, path in enumerate(self.paths):
             module = self.model.get_submodule(path)
             made = [
-                _value(f"value_{index}_{i}", index, *pair, self.call) for i, pair in _pairs(places[index + 1], others[index + 1])
+                _value(f"value_{index}_{i}", index, *pair, self.call)
+                for i, pair in _pairs(places[index + 1], others[index + 1])
             ]
             outputs = tuple(range(len(values), len(values) + len(made)))
             values += made
@@ -151,7 +158,12 @@ class Direct:
             count = len(last.tensors)
             return Results(template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
-        return Chain(stages, example=self.call, parameter_names=parameter_names(self.model.get_submodule(self.paths[0]) if self.spreads else self.model), results_of=results)
+        return Chain(
+            stages,
+            example=self.call,
+            parameter_names=parameter_names(self.model.get_submodule(self.paths[0]) if self.spreads else self.model),
+            results_of=results,
+        )
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, module by module, on a device (also "meta") and for a batch size; show each to a visitor."""

@@ -120,7 +120,9 @@ def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return example, {}
     if isinstance(example, list):
         return tuple(example), {}
-    raise UsageError(f"example: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}")
+    raise UsageError(
+        f"example: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}"
+    )
 
 
 def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:

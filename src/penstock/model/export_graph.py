@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,17 +12,25 @@ import torch
 from torch import fx, nn
 
 from penstock.model.example import Call
-from penstock.model.export_regions import args_of, op_of, open_regions, stops_gradients
+from penstock.model.export_ops import (
+    Families,
+    has_effect,
+    is_check,
+    is_number,
+    is_part,
+    is_tensor,
+    module_of,
+    op_name,
+    signature_of,
+    written_by,
+)
+from penstock.model.export_regions import open_regions, stops_gradients
 from penstock.model.export_trace import Traced
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.parameters import read_parameters
 from penstock.model.source import line_of_trace
 
-__all__ = ["ExportGraph", "read_graph", "written_by"]
-
-_FORGOTTEN = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
-# these may hand on the very tensor that they get, though their schema does not say so
-_MAY_ALIAS = ("reshape", "flatten", "contiguous", "to", "expand_as", "type_as", "dropout", "view_as", "unflatten", "movedim")
+__all__ = ["ExportGraph", "read_graph"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class _Reader:
         mutated = {name for node in self._calls() for name in self._held_names(written_by(node))}
         mutated |= set(self.traced.reassigned)
         self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
-        self.families = _Families(self._calls())
+        self.families = Families(self._calls())
         for node in self._calls():
             self._add_node(node, mutated)
         num = self.traced.num_outputs
@@ -121,7 +128,11 @@ class _Reader:
         found = set()
         for changed_at, members in self.changed_at.items():
             alive = [
-                {cut for at, v in self.versions_of[node] for cut in range(at + 1, min(graph.last_use_of[v], changed_at) + 1)}
+                {
+                    cut
+                    for at, v in self.versions_of[node]
+                    for cut in range(at + 1, min(graph.last_use_of[v], changed_at) + 1)
+                }
                 for node in members
             ]
             crossed = Counter(cut for cuts in alive for cut in cuts)
@@ -173,22 +184,22 @@ class _Reader:
             if node.op in ("placeholder", "output") or node in self._kept:
                 continue
             used = any(user not in self._dead and user is not output for user in node.users)
-            if _is_check(node) or (not used and not _has_effect(node)):
+            if is_check(node) or (not used and not has_effect(node)):
                 self._dead.add(node)
 
     def _calls(self) -> Iterator[fx.Node]:
         """Yield the fx nodes that become nodes: operations on tensors, not what picks outputs apart or counts sizes."""
         for node in self.program.graph.nodes:
-            if node.op == "call_function" and node not in self._dead and not _is_part(node) and not _is_number(node):
+            if node.op == "call_function" and node not in self._dead and not is_part(node) and not is_number(node):
                 yield node
 
     def _add_node(self, node: fx.Node, mutated: set[str]) -> None:
         index = len(self.nodes)
         inputs = self._inputs(node)
-        parameters = self._held_names(_tensor_arguments(node))
-        parts = [user for user in node.users if _is_part(user) and user not in self._dead]
+        parameters = self._held_names(node.all_input_nodes)
+        parts = [user for user in node.users if is_part(user) and user not in self._dead]
         is_free = (
-            not _has_effect(node)
+            not has_effect(node)
             and not self.families.is_changed(node, *parts)
             and not set(parameters) & mutated
             and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
@@ -198,26 +209,28 @@ class _Reader:
             any(self.values[v].has_grad for v in inputs)
             or any(self.parameters[n].is_trainable for n in parameters if n in self.parameters)
         )
-        made = [part for part in parts if _is_tensor(part)] or ([node] if _is_tensor(node) else [])
+        made = [part for part in parts if is_tensor(part)] or ([node] if is_tensor(node) else [])
         outputs = [self._add_value(part, part.name, producer=index, has_grad=has_grad) for part in made]
         used, versions = self._add_versions(node, index, has_grad, {node, *parts})
         inputs, outputs = tuple(dict.fromkeys((*inputs, *used))), outputs + versions
         self.nodes.append(
             Node(
                 name=node.name,
-                op=_op_name(node),
-                module=_module_of(node),
+                op=op_name(node),
+                module=module_of(node),
                 inputs=inputs,
                 outputs=tuple(outputs),
                 parameters=parameters,
-                signature=_signature(node),
+                signature=signature_of(node),
                 is_free=is_free,
                 source=line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at "),
             )
         )
         self.fx_of.append((node, *parts))
 
-    def _add_versions(self, node: fx.Node, index: int, has_grad: bool, own: set[fx.Node]) -> tuple[list[int], list[int]]:
+    def _add_versions(
+        self, node: fx.Node, index: int, has_grad: bool, own: set[fx.Node]
+    ) -> tuple[list[int], list[int]]:
         """Give all that shares memory with what a node changes, and is used later, a new value from here on.
 
         Returns:
@@ -234,7 +247,9 @@ class _Reader:
         for member in sorted(later, key=lambda m: self.place_of[m]):
             used.append(self._value(member))
             had_grad = self.values[self._value(member)].has_grad
-            made.append(self._add_value(member, f"{member.name}@{index}", producer=index, has_grad=has_grad or had_grad))
+            made.append(
+                self._add_value(member, f"{member.name}@{index}", producer=index, has_grad=has_grad or had_grad)
+            )
         return used, made
 
     def _is_later(self, user: fx.Node, here: int) -> bool:
@@ -246,7 +261,7 @@ class _Reader:
         for argument in node.all_input_nodes:
             if argument in self.versions_of:
                 found.append(self._value(argument))
-            elif _is_number(argument) and not self._is_batch(argument):
+            elif is_number(argument) and not self._is_batch(argument):
                 found.extend(self._inputs(argument))
         return tuple(dict.fromkeys(found))
 
@@ -264,7 +279,9 @@ class _Reader:
 
         tensor = node.meta["val"]
         sizes = [affine(size, self.symbols) for size in tensor.shape]
-        known = [Size(*size) if size is not None else Size(_hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)]
+        known = [
+            Size(*size) if size is not None else Size(_hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)
+        ]
         self.versions_of.setdefault(node, []).append((producer, len(self.values)))
         self.values.append(
             Value(
@@ -286,136 +303,3 @@ def _constant(name: str, tensor: torch.Tensor) -> Parameter:
 
 def _hint(size: object) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Return whether a node only picks one of the outputs of another."""
-    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and not _is_tensor(node.args[0])
-
-
-def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
-
-
-def _is_check(node: fx.Node) -> bool:
-    return any(word in str(node.target) for word in _FORGOTTEN)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers or changes a tensor: it must run once, in its place."""
-    op = op_of(node)
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        return any(_has_effect(inner) for graph in _inner_graphs(node) for inner in graph.nodes if inner.op == "call_function")
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or "batch_norm" in op._schema.name
-
-
-def _inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            inner = getattr(argument.graph.owning_module, str(argument.target), None)
-            if isinstance(inner, fx.GraphModule):
-                yield inner.graph
-
-
-def _tensor_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    yield from (argument for argument in node.all_input_nodes)
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node changes in place."""
-    op = op_of(node)
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        return list(_tensor_arguments(node)) if _has_effect(node) else []
-    if not isinstance(op, torch._ops.OpOverload):
-        return []
-    schema = op._schema
-    if "batch_norm" in schema.name:
-        return [argument for argument in args_of(node)[3:5] if isinstance(argument, fx.Node)]
-    written = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            args = args_of(node)
-            given = args[position] if position < len(args) else node.kwargs.get(argument.name)
-            written += [given] if isinstance(given, fx.Node) else [g for g in given or () if isinstance(g, fx.Node)]  # type: ignore[union-attr]
-    return written
-
-
-def _aliased(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments whose memory a node's outputs may share."""
-    op = op_of(node)
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        return list(_tensor_arguments(node))
-    if not isinstance(op, torch._ops.OpOverload):
-        return []
-    if not any(result.alias_info is not None for result in op._schema.returns):
-        if op._schema.name.removeprefix("aten::") not in _MAY_ALIAS:
-            return []
-    return [argument for argument in node.all_input_nodes[:1]]
-
-
-class _Families:
-    """Which fx nodes share memory, and whether any of them is changed in place."""
-
-    def __init__(self, calls: Iterable[fx.Node]) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-        self._members: dict[fx.Node, list[fx.Node]] = {}
-        written = []
-        for node in calls:
-            for made in (node, *(user for user in node.users if _is_part(user))):
-                for other in _aliased(node):
-                    self._parent[self._find(made)] = self._find(other)
-            written += written_by(node)
-        for node in list(self._parent):
-            self._members.setdefault(self._find(node), []).append(node)
-        self._changed = {self._find(node) for node in written}
-
-    def _find(self, node: fx.Node) -> fx.Node:
-        self._parent.setdefault(node, node)
-        while self._parent[node] is not node:
-            node = self._parent[node]
-        return node
-
-    def of(self, node: fx.Node) -> list[fx.Node]:
-        """Return all that share memory with a node."""
-        return self._members.get(self._find(node), [node])
-
-    def is_changed(self, *nodes: fx.Node) -> bool:
-        """Return whether the memory of any of these is changed in place somewhere."""
-        return any(self._find(node) in self._changed for node in nodes)
-
-
-def _op_name(node: fx.Node) -> str:
-    op = op_of(node)
-    if isinstance(op, torch._ops.OpOverload):
-        return str(op._schema.name).removeprefix("aten::")
-    return getattr(op, "__name__", str(op))
-
-
-def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
-
-
-def _signature(node: fx.Node) -> str:
-    """Return a text that is the same for nodes that do the same work on inputs of the same shapes."""
-
-    def text(argument: object) -> str:
-        if isinstance(argument, fx.Node):
-            value = argument.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                return f"{value.dtype}{[str(size) for size in value.shape]}"
-            return "graph" if argument.op == "get_attr" else str(value)
-        if isinstance(argument, (list, tuple)):
-            return f"[{', '.join(text(item) for item in argument)}]"
-        return repr(argument)
-
-    inner = " ".join(str(n.target) for graph in _inner_graphs(node) for n in graph.nodes if n.op == "call_function")
-    arguments = [text(argument) for argument in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-    return f"{op_of(node)}({', '.join(arguments)}){inner}"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from penstock.model.export_graph import ExportGraph, written_by
+from penstock.model.export_graph import ExportGraph
+from penstock.model.export_ops import written_by
 from penstock.model.export_sizes import affine
 from penstock.model.stages import Held
 

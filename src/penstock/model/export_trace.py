@@ -96,6 +96,7 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     One symbol stands for the batch. Where the model sets its inputs' batches apart, the trace is made twice with what
     torch finds by itself, and must come out the same.
     """
+
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
         shapes = tuple({0: size} if own else None for own in call.is_batched)
         tensors = call.resized(batch_size).tensors
@@ -133,7 +134,9 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             found: list[int] = []
-            torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a, found=found: found.append(a) if type(a) is int else None)  # type: ignore[misc]  # noqa: E501
+            torch.fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda a, found=found: found.append(a) if type(a) is int else None
+            )  # type: ignore[misc]  # noqa: E501
             yield from ((node, number) for number in found)
 
 
@@ -158,7 +161,11 @@ def _is_unbacked(value: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     items = value if isinstance(value, (list, tuple)) else [value]
-    return any(free_unbacked_symbols(item) for item in items if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)))
+    return any(
+        free_unbacked_symbols(item)
+        for item in items
+        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor))
+    )
 
 
 def _where(node: torch.fx.Node) -> str:

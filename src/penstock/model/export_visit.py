@@ -85,5 +85,7 @@ def _compute(
 
     args = fx.node.map_arg(node.args, look_up)
     kwargs = fx.node.map_arg(node.kwargs, look_up)
-    args, kwargs = (fx.node.map_aggregate(a, lambda x: device if isinstance(x, torch.device) else x) for a in (args, kwargs))
+    args, kwargs = (
+        fx.node.map_aggregate(a, lambda x: device if isinstance(x, torch.device) else x) for a in (args, kwargs)
+    )
     return node.target(*args, **kwargs)  # type: ignore[operator,misc]

@@ -85,7 +85,6 @@ class Exported:
         values = exported.graph.values
         return programs, Results(template, [values[exported.value_of(node)].name for node in exported.outputs])
 
-
     def _replayed(self, cuts: tuple[int, ...], training: bool, refusal: str) -> tuple[list[Program], Results]:
         """Return the programs of the other mode by replay, where torch.export takes only the one."""
         from penstock.model.replayed import Replayed
@@ -127,4 +126,9 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
-    return Chain(stages, example=exported.call, parameter_names=parameter_names(exported.model), results_of=lambda training: side(training)[1])
+    return Chain(
+        stages,
+        example=exported.call,
+        parameter_names=parameter_names(exported.model),
+        results_of=lambda training: side(training)[1],
+    )

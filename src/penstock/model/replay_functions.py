@@ -69,7 +69,9 @@ def is_plain_result(result: object) -> bool:
 
 def is_look(function: Function) -> bool:
     """Return whether a function only asks what kind of tensor something is, as most properties do."""
-    return function in _looks() or (getattr(function, "__name__", "") == "__get__" and function not in _tensor_properties())
+    return function in _looks() or (
+        getattr(function, "__name__", "") == "__get__" and function not in _tensor_properties()
+    )
 
 
 def is_device_question(function: Function) -> bool:

@@ -121,7 +121,9 @@ class Play(Walk):
             return None
         return result
 
-    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._settle()
@@ -243,7 +245,9 @@ class Play(Walk):
         self.mark_results(result)
         return result
 
-    def _skip(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def _skip(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         """Return holes in place of what a call of an earlier stage returns."""
         for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
@@ -267,7 +271,15 @@ class Play(Walk):
         one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
         return self.part.template_of.get((path, ordinal), one_or_more)
 
-    def _learn(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
+    def _learn(
+        self,
+        path: str,
+        ordinal: int,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        given: list[torch.Tensor],
+    ) -> Any:  # noqa: ANN401,E501
         """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
         try:
             return self._rehearse(call, args, kwargs, given)
@@ -277,7 +289,9 @@ class Play(Walk):
                 raise
             return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))
 
-    def _rehearse(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:  # noqa: ANN401,E501
+    def _rehearse(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> Any:  # noqa: ANN401,E501
         """Make a call on holes, once, to learn the shapes of what it returns."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
         ordinals = dict(self.ordinals)

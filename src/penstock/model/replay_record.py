@@ -224,7 +224,9 @@ class _Recorder(Walk):
         """The unit that what happens now belongs to: the last one that was called."""
         return max(0, len(self.units) - 1)
 
-    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         first, before = len(self.units), dict(self.ordinals)
         if path not in self.unit_paths:
             result = self.inside(path, ordinal, call, args, kwargs)
@@ -319,6 +321,18 @@ class _Recorder(Walk):
             self.seen[index].uses.add(self.now)
         for seen in self.seen:
             seen.tensor.__dict__.pop("_penstock_marks", None)
-        return Recording(self.units, self.seen, self.range_of, self.is_read, self.reads_where, template, outputs, self.template_of,
-                         frozenset(self.unimaginable), frozenset(self.readers),
-                         frozenset(self.uncuttable), self.calls_in, self.shapes_of)
+        return Recording(
+            self.units,
+            self.seen,
+            self.range_of,
+            self.is_read,
+            self.reads_where,
+            template,
+            outputs,
+            self.template_of,
+            frozenset(self.unimaginable),
+            frozenset(self.readers),
+            frozenset(self.uncuttable),
+            self.calls_in,
+            self.shapes_of,
+        )

@@ -15,7 +15,6 @@ from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
 from penstock.model.graph import Graph
 from penstock.model.hooks import HOOKS, is_of_library
-from penstock.model.parameters import held_tensors
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_play import Part, Play
 from penstock.model.replay_record import Recording
@@ -160,7 +159,15 @@ class ReplayProgram:
         first = next(iter(held), None)
         device = held.get(first).device if first is not None else inputs[0].device
         received = {} if self.part.is_dynamic else dict(zip(self._from, named, strict=True))
-        play = Play(self.part, device=device, received=received, extra=extra, notes=notes, known_shapes=self._known_shapes, batch_size=batch_size)
+        play = Play(
+            self.part,
+            device=device,
+            received=received,
+            extra=extra,
+            notes=notes,
+            known_shapes=self._known_shapes,
+            batch_size=batch_size,
+        )
         before = [(module, dict(module._buffers), dict(vars(module))) for module in self._entered]
         try:
             result = play.run(self.shell, self._watched, self.call.arguments, inputs)

@@ -124,7 +124,9 @@ class _VisitWalk(Walk):
             made = self.visitor(self.now, run, tensors, [], f"{name}{_plain(template)}")
         return rebuild(shapes[-1], made)
 
-    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         index = self.index_of.get((path, ordinal))
         if self.is_in_unit:
             return call(*args, **kwargs)

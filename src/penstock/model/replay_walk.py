@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 __all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
-Mark = tuple[str, int, int]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
+Mark = tuple[
+    str, int, int
+]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
 
 
 class Done(BaseException):
@@ -72,7 +74,9 @@ class Walk(TorchFunctionMode):
         """Write on a tensor where it came to be."""
         tensor.__dict__["_penstock_marks"] = (self._token, marks)
 
-    def on_call(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         """Do what is to be done for the call of a module."""
         raise NotImplementedError
 
@@ -84,7 +88,11 @@ class Walk(TorchFunctionMode):
         """Learn of a tensor that has come to be, or that has got one more mark."""
 
     def __torch_function__(  # type: ignore[override]
-        self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         if self._is_off:
             return function(*args, **(kwargs or {}))
@@ -120,7 +128,9 @@ class Walk(TorchFunctionMode):
         finally:
             self._is_whole = False
 
-    def inside(self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401,E501
+    def inside(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401,E501
         """Make a call and look at its inside; what it returns and did not get is marked as its output."""
         self.frames.append(Frame(path, ordinal))
         try:

@@ -63,7 +63,12 @@ class Replayed:
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
-        return Chain(stages, example=self.call, parameter_names=parameter_names(self.model), results_of=lambda training: side(training)[1])
+        return Chain(
+            stages,
+            example=self.call,
+            parameter_names=parameter_names(self.model),
+            results_of=lambda training: side(training)[1],
+        )
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
@@ -84,7 +89,14 @@ class Replayed:
                 is_last = index == len(ranges) - 1
                 programs.append(
                     ReplayProgram(
-                        self.model, self.call, graph, recording, part, held_names=held[index], index=index, is_last=is_last
+                        self.model,
+                        self.call,
+                        graph,
+                        recording,
+                        part,
+                        held_names=held[index],
+                        index=index,
+                        is_last=is_last,
                     )
                 )
         return programs, Results(recording.template, [f"output:{i}" for i in range(len(recording.outputs))])
@@ -154,7 +166,9 @@ def _value(index: int, seen: Seen, other: Seen | None, call: Call) -> Value:
     )
 
 
-def _nodes(recording: Recording, model: nn.Module, index_of: Mapping[int, int], first_of: Mapping[str, str]) -> list[Node]:
+def _nodes(
+    recording: Recording, model: nn.Module, index_of: Mapping[int, int], first_of: Mapping[str, str]
+) -> list[Node]:
     name_of = {id(tensor): first_of[name] for name, tensor in held_tensors(model).items()}
     modules = dict(model.named_modules())
     used: list[list[int]] = [list(unit.inputs) for unit in recording.units]

@@ -164,14 +164,22 @@ class Chain:
             facts = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
             raise UsageError(f"the batch does not have the example's tensors; {facts}")
         both = self._example.constants.keys() & call.constants.keys()
-        other = [n for name in sorted(both) for n in differing_constants(self._example.constants[name], call.constants[name], name)]
+        other = [
+            n
+            for name in sorted(both)
+            for n in differing_constants(self._example.constants[name], call.constants[name], name)
+        ]
         if other:
-            raise UsageError(f"the batch has other plain values than the example, which were captured: {', '.join(other)}")
+            raise UsageError(
+                f"the batch has other plain values than the example, which were captured: {', '.join(other)}"
+            )
         return call
 
     def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
         """Run all stages in order, each by `run_stage`, and return what the model would."""
-        values: dict[str, Any] = {f"input:{name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
+        values: dict[str, Any] = {
+            f"input:{name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)
+        }
         extra: tuple[Any, ...] = ()
         for stage in self.stages:
             made = run_stage(stage, [values[name] for name in stage.inputs] + list(extra))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from penstock.errors import CaptureError, GraphError, UsageError
 from penstock.model.capture import capture
@@ -276,12 +276,12 @@ class Recomputes(Layers):
 
 
 EXPORTED = [
-    Layers, Skips, BatchNorm, CounterInPlace, CounterReassigned, Tied, InPlace, FilledSlices, ViewChanged, Dropout, NoGrad,
-    Frozen, OwnParameters, LengthUsed, Recomputes,
+    Layers, Skips, BatchNorm, CounterInPlace, CounterReassigned, Tied, InPlace, FilledSlices, ViewChanged, Dropout,
+    NoGrad, Frozen, OwnParameters, LengthUsed, Recomputes,
 ]  # fmt: skip
 REPLAYED = [
-    OwnBackward, IfOnTensor, ItemLater, WhileLoop, CalledOften, LayerDrop, DataShaped, EarlyReturn, Recomputes, Skips, BatchNorm,
-    CounterInPlace, CounterReassigned, Tied, Dropout, NoGrad, Frozen, LengthUsed,
+    OwnBackward, IfOnTensor, ItemLater, WhileLoop, CalledOften, LayerDrop, DataShaped, EarlyReturn, Recomputes, Skips,
+    BatchNorm, CounterInPlace, CounterReassigned, Tied, Dropout, NoGrad, Frozen, LengthUsed,
 ]  # fmt: skip
 
 
@@ -341,7 +341,9 @@ def test_structures_in_and_out(path):
     out = capture(model, example, path=path).split([1])(**example)
     assert isinstance(out, Output)
     assert isinstance(out.extra["pair"], Pair)
-    assert out.nothing is None and out.extra["list"][1] == 3 and out.extra["pair"].second is None
+    assert out.nothing is None
+    assert out.extra["list"][1] == 3
+    assert out.extra["pair"].second is None
 
 
 @pytest.mark.parametrize("path", ["export", "replay"])
@@ -534,7 +536,8 @@ def test_capture_leaves_the_model_and_random_numbers_alone():
         capture(model, rows(), path=path).split([2])
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-        assert model.training and not model.layers[1].training
+        assert model.training
+        assert not model.layers[1].training
         assert all(p.grad is None for p in model.parameters())
 
 

@@ -57,8 +57,8 @@ def capture(
     ('sequential', ['float32[batch, 8]'])
 
     Args:
-        model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of which
-            is called with what the one before returned (a tuple becomes several arguments).
+        model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of
+            which is called with what the one before returned (a tuple becomes several arguments).
         example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
         training: capture it in training or in evaluation; by default in the mode that it is in. The other mode is
             captured when a stage is first put into it.

@@ -26,7 +26,7 @@ __all__ = ["Direct", "sequence_of"]
 def sequence_of(model: nn.Module) -> list[str] | None:
     """Return the paths of the modules that a model calls one after the other, or None if it is no plain sequence.
 
-    A sequence in a sequence is taken apart too. Hooks on a sequence, or a forward of its own, make it a module like any.
+    A sequence in a sequence is taken apart too. Hooks on a sequence, or its own forward, make it a module like any.
     """
     if type(model).forward is not nn.Sequential.forward or _has_hooks(model):
         return None
@@ -166,7 +166,7 @@ class Direct:
         )
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, module by module, on a device (also "meta") and for a batch size; show each to a visitor."""
+        """Run the model once, module by module, on a device (also "meta"), for a batch size; show each to a visitor."""
         where = device or main_device(self.model, self.call)
         call = self.call if batch_size is None else self.call.resized(batch_size)
         with in_mode(self.model, training=self.training), torch.no_grad():

@@ -40,8 +40,8 @@ class ExportGraph:
     Attributes:
         graph: the pure data.
         fx_of: for each node the fx node, then the fx nodes that pick its outputs apart.
-        versions_of: for each fx node that is a value, the nodes after which it is another one, because it was changed in
-            place, and its index from there on; the first is the node that makes it.
+        versions_of: for each fx node that is a value, the nodes after which it is another one, because it was changed
+            in place, and its index from there on; the first is the node that makes it.
         name_of: for each placeholder of a parameter, buffer or constant, its name.
         constants: tensors that are part of the model's code, by name.
         outputs: the fx nodes of what the model returns.
@@ -175,7 +175,8 @@ class _Reader:
         return found
 
     def _last(self) -> fx.Node:
-        return next(node for node in reversed(self.program.graph.nodes) if node.op == "output")
+        found: fx.Node = next(node for node in reversed(self.program.graph.nodes) if node.op == "output")
+        return found
 
     def _remove_dead(self, output: fx.Node) -> None:
         """Drop what nothing uses and what only checks; random numbers are drawn all the same."""

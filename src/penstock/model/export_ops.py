@@ -42,6 +42,7 @@ _MAY_ALIAS = (
 
 
 def is_tensor(node: fx.Node) -> bool:
+    """Return whether a node makes one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -51,10 +52,12 @@ def is_part(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
+    """Return whether a node makes a number, such as a size."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
 def is_check(node: fx.Node) -> bool:
+    """Return whether a node only checks what torch took for granted."""
     return any(word in str(node.target) for word in _FORGOTTEN)
 
 
@@ -71,6 +74,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """Yield the graphs that a node is given to run."""
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
             inner = getattr(argument.graph.owning_module, str(argument.target), None)
@@ -104,10 +108,10 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if not isinstance(op, torch._ops.OpOverload):
         return []
-    if not any(result.alias_info is not None for result in op._schema.returns):
-        if op._schema.name.removeprefix("aten::") not in _MAY_ALIAS:
-            return []
-    return [argument for argument in node.all_input_nodes[:1]]
+    is_declared = any(result.alias_info is not None for result in op._schema.returns)
+    if not is_declared and op._schema.name.removeprefix("aten::") not in _MAY_ALIAS:
+        return []
+    return node.all_input_nodes[:1]
 
 
 class Families:
@@ -142,6 +146,7 @@ class Families:
 
 
 def op_name(node: fx.Node) -> str:
+    """Return the name of a node's operation."""
     op = op_of(node)
     if isinstance(op, torch._ops.OpOverload):
         return str(op._schema.name).removeprefix("aten::")
@@ -149,6 +154,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node comes from; empty if it is not known."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ __all__ = ["args_of", "op_of", "open_regions", "run_within", "stops_gradients"]
 Settings = tuple[Any, ...]
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_LEADING = {_AUTOCAST: 4, _GRAD: 1}  # arguments before the region's graph: its settings
+_LEADING: dict[Any, int] = {_AUTOCAST: 4, _GRAD: 1}  # arguments before the region's graph: its settings
 
 
 def run_within(settings: tuple[Settings, ...], op: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -58,10 +58,10 @@ def open_regions(root: fx.GraphModule) -> None:
 
 def _open(owner: fx.GraphModule, node: fx.Node, around: tuple[Settings, ...]) -> None:
     """Put the operations of a region before the node that called it, and what they return into its users."""
-    results = list(_inline(owner, node, around, owner.graph, node, {}))
+    results = list(_inline(owner, node, around, target=owner.graph, before=node, known={}))
     for user in list(node.users):
         if user.target is operator.getitem:
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[cast(int, user.args[1])])
             owner.graph.erase_node(user)
     if node.users:  # a region that returns one thing, not a tuple
         node.replace_all_uses_with(results[0])
@@ -69,8 +69,8 @@ def _open(owner: fx.GraphModule, node: fx.Node, around: tuple[Settings, ...]) ->
 
 
 def _inline(
-    owner: fx.GraphModule, node: fx.Node, around: tuple[Settings, ...], target: fx.Graph, before: fx.Node,
-    known: dict[fx.Node, Any],
+    owner: fx.GraphModule, node: fx.Node, around: tuple[Settings, ...],
+    *, target: fx.Graph, before: fx.Node, known: dict[fx.Node, Any],
 ) -> Iterator[Any]:  # fmt: skip
     count = _LEADING[node.target]
     settings = (*around, tuple(node.args[:count]))
@@ -80,14 +80,14 @@ def _inline(
     placeholders = (n for n in inner.graph.nodes if n.op == "placeholder")
     own.update(zip(placeholders, given, strict=False))
     for step in inner.graph.nodes:
-        if step.op == "placeholder" or step.op == "get_attr":
+        if step.op in {"placeholder", "get_attr"}:
             continue
         if step.op == "output":
             results = step.args[0] if isinstance(step.args[0], (list, tuple)) else (step.args[0],)
             yield from (own.get(result, result) for result in results)
             return
         if step.target in _LEADING:
-            own[step] = list(_inline(inner, step, settings, target, before, own))
+            own[step] = list(_inline(inner, step, settings, target=target, before=before, known=own))
             continue
         if step.target is operator.getitem and isinstance(own.get(step.args[0]), list):
             own[step] = own[step.args[0]][step.args[1]]

@@ -61,8 +61,8 @@ class ExportProgram:
         for module in self.module.modules():
             if isinstance(module, fx.GraphModule):
                 for node in module.graph.nodes:
-                    node.args = fx.node.map_aggregate(node.args, lambda a: device if a == old else a)  # type: ignore[assignment]
-                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if a == old else a)  # type: ignore[assignment]
+                    node.args = fx.node.map_aggregate(node.args, lambda a: device if a == old else a)
+                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if a == old else a)
                 module.recompile()
 
 

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Traced:
     reassigned: tuple[str, ...]
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """The trace would run, but not mean what the model means; says why."""
 
 
@@ -56,14 +57,14 @@ class _Reduced(nn.Module):
         random_states, tensors_before = RandomStates(), _tensor_attributes(self.model)
         result = self.model(*args, **kwargs)
         if random_states.have_others_changed():
-            raise _Refused("forward draws random numbers that are not torch's")
+            raise _RefusedError("forward draws random numbers that are not torch's")
         now = _tensor_attributes(self.model)
         replaced = sorted(name for name, tensor in tensors_before.items() if now.get(name) != tensor)
         if replaced:
-            raise _Refused(f"forward keeps another tensor in {', '.join(replaced[:3])}")
+            raise _RefusedError(f"forward keeps another tensor in {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
         if changed:
-            raise _Refused(f"forward changes {', '.join(changed[:3])}")
+            raise _RefusedError(f"forward changes {', '.join(changed[:3])}")
         after = dict(self.model.named_buffers())
         reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
         outputs, template = flatten(result, drop=is_cache)
@@ -82,7 +83,7 @@ def trace(model: nn.Module, call: Call) -> Traced:
     try:
         with _quiet(), no_own_gradients(), caches_off(model), _symbolic_len():
             program = _export(reduced, call)
-    except _Refused as refusal:
+    except _RefusedError as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
         raise CaptureError(f"torch.export stopped {line_of(error)}: {_first_line(error)}") from error
@@ -108,7 +109,7 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
         program = export(unusual, torch.export.Dim("batch"))
         for node, number in _numbers(program):
             if number and number % unusual == 0 and abs(number) < 2**31:
-                raise _Refused(f"the batch size is written into the trace {_where(node)}")
+                raise _RefusedError(f"the batch size is written into the trace {_where(node)}")
         return program
     except Exception as error:
         if "Constraints violated" not in str(error):
@@ -117,7 +118,7 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
         again = export(max(2, call.batch_size) + 1, torch.export.Dim.AUTO)
         for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=False):
             if number != other:
-                raise _Refused(f"the batch size is written into the trace {_where(node)}") from None
+                raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
         return program
 
 
@@ -134,10 +135,13 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             found: list[int] = []
-            torch.fx.node.map_aggregate(
-                (node.args, node.kwargs), lambda a, found=found: found.append(a) if type(a) is int else None
-            )  # type: ignore[misc]  # noqa: E501
+            torch.fx.node.map_aggregate((node.args, node.kwargs), partial(_note_number, found))
             yield from ((node, number) for number in found)
+
+
+def _note_number(found: list[int], item: object) -> None:
+    if type(item) is int:
+        found.append(item)
 
 
 def _check(program: torch.export.ExportedProgram, call: Call) -> None:
@@ -228,8 +232,9 @@ def _symbolic_len() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """Switch caches of keys and values off, where a model's configuration has that switch: training never reads them."""
-    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
+    """Switch caches of keys and values off, where a model's configuration can: training never reads them."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
     for config in configs.values():
         config.use_cache = False
     try:
@@ -244,17 +249,17 @@ def no_own_gradients() -> Iterator[None]:
     """Refuse what a trace forgets: backwards of the user's own, and hooks on gradients."""
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
 
-    def refuse(cls: type, *args: object, **kwargs: object) -> object:
+    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
         if cls.__module__.startswith("torch."):
             return original.__get__(None, cls)(*args, **kwargs)
-        raise _Refused(f"{cls.__name__} is an autograd function with a backward of its own")
+        raise _RefusedError(f"{cls.__name__} is an autograd function with a backward of its own")
 
-    def refuse_hook(tensor: torch.Tensor, hook: object) -> object:
-        raise _Refused(f"forward hooks the gradient of a tensor {line_of_stack()}")
+    def refuse_hook(*_: object, **__: object) -> object:
+        raise _RefusedError(f"forward hooks the gradient of a tensor {line_of_stack()}")
 
     register = torch.Tensor.register_hook
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
-    torch.Tensor.register_hook = refuse_hook  # type: ignore[assignment,method-assign]
+    torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
         yield
     finally:

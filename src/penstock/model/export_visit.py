@@ -83,9 +83,9 @@ def _compute(
     def look_up(argument: fx.Node) -> Any:  # noqa: ANN401
         return _compute(argument, known, exported, batch_size, device)
 
-    args = fx.node.map_arg(node.args, look_up)
-    kwargs = fx.node.map_arg(node.kwargs, look_up)
-    args, kwargs = (
-        fx.node.map_aggregate(a, lambda x: device if isinstance(x, torch.device) else x) for a in (args, kwargs)
-    )
-    return node.target(*args, **kwargs)  # type: ignore[operator,misc]
+    def moved(argument: Any) -> Any:  # noqa: ANN401
+        return device if isinstance(argument, torch.device) else argument
+
+    args = fx.node.map_aggregate(fx.node.map_arg(node.args, look_up), moved)
+    kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, look_up), moved)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

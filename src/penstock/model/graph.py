@@ -1,4 +1,4 @@
-"""Graph: a captured model as pure data: nodes in the order they run, the values between them, the parameters they use."""
+"""Graph: a captured model as pure data: nodes in the order they run, values between them, parameters they use."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Graph:
 
     @cached_property
     def last_use_of(self) -> tuple[int, ...]:
-        """For each value the last node that uses it; the number of nodes for an output of the model; -1 if none does."""
+        """For each value the last node that uses it; the number of nodes for an output of the model; -1 if none."""
         last = [-1] * len(self.values)
         for index, node in enumerate(self.nodes):
             for value in node.inputs:

@@ -21,7 +21,7 @@ def hooks_in(model: nn.Module) -> str:
 
 
 def is_of_library(hook: object, module: nn.Module) -> bool:
-    """Return whether the library that a module comes from has set a hook itself: that is part of what the model does."""
+    """Return whether the library that a module comes from has set a hook itself: it is part of what the model does."""
     package = type(module).__module__.partition(".")[0]
     is_installed = "-packages" in (getattr(sys.modules.get(package), "__file__", None) or "")
     return is_installed and str(getattr(hook, "__module__", "")).partition(".")[0] == package

@@ -1,4 +1,4 @@
-"""Match: which stage holds what, and in the other mode (training, evaluation) the cuts that keep each of it in place."""
+"""Match: which stage holds what, and in the other mode (training, evaluation) the cuts that keep it in place."""
 
 from __future__ import annotations
 

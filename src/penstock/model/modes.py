@@ -1,10 +1,11 @@
-"""Modes: put a model into training or evaluation for a while, and back exactly as it was; the same for random states."""
+"""Modes: put a model into training or evaluation for a while, and back exactly as it was; likewise random states."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +32,14 @@ class RandomStates:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        is_running = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if is_running else []
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
 
     def have_others_changed(self) -> bool:
         """Return whether random numbers were drawn that torch knows nothing of: Python's or numpy's."""
-        now = np.random.get_state()
+        now: Any = np.random.get_state()
         same = now[2:] == self._numpy[2:] and bool(np.array_equal(now[1], self._numpy[1]))
         return random.getstate() != self._python or not same
 

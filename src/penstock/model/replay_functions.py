@@ -1,4 +1,4 @@
-"""Which torch functions read data, make tensors out of nothing, or only look at what kind a tensor is: what replay asks."""
+"""Which torch functions read data, make tensors out of nothing, or only look at what kind a tensor is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Function = Callable[..., Any]
 @cache
 def _reads() -> frozenset[Function]:
     tensor = torch.Tensor
-    names = ("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__index__",
-             "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__")  # fmt: skip
+    names = ("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__",
+             "__index__", "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__")  # fmt: skip
     methods = {getattr(tensor, name) for name in names if hasattr(tensor, name)}
     return frozenset(methods | {torch.is_nonzero, torch.equal, torch.allclose})
 
@@ -25,12 +25,13 @@ def _reads() -> frozenset[Function]:
 @cache
 def _looks() -> frozenset[Function]:
     """Return the functions that look at what a tensor is, not at what is in it."""
-    names = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride", "nelement",
-             "ndimension", "type", "get_device", "is_signed", "is_inference", "__len__", "__hash__", "storage_offset",
-             "requires_grad_", "register_hook", "retain_grad", "is_same_size", "is_shared")  # fmt: skip
+    names = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
+             "nelement", "ndimension", "type", "get_device", "is_signed", "is_inference", "__len__", "__hash__",
+             "storage_offset", "requires_grad_", "register_hook", "retain_grad", "is_same_size",
+             "is_shared")  # fmt: skip
     methods = {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
-    return frozenset(methods | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.result_type,
-                                torch.is_same_size})  # fmt: skip
+    return frozenset(methods | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
+                                torch.result_type, torch.is_same_size})  # fmt: skip
 
 
 @cache
@@ -76,7 +77,7 @@ def is_look(function: Function) -> bool:
 
 def is_device_question(function: Function) -> bool:
     """Return whether a function asks for a tensor's device."""
-    return bool(function == torch.Tensor.device.__get__)  # type: ignore[attr-defined]
+    return bool(function == torch.Tensor.device.__get__)
 
 
 def makes_tensors(function: Function) -> bool:

@@ -1,4 +1,4 @@
-"""Notes: what a stage tells the next one of the way the forward took: what was read, which shapes came out, what lives."""
+"""Notes: what a stage tells the next one of the way the forward took: what was read, the shapes, what lives."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Play: run one stage by the model's own forward; what lies before it is skipped, what lies after it is cut off.
 
 Before its first unit a stage computes nothing: tensors are *holes* on the meta device that have shapes and no data, and
-what Python reads of them comes from the notes of the stage before. A hole that stands for a received value is filled with
-it, in place, as soon as it comes to be; so at the stage's first unit the variables of the model's own code hold what they
-hold in the whole model, and from there on everything is real.
+what Python reads of them comes from the notes of the stage before. A hole that stands for a received value is filled
+with it, in place, as soon as it comes to be; so at the stage's first unit the variables of the model's own code hold
+what they hold in the whole model, and from there on everything is real.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Play(Walk):
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
+        """Skip a call before the stage, make one of the stage, and stop at the first one after it."""
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._settle()
@@ -145,6 +146,7 @@ class Play(Walk):
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Do a function on holes before the stage and on data in it; note what it reads."""
         if self.pending:
             self._settle()
         if is_device_question(function) and args[0].is_meta:
@@ -172,6 +174,7 @@ class Play(Walk):
         return f"{frame.path}#{frame.ordinal}:{frame.reads}"
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Remember a hole until it can be filled, and a tensor of the stage if a later one wants it."""
         if self.is_before and tensor.is_meta:
             self.pending.append((tensor, mark))
         elif self.part.is_dynamic:
@@ -194,11 +197,11 @@ class Play(Walk):
             if tensor is not None and hole.is_meta and not tensor.is_meta:
                 if hole.shape != tensor.shape:
                     raise CaptureError(
-                        f"{line_of_stack()}: two stages took different ways through the model: one made a tensor of shape"
-                        f" {tuple(tensor.shape)} where the other expects {tuple(hole.shape)}"
+                        f"{line_of_stack()}: two stages took different ways through the model: one made a tensor of"
+                        f" shape {tuple(tensor.shape)} where the other expects {tuple(hole.shape)}"
                     )
                 marks = self.marks_of(hole)
-                torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))
+                torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))  # type: ignore[no-untyped-call]
                 self.set_marks(hole, marks)
                 if self.part.is_dynamic:
                     self.alive[mark] = weakref.ref(hole)
@@ -234,8 +237,8 @@ class Play(Walk):
         place = self._place()
         if place not in self.notes.reads:
             raise CaptureError(
-                f"{line_of_stack()}: the model reads data here, which it did not when it was captured; capture it with an"
-                " example that takes this way"
+                f"{line_of_stack()}: the model reads data here, which it did not when it was captured; capture it with"
+                " an example that takes this way"
             )
         read = self.notes.reads[place]
         if not is_shape:
@@ -247,7 +250,7 @@ class Play(Walk):
 
     def _skip(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         """Return holes in place of what a call of an earlier stage returns."""
         for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
@@ -258,7 +261,7 @@ class Play(Walk):
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
             if key not in self.known_shapes:
-                self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given)
+                self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
             noted, template = self.known_shapes[key]
         leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
         result = rebuild(template, leaves)
@@ -278,8 +281,9 @@ class Play(Walk):
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        *,
         given: list[torch.Tensor],
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
         try:
             return self._rehearse(call, args, kwargs, given)
@@ -291,7 +295,7 @@ class Play(Walk):
 
     def _rehearse(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         """Make a call on holes, once, to learn the shapes of what it returns."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
         ordinals = dict(self.ordinals)

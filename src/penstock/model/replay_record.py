@@ -46,6 +46,7 @@ class Seen:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its shape in this run."""
         return tuple(self.tensor.shape)
 
 
@@ -93,8 +94,8 @@ class Recording:
 def record(model: nn.Module, call: Call) -> Recording:
     """Run a model's forward and return what was seen; the model and all random states stay as they were.
 
-    Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times more,
-    and in evaluation, and the run that called most modules is taken.
+    Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times
+    more, and in evaluation, and the run that called most modules is taken.
     """
     states = RandomStates()
     best = _record_once(model, call)
@@ -200,7 +201,7 @@ class _Recorder(Walk):
         """Learn which modules are called inside of an autograd function: there is no way to leave one in its middle."""
         original: Any = torch.autograd.Function.__dict__["apply"]
 
-        def apply(cls: type, *args: object, **kwargs: object) -> object:
+        def apply(cls: type, /, *args: object, **kwargs: object) -> object:
             first = len(self.units)
             result = original.__get__(None, cls)(*args, **kwargs)
             self.uncuttable |= set(range(first, len(self.units)))
@@ -226,7 +227,7 @@ class _Recorder(Walk):
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         first, before = len(self.units), dict(self.ordinals)
         if path not in self.unit_paths:
             result = self.inside(path, ordinal, call, args, kwargs)

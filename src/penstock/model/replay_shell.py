@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import types
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import nn
 
@@ -63,5 +64,5 @@ def _holds_module(item: object, depth: int = 0) -> bool:
         return True
     if depth > 3 or type(item) not in (list, tuple, dict):
         return False
-    parts = item.values() if isinstance(item, dict) else item  # type: ignore[attr-defined]
+    parts: Iterable[object] = item.values() if isinstance(item, dict) else cast("Iterable[object]", item)
     return any(_holds_module(part, depth + 1) for part in parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,7 +100,7 @@ class ReplayProgram:
         self._given = len(given)
         nodes = range(part.start, min(part.stop, len(graph.nodes)))
         if part.is_dynamic:
-            self._from = (f"notes_{index - 1}",) if index else ()
+            self._from: tuple[str, ...] = (f"notes_{index - 1}",) if index else ()
             own: tuple[str, ...] = (f"notes_{index}",)
         else:
             self._from = tuple(
@@ -200,12 +200,11 @@ class ReplayProgram:
                     vars(module).update({key: attributes[key]} if key in attributes else {})
             for key, old in buffers.items():
                 new = module._buffers[key]
-                if new is not old:
-                    if (id(module), key) not in owned or new is None or new.is_meta:
-                        module._buffers[key] = old
+                if new is not old and ((id(module), key) not in owned or new is None or new.is_meta):
+                    module._buffers[key] = old
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
-                renew(held, name, module._buffers[key])
+                renew(held, name, cast(torch.Tensor, module._buffers[key]))
 
 
 def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:

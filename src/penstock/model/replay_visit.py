@@ -113,7 +113,7 @@ class _VisitWalk(Walk):
         tensors, template = flatten((args, kwargs))
         shapes: list[object] = []
 
-        def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        def run(given: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             new_args, new_kwargs = rebuild(template, list(given))
             result = function(*new_args, **new_kwargs)
             made, shape = flatten(result)
@@ -126,7 +126,7 @@ class _VisitWalk(Walk):
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         index = self.index_of.get((path, ordinal))
         if self.is_in_unit:
             return call(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Walk: run a model's own forward with a hand on every module call and every torch function between them.
 
-A *frame* is a call of a module whose inside is looked at; a *mark* says of a tensor where it came to be: the how-manieth
-tensor of which frame, or the how-manieth output of which call. Marks are the same in every process and for every cut,
-which is how stages agree on what is sent. docs/design/capture.md tells the whole story.
+A *frame* is a call of a module whose inside is looked at; a *mark* says of a tensor where it came to be: the
+how-manieth tensor of which frame, or the how-manieth output of which call. Marks are the same in every process and for
+every cut, which is how stages agree on what is sent. docs/design/capture.md tells the whole story.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Walk(TorchFunctionMode):
         self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
 
     def marks_of(self, tensor: torch.Tensor) -> list[Mark]:
-        """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know it.
+        """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know.
 
         Some functions return now a new tensor and now the one they got (`contiguous`, `to`, `reshape`), and not always
         the same on data and on holes: so what is handed on gets the mark that a new tensor would get, besides its own.
@@ -76,7 +76,7 @@ class Walk(TorchFunctionMode):
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         """Do what is to be done for the call of a module."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Walk(TorchFunctionMode):
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Learn of a tensor that has come to be, or that has got one more mark."""
 
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         self,
         function: Callable[..., Any],
         types: object,
@@ -130,7 +130,7 @@ class Walk(TorchFunctionMode):
 
     def inside(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401,E501
+    ) -> Any:  # noqa: ANN401
         """Make a call and look at its inside; what it returns and did not get is marked as its output."""
         self.frames.append(Frame(path, ordinal))
         try:
@@ -169,22 +169,23 @@ class Walk(TorchFunctionMode):
         """Look at torch functions, or do not; where this is the innermost mode it costs nothing when off."""
         was_off = self._is_off
         self._is_off = not on
-        can_pop = not on and not was_off and _get_current_function_mode() is self
+        can_pop = not on and not was_off and _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if can_pop:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         must_push = on and was_off and not self._is_pushed()
         if must_push:
-            _push_mode(self)
+            _push_mode(self)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if can_pop:
-                _push_mode(self)
+                _push_mode(self)  # type: ignore[no-untyped-call]
             if must_push:
-                _pop_mode()
+                _pop_mode()  # type: ignore[no-untyped-call]
             self._is_off = was_off
 
     def _is_pushed(self) -> bool:
         from torch.overrides import _get_current_function_mode_stack
 
-        return any(mode is self for mode in _get_current_function_mode_stack())
+        stack: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return any(mode is self for mode in stack)

@@ -137,7 +137,7 @@ def _read_graph(recording: Recording, other: Recording | None, model: nn.Module,
             index_of[index] = len(values)
             values.append(_value(index, seen, other.seen[index] if other else None, call))
     nodes = tuple(_nodes(recording, model, index_of, first_of))
-    graph = Graph(
+    return Graph(
         nodes=nodes,
         values=tuple(values),
         inputs=tuple(range(len(call.tensors))),
@@ -146,7 +146,6 @@ def _read_graph(recording: Recording, other: Recording | None, model: nn.Module,
         batch_size=call.batch_size,
         uncuttable=_uncuttable(recording),
     )
-    return graph
 
 
 def _value(index: int, seen: Seen, other: Seen | None, call: Call) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +51,7 @@ class Held:
     def __contains__(self, name: str) -> bool:
         return name in self._place_of
 
-    def __iter__(self) -> Iterable[str]:  # type: ignore[misc]
+    def __iter__(self) -> Iterator[str]:
         return iter(self._place_of)
 
 

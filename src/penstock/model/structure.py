@@ -101,13 +101,8 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
     """Return the parts of a container and how to build another one, or None for what is no container."""
     kind = type(item)
     if isinstance(item, tuple):
-        if hasattr(kind, "_fields"):
-            return tuple(item), kind._make  # no checks of its own: these tensors may be mere shapes
-        if kind is tuple:
-            return tuple(item), tuple
-        if kind.__module__ == "torch.return_types":
-            return tuple(item), kind
-        return None
+        build = _tuple_builder(kind)
+        return None if build is None else (tuple(item), build)
     if isinstance(item, list):
         return tuple(item), lambda parts: parts if kind is list else kind(parts)
     if isinstance(item, dict) or (isinstance(item, Mapping) and hasattr(item, "items")):
@@ -119,11 +114,22 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
     return tuple(vars(item).values()), lambda parts: _object(item, dict(zip(keys, parts, strict=True)))
 
 
+def _tuple_builder(kind: Any) -> Callable[[list[Any]], Any] | None:  # noqa: ANN401
+    """Return how to build a tuple of a kind from its parts, or None for a kind that is not known."""
+    if hasattr(kind, "_fields"):
+        build: Callable[[list[Any]], Any] = kind._make  # no checks of its own: these tensors may be mere shapes
+        return build
+    if kind is tuple:
+        return tuple
+    return kind if kind.__module__ == "torch.return_types" else None
+
+
 def _mapping(like: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401
     """Return a mapping of the same kind; transformers' outputs are mappings and dataclasses at once."""
+    kind: Any = type(like)
     if dataclasses.is_dataclass(like):
-        return type(like)(**items)
-    if type(like) is dict:
+        return kind(**items)
+    if kind is dict:
         return items
     made = copy.copy(like)
     for key, value in items.items():

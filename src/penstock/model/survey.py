@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ class Survey(Generic[T]):
         """Return the sum a node of some columns with one number an entry, then of the saved and the pending bytes."""
         count = max(self.node_of, default=-1) + 1
         every = (*columns, self.saved_bytes, self.pending_bytes)
-        return [np.bincount(self.node_of, weights=np.asarray(column), minlength=count) for column in every]
+        sums = (np.bincount(self.node_of, weights=np.asarray(column), minlength=count) for column in every)
+        return [cast("NDArray[np.float64]", column) for column in sums]
 
 
 def survey(

@@ -122,7 +122,7 @@ def test_a_measured_profile_is_there_by_default_and_can_be_used_again(tmp_path):
     found = penstock.explain(
         model, torch.zeros(3, 16), lanes=2, batch_size=5, progress=lambda what, done, total: told.append((what, total))
     )
-    assert (found.profile.method, found.profile.batch_size, found.path) == ("measured", 5, "sequential")
+    assert (found.profile.method, found.profile.batch_size, found.path) == ("measured", 5, "direct")
     assert {"capture", "profile", "cut and schedule"} == {what for what, _ in told}
     found.profile.save(tmp_path / "profile.json")
     for again in (found.profile, tmp_path / "profile.json"):
@@ -204,7 +204,7 @@ def test_the_way_that_was_taken_and_why():
 def test_a_list_of_stage_modules():
     stages = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]
     found = penstock.explain(stages, torch.zeros(2, 4), lanes=2, analytic="cpu")
-    assert found.model == "stage modules"
+    assert found.model == "direct"
     assert found.num_parameters == 2 * 20 + 10
 
 

@@ -123,11 +123,11 @@ def table(results: dict[str, Report], whats: list[str]) -> str:
     rows: dict[str, list[Report]] = {}
     for name, report in results.items():
         rows.setdefault(own_group.get(name, "other"), []).append(report)
-    lines = ["| group | models | ours right | export · replay · sequential | peer right |", "|---|---|---|---|---|"]
+    lines = ["| group | models | ours right | export · replay · direct | peer right |", "|---|---|---|---|---|"]
     everything = [report for reports in rows.values() for report in reports]
     for group, reports in [*rows.items(), ("all", everything)]:
         paths = Counter(report["ours"].get("path", "") for report in reports if is_right(report.get("ours")))
-        by_path = " · ".join(str(paths[path]) for path in ("export", "replay", "sequential"))
+        by_path = " · ".join(str(paths[path]) for path in ("export", "replay", "direct"))
         cells = [_share(reports, what) if what in whats else "–" for what in ("ours", "peer")]
         lines.append(f"| {group} | {len(reports)} | {cells[0]} | {by_path} | {cells[1]} |")
     return "\n".join(lines)

@@ -431,13 +431,41 @@ def test_sequences_in_sequences_are_taken_apart():
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, 4))
     ).double()
     captured = check(model, rows(), stages=(2, 3))
-    assert captured.path == "sequential"
+    assert captured.path == "direct"
     assert [node.name for node in captured.graph.nodes] == ["0.0", "0.1", "1.0"]
+
+
+def test_a_module_that_stands_twice_in_a_sequence_is_called_twice():
+    relu = nn.ReLU()
+    shared = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), relu, shared, relu, shared, nn.Tanh()).double()
+    captured = check(model, rows(), stages=(2, 3, 6))
+    assert [node.name for node in captured.graph.nodes] == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4)), torch.zeros(2, 4)),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(4)),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(2, 4, dtype=torch.int64)),
+    ],
+)
+def test_a_sequence_that_cannot_run_gets_one_message(model, example):
+    with pytest.raises(CaptureError, match="direct: RuntimeError"):
+        capture(model, example)
+
+
+def test_a_class_is_no_model():
+    with pytest.raises(UsageError, match=r"Linear is a class; give a module: Linear\(\.\.\.\)"):
+        capture(nn.Linear, rows())
+    with pytest.raises(UsageError, match="not 3"):
+        capture(3, rows())
 
 
 def test_a_sequence_of_too_few_modules_is_not_taken_directly():
     model = nn.Sequential(Layers(), nn.Linear(WIDTH, 2).double())
-    assert capture(model, rows()).path == "sequential"
+    assert capture(model, rows()).path == "direct"
     assert capture(model, rows(), num_stages=4).path == "export"
 
 
@@ -456,7 +484,7 @@ def test_a_list_of_stage_modules_hands_on_tuples_as_arguments():
 
     modules = [First(), Second(), nn.Tanh()]
     captured = capture(modules, (rows(), rows()))
-    assert captured.path == "stage modules"
+    assert captured.path == "direct"
     x = rows()
     torch.testing.assert_close(captured.split([1, 2])(x, x), torch.tanh(modules[1](x + x, x * 2)))
     assert "1.layer.weight" in captured.graph.parameters

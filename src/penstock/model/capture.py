@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import CaptureError, PenstockError, UsageError, nearest
 from penstock.model.direct import Direct, sequence_of
-from penstock.model.example import read_example
+from penstock.model.example import Call, read_example
 from penstock.model.exported import Exported
 from penstock.model.graph import Graph
 from penstock.model.hooks import hooks_in
@@ -54,7 +54,7 @@ def capture(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> captured = capture(model, torch.zeros(3, 4))
     >>> captured.path, [str(captured.graph.values[v]) for v in captured.graph.crossing(2)]
-    ('sequential', ['float32[batch, 8]'])
+    ('direct', ['float32[batch, 8]'])
 
     Args:
         model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of
@@ -78,7 +78,7 @@ def capture(
     mode = model.training if training is None else training
     sequence = sequence_of(model)
     if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
-        return Direct(model, call, sequence, training=mode)
+        return _direct(model, call, sequence, training=mode)
     if path == "direct":
         raise CaptureError("the model is no sequence of modules that could be taken directly")
     refusal = hooks_in(model) if path == "auto" else ""
@@ -98,6 +98,10 @@ def capture(
 
 
 def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
+    if isinstance(modules, type):
+        raise UsageError(f"model: {modules.__name__} is a class; give a module: {modules.__name__}(...)")
+    if not isinstance(modules, (list, tuple)):
+        raise UsageError(f"model: give an nn.Module, or a list of stage modules, not {modules!r:.60}")
     wrong = [f"{module!r:.60}" for module in modules if not isinstance(module, nn.Module)]
     if wrong or not modules:
         raise UsageError(
@@ -107,13 +111,23 @@ def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool
     mode = modules[0].training if training is None else training
     model.training = mode
     paths = [str(index) for index in range(len(modules))]
-    return Direct(model, read_example(example, modules[0]), paths, training=mode, spreads=True)
+    return _direct(model, read_example(example, modules[0]), paths, training=mode, spreads=True)
 
 
-def _both(first: str, second: str) -> str:
+def _direct(model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False) -> Captured:
+    try:
+        return Direct(model, call, paths, training=training, spreads=spreads)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise CaptureError(_both("", f"{type(error).__name__}: {error} {line_of(error)}", "direct")) from error
+
+
+def _both(first: str, second: str, path: str = "replay") -> str:
     stopped = f"export: {first}; " if first else ""
+    second = second.strip()
     return (
-        f"no path can take this model: {stopped}replay: {second}. Call the model on the example once without Penstock:"
+        f"no path can take this model: {stopped}{path}: {second}. Call the model on the example once without Penstock:"
         " if that works, cut it yourself: give a list of stage modules, or wrap what stops it in a module of its own"
     )
 

@@ -31,7 +31,9 @@ def sequence_of(model: nn.Module) -> list[str] | None:
     if type(model).forward is not nn.Sequential.forward or _has_hooks(model):
         return None
     paths: list[str] = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # not named_children(), which leaves out what is there twice
+        if child is None:
+            return None
         inner = sequence_of(child) if isinstance(child, nn.Sequential) else None
         paths += [name] if inner is None else [f"{name}.{path}" for path in inner]
     return paths
@@ -62,7 +64,7 @@ class Direct:
         self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False
     ) -> None:
         self.model, self.call, self.training, self.paths, self.spreads = model, call, training, paths, spreads
-        self.path = "stage modules" if spreads else "sequential"
+        self.path = "direct"
         self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
         self._places_of: dict[bool, list[_Between]] = {}
         places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
@@ -195,6 +197,7 @@ class DirectProgram:
             (getattr(module, kind), key, first_of[f"{path}.{key}"])
             for index in nodes
             for path, module in _modules_below(shell, direct.paths[index])
+            if not isinstance(module, torch.jit.ScriptModule)  # shared, not copied
             for kind in ("_parameters", "_buffers")
             for key, tensor in getattr(module, kind).items()
             if tensor is not None

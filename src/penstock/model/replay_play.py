@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Part:
         copied: the names of received values that the stage changes in place.
         is_dynamic: the way depends on data: notes are read and written.
         seen_of: for each call what it returned when captured, each dimension as (fixed, a sample); where that is known.
+        hooked: modules with hooks of their library inside: these are looked into, so that the hooks are called.
         calls_in: for each call how often it calls other modules, by path.
         unimaginable: torch functions that cannot be done on holes.
         readers: torch functions that turned out to read data.
@@ -63,6 +64,7 @@ class Part:
     copied: frozenset[str]
     is_dynamic: bool
     seen_of: Mapping[tuple[str, int], list[list[Any]]]
+    hooked: frozenset[str]
     calls_in: Mapping[tuple[str, int], Mapping[str, int]]
     unimaginable: frozenset[Callable[..., Any]]
     readers: frozenset[Callable[..., Any]]
@@ -128,16 +130,18 @@ class Play(Walk):
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._settle()
-            if last < self.part.start:
+            if last < self.part.start and path not in self.part.hooked:
                 return self._skip(path, ordinal, call, args, kwargs)
             if first >= self.part.start:
                 self.is_before = False
         if first >= self.part.stop and not self.is_before:
             self._survey()  # while the variables of the model's code still hold what lives
             raise Done
-        if last >= self.part.stop or self.is_before:
+        if last >= self.part.stop or self.is_before or path in self.part.hooked:
             result = self.inside(path, ordinal, call, args, kwargs)
         else:
+            if first == last or self.part.is_dynamic:
+                self._check_filled(flatten((args, dict(kwargs)))[0])
             result = self.whole(call, args, kwargs)
             self.mark_outputs(result, path, ordinal)
         if self.part.is_dynamic and not self.is_before:
@@ -155,6 +159,7 @@ class Play(Walk):
             return function(*args, **kwargs)
         if self.is_before:
             return self._imagine(function, args, kwargs)
+        self._check_filled(tensors_in((args, kwargs)))
         result = function(*args, **kwargs)
         if self.part.is_dynamic:
             if is_read(function) or is_plain_result(result):
@@ -163,6 +168,18 @@ class Play(Walk):
                 self.notes.reads[self._place()] = [describe(tensor, []) for tensor in tensors_in(result)]
         self.mark_results(result)
         return result
+
+    def _check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse to compute with a hole: some kernels would take it for data.
+
+        Raises:
+            CaptureError: when a value is used that the stage did not receive.
+        """
+        if self.device.type != "meta" and any(tensor.is_meta for tensor in tensors):
+            raise CaptureError(
+                f"{line_of_stack()}: a value is used here that did not reach this stage: the model hands it on in a way"
+                " that replay does not see; cut it elsewhere, or give a list of stage modules"
+            )
 
     def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         return function in self.part.unimaginable or is_data_shaped(function, args)

@@ -88,6 +88,7 @@ class Recording:
     shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
+    hooked: frozenset[str] = frozenset()
     draws_python_random: bool = False
 
 
@@ -149,6 +150,9 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     recorder.is_read |= is_random
     recording = recorder.recording(result)
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
+    recording.hooked = frozenset(
+        path for path, module in inside.items() if path not in units and _has_hooks_inside(module)
+    )
     return recording
 
 
@@ -167,6 +171,10 @@ def _is_sealed(module: nn.Module) -> bool:
     return is_compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_penstock_sealed")
 
 
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return any(inner._forward_hooks for inner in module.modules() if inner is not module)
+
+
 class _Recorder(Walk):
     def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
         super().__init__()
@@ -176,7 +184,8 @@ class _Recorder(Walk):
         self.index_of: dict[int, int] = {}
         self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
         self.is_read, self.reads_where = False, ""
-        self.early_held: set[int] = set()
+        self.held_at: dict[int, set[int]] = {}
+        self.open_at: list[int] = []  # how many units had been called when each open call began
         self.hollow: set[str] = set()
         self.uncuttable: set[int] = set()  # a gradient taken in the forward needs all that it goes through in one place
         self.unimaginable: set[Callable[..., Any]] = set()
@@ -222,15 +231,23 @@ class _Recorder(Walk):
 
     @property
     def now(self) -> int:
-        """The unit that what happens now belongs to: the last one that was called."""
-        return max(0, len(self.units) - 1)
+        """The unit that what happens now belongs to: the last one that was called.
+
+        In a call that has not come to a unit yet it is the next one: a cut before that unit lies before the whole call.
+        """
+        count = len(self.units)
+        return count if count in self.open_at else max(0, count - 1)
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
         first, before = len(self.units), dict(self.ordinals)
         if path not in self.unit_paths:
-            result = self.inside(path, ordinal, call, args, kwargs)
+            self.open_at.append(first)
+            try:
+                result = self.inside(path, ordinal, call, args, kwargs)
+            finally:
+                self.open_at.pop()
             if len(self.units) == first and path:
                 self.hollow.add(path)
             elif len(self.units) > first:
@@ -289,7 +306,7 @@ class _Recorder(Walk):
 
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
-            (self.units[self.now].held if self.units else self.early_held).add(id(tensor))
+            self.held_at.setdefault(self.now, set()).add(id(tensor))
         if self.marks_of(tensor):  # a buffer that was changed in place is a value from there on
             index: int = self.index_of[id(tensor)]
             self.seen[index].uses.add(self.now)
@@ -312,8 +329,9 @@ class _Recorder(Walk):
 
     def recording(self, result: object) -> Recording:
         tensors, template = flatten(result, drop=is_cache)
-        if self.units:
-            self.units[0].held |= self.early_held
+        for index, held in self.held_at.items():
+            if self.units:
+                self.units[min(index, len(self.units) - 1)].held |= held
         for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
             if id(tensor) not in self.index_of:
                 self.mark(tensor, ("", 0, -1000 - len(self.seen)))

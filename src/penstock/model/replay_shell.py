@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 __all__ = ["make_shell"]
@@ -39,12 +40,14 @@ def make_shell(model: nn.Module) -> nn.Module:
         return item
 
     def copy_module(module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module  # no Python object that could be copied
         made = module.__class__.__new__(module.__class__)
         copies[id(module)] = made
         attributes = vars(made)
         for key, value in vars(module).items():
             if key == "_modules":
-                attributes[key] = {name: child and convert(child) for name, child in value.items()}
+                attributes[key] = {name: None if child is None else convert(child) for name, child in value.items()}
             elif key in _OWN_DICTS:
                 attributes[key] = type(value)(value) if isinstance(value, dict) else value
             elif key == "_non_persistent_buffers_set":

@@ -53,6 +53,7 @@ def make_part(
         copied=frozenset(copied),
         is_dynamic=recording.is_read,
         seen_of=recording.seen_of,
+        hooked=recording.hooked,
         calls_in=recording.calls_in,
         unimaginable=recording.unimaginable,
         readers=recording.readers,
@@ -122,6 +123,8 @@ class ReplayProgram:
         places = []
         paths = dict(self.shell.named_modules())
         for path, module in paths.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # shared, not copied
             for kind in ("_parameters", "_buffers"):
                 place = getattr(module, kind)
                 for key, tensor in place.items():

@@ -39,7 +39,9 @@ def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *
             shell(*args, **kwargs)
     except RuntimeError as error:
         if device.type == "meta":
-            raise CaptureError(f"the model cannot run without data, which it reads: {error}") from error
+            raise CaptureError(
+                f"the model reads data, so it cannot run without: {error}; measure it on a device instead"
+            ) from error
         raise
 
 

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch._functorch import vmap
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 __all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
@@ -50,6 +57,26 @@ def tensors_in(thing: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def _mark_what_vmap_returns() -> None:
+    """Let a walk see what torch.vmap returns: it is made by no torch function, so it would go unmarked.
+
+    Done once for all threads: it asks for the walk of the thread that it runs in, and does nothing where there is none.
+    """
+    original = vmap._unwrap_batched
+    if getattr(original, "is_seen_by_walks", False):
+        return
+
+    def unwrap(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        result = original(*args, **kwargs)
+        for walk in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            if isinstance(walk, Walk) and walk.is_looking:
+                walk.mark_results(result)
+        return result
+
+    unwrap.is_seen_by_walks = True  # type: ignore[attr-defined]
+    vmap._unwrap_batched = unwrap
+
+
 class Walk(TorchFunctionMode):
     """One run of a model's forward, looked at. Subclasses say what happens to calls and functions."""
 
@@ -59,7 +86,13 @@ class Walk(TorchFunctionMode):
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
+        _mark_what_vmap_returns()
         self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether torch functions are looked at now."""
+        return not self._is_off and bool(self.frames)
 
     def marks_of(self, tensor: torch.Tensor) -> list[Mark]:
         """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know.
@@ -185,7 +218,5 @@ class Walk(TorchFunctionMode):
             self._is_off = was_off
 
     def _is_pushed(self) -> bool:
-        from torch.overrides import _get_current_function_mode_stack
-
         stack: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         return any(mode is self for mode in stack)

@@ -38,7 +38,7 @@ class Replayed:
         if training not in self._graph_of:
             with in_mode(self.model, training=training):
                 recording = record(self.model, self.call)
-                other = None if recording.is_read else _second(self.model, self.call)
+                other = _second(self.model, self.call)
             self._recording_of[training] = recording
             recording.seen_of = _seen_of(recording, other, self.call.batch_size)
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)

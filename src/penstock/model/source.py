@@ -22,6 +22,14 @@ def _is_inside(file: str) -> bool:
     return path.startswith((_LIBRARY, _OWN)) or file.startswith("<")
 
 
+def _short(file: str) -> str:
+    """Return a file as a reader would name it: within its package, or from where they are."""
+    if "-packages/" in file:
+        return file.rpartition("-packages/")[2]
+    here = f"{Path.cwd()}/"
+    return file.removeprefix(here)
+
+
 def line_of(error: BaseException) -> str:
     """Return "at file:line" for the innermost line of the user's model on the way to an error, or nothing."""
     found = ""
@@ -39,14 +47,18 @@ def _last_user_line(traceback: TracebackType | None) -> str:
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if not _is_inside(file):
-            found = f"{file}:{traceback.tb_lineno}"
+            found = f"{_short(file)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
 
 
 def line_of_trace(text: str) -> str:
     """Return "at file:line" for the innermost line of the user's model in a stack written as text, or nothing."""
-    lines = [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', text) if not _is_inside(file)]
+    lines = [
+        f"{_short(file)}:{line}"
+        for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)
+        if not _is_inside(file)
+    ]
     return f"at {lines[-1]}" if lines else ""
 
 
@@ -55,6 +67,6 @@ def line_of_stack() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _is_inside(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -29,7 +29,7 @@ class Explanation:
 
     Attributes:
         model: what to call it.
-        path: how it was captured: "sequential", "export", "replay".
+        path: how it was captured: "direct", "export", "replay".
         reason: why so.
         profile: what each node takes; its graph is the captured one.
         partition: the cuts.

@@ -204,7 +204,7 @@ def test_the_way_that_was_taken_and_why():
 def test_a_list_of_stage_modules():
     stages = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]
     found = penstock.explain(stages, torch.zeros(2, 4), lanes=2, analytic="cpu")
-    assert found.model == "direct"
+    assert found.model == "stage modules"
     assert found.num_parameters == 2 * 20 + 10
 
 

@@ -117,7 +117,7 @@ def run_all(
             print(f"[{number}/{len(waiting)}] {mark} {what:5} {name:28} {text}{fault}", file=sys.stderr, flush=True)
 
 
-def table(results: dict[str, Report], whats: list[str]) -> str:
+def table(results: dict[str, Report]) -> str:
     """Return the counts of each group in Markdown."""
     own_group = group_of()
     rows: dict[str, list[Report]] = {}
@@ -126,16 +126,18 @@ def table(results: dict[str, Report], whats: list[str]) -> str:
     lines = ["| group | models | ours right | export · replay · direct | peer right |", "|---|---|---|---|---|"]
     everything = [report for reports in rows.values() for report in reports]
     for group, reports in [*rows.items(), ("all", everything)]:
-        paths = Counter(report["ours"].get("path", "") for report in reports if is_right(report.get("ours")))
+        paths = Counter(report["ours"]["path"] for report in reports if is_right(report.get("ours")))
         by_path = " · ".join(str(paths[path]) for path in ("export", "replay", "direct"))
-        cells = [_share(reports, what) if what in whats else "–" for what in ("ours", "peer")]
+        cells = [_share(reports, what) for what in ("ours", "peer")]
         lines.append(f"| {group} | {len(reports)} | {cells[0]} | {by_path} | {cells[1]} |")
     return "\n".join(lines)
 
 
 def _share(reports: list[Report], what: str) -> str:
-    right = sum(is_right(report.get(what)) for report in reports)
-    return f"{right} ({right / max(1, len(reports)):.0%})"
+    known = [report[what] for report in reports if what in report]
+    right = sum(is_right(report) for report in known)
+    of_all = "" if len(known) == len(reports) else f" of {len(known)} tried"
+    return f"{right}{of_all} ({right / max(1, len(known)):.0%})"
 
 
 def main() -> None:
@@ -162,7 +164,7 @@ def main() -> None:
     finally:
         if given.out:
             given.out.write_text(json.dumps(results, indent=1, sort_keys=True))
-    print(table(results, whats))
+    print(table(results))
     faults = [(name, first_fault(results[name][what]), what) for name in names for what in whats]
     print("\n".join(f"- {what} {name}: {fault}" for name, fault, what in faults if fault and what != "peer"))
 

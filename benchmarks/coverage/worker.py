@@ -112,10 +112,10 @@ class Plain:
     def batch(self, size: int) -> Batch:
         return self.batches[size].to(self.dtype)
 
-    def cases(self, attempt: Callable[[bool, int], Outcome]) -> dict[str, str]:
-        """Return "ok" or what is wrong for training and evaluation and each batch size."""
+    def cases(self, attempt: Callable[[bool, int], Outcome], *, only_first: bool = False) -> dict[str, str]:
+        """Return "ok" or what is wrong for training and evaluation and each batch size, or only for the first of each."""
         results = {}
-        for (is_training, size), expected in self.outcomes.items():
+        for (is_training, size), expected in list(self.outcomes.items())[: 1 if only_first else None]:
             key = f"{'train' if is_training else 'eval'}/{size}"
             if isinstance(expected, str):
                 results[key] = f"skip: the plain model fails: {expected}"
@@ -170,9 +170,10 @@ def peer(it: Plain) -> dict[str, Any]:
             expected = it.outcomes[is_training, size]
             return run_peer(it.fresh().train(is_training), it.batch(size), stages, expected)
 
-        results |= {f"{stages}/{key}": text for key, text in it.cases(attempt).items()}
+        # each case is a capture of its own, so only the example's batch in training is asked of it
+        results |= {f"{stages}/{key}": text for key, text in it.cases(attempt, only_first=True).items()}
         if any(text != "ok" and not text.startswith("skip") for text in results.values()):
-            break  # wrong already; each case is another capture
+            break
     return {"results": results}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
     from penstock.planning.partition import Partition
+    from penstock.report.timeline import Timeline
     from penstock.schedule.schedule import Schedule
 
     Model = nn.Module | Sequence[nn.Module]
@@ -222,8 +224,21 @@ class _Ask:
 
         return isinstance(self.schedule, str) and "costs" in describe(self.schedule).options
 
-    def decide(self, profile: Profile) -> tuple[Partition, Schedule]:
-        """Return the cuts and the schedule. One that is made for costs is made for those of the cuts, in turn."""
+    def decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
+        """Return the cuts, the schedule and the predicted step; auto takes the shorter of one and two stages a lane."""
+        from penstock.errors import PenstockError
+        from penstock.schedules import describe
+
+        is_open = isinstance(self.schedule, str) and describe(self.schedule).name == "auto" and not self.stages_per_lane
+        if not is_open or self.cuts:
+            return self._decide(profile)
+        found = [replace(self, stages_per_lane=1)._decide(profile)]
+        with suppress(PenstockError):  # too many stages for the model, or for its memory
+            found.append(replace(self, stages_per_lane=2)._decide(profile))
+        return min(found, key=lambda decision: decision[2].step_seconds)
+
+    def _decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
+        """Return cuts and schedule. One that is made for costs is made for those of the cuts, in turn."""
         schedule = self.first()
         cuts = self._cut(profile, schedule)
         for _ in range(_ROUNDS if self.is_made_for_costs else 0):
@@ -231,9 +246,32 @@ class _Ask:
             before, cuts = cuts, self._cut(profile, schedule)
             if cuts.cuts == before.cuts:
                 break
-        return cuts, schedule
+        return cuts, schedule, self._step(profile, schedule, cuts)
+
+    def _step(self, profile: Profile, schedule: Schedule, cuts: Partition) -> Timeline:
+        from penstock.planning.simulate import simulate
+
+        keep: Any = self.keep  # checked by the partition
+        return simulate(schedule, profile.costs(cuts.cuts), cluster=self.cluster, keep=keep)
 
     def _cut(self, profile: Profile, schedule: Schedule) -> Partition:
+        """Return the cuts that balance the lanes; where lanes have several stages, even stages if their step is shorter.
+
+        Lanes in balance do not make a short step when their stages are uneven: the pipeline fills and drains by stages.
+        """
+        from penstock.errors import PartitionError
+        from penstock.planning.partition import partition
+
+        balanced = self._partition(profile, schedule, self.cuts)
+        if self.cuts or not (schedule.num_stages > schedule.num_lanes or schedule.is_bidirectional):
+            return balanced
+        found = [balanced]
+        with suppress(PartitionError):  # even stages do not fit the memory
+            even = partition(profile, stages=schedule.num_stages, transfers="hidden").cuts
+            found.append(self._partition(profile, schedule, even))
+        return min(found, key=lambda cuts: self._step(profile, schedule, cuts).step_seconds)
+
+    def _partition(self, profile: Profile, schedule: Schedule, cuts: Sequence[int | str]) -> Partition:
         from penstock.planning.partition import partition
         from penstock.schedule.schedule import Schedule
 
@@ -243,7 +281,7 @@ class _Ask:
             cluster=self.cluster,
             memory_limit=self.memory_limit,
             keep=self.keep,
-            cuts_at=self.cuts,
+            cuts_at=cuts,
             with_lanes=None if isinstance(self.schedule, Schedule) else self.first,
         )
 
@@ -303,11 +341,8 @@ def _explanation(name: str, model: Model, captured: Captured, profile: Profile, 
     from penstock.model.parameters import held_tensors
     from penstock.planning.explanation import Explanation
     from penstock.planning.limits import limit_per_lane
-    from penstock.planning.simulate import simulate
 
-    cuts, schedule = ask.decide(profile)
-    keep: Any = ask.keep  # checked by the partition
-    timeline = simulate(schedule, profile.costs(cuts.cuts), cluster=ask.cluster, keep=keep)
+    cuts, schedule, timeline = ask.decide(profile)
     limits = None if ask.memory_limit is None else limit_per_lane(ask.memory_limit, schedule.num_lanes)
     module = plain_module(model) if isinstance(model, nn.Module) else nn.ModuleList(model)
     return Explanation(
@@ -321,5 +356,6 @@ def _explanation(name: str, model: Model, captured: Captured, profile: Profile, 
         keep=ask.keep,
         memory_limit=limits,
         has_links=ask.cluster is not None,
+        num_given_cuts=len(ask.cuts),
         num_elements_of={name: tensor.numel() for name, tensor in held_tensors(module).items()},
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.errors import CaptureError
 from penstock.model.attention import FusedAttention
 from penstock.model.profile import Profile
 from penstock.model.rates import Rates
@@ -48,9 +49,14 @@ def analytic(
     """
     chosen = Rates.of(rates) if isinstance(rates, str) else rates
     with FusedAttention():
-        result = survey(
-            captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
-        )
+        try:
+            result = survey(
+                captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
+            )
+        except CaptureError:  # the model reads data: it is counted on that of the example, if there is any
+            if all(tensor.is_meta for tensor in captured.call.tensors):
+                raise
+            result = survey(captured, _Counter(chosen), device=None, batch_size=batch_size, progress=progress)
     costs = np.array([(cost.forward, cost.input_grad, cost.weight_grad) for cost in result.found]).reshape(-1, 3)
     per_node = result.sums(*costs.T)
     return Profile(

@@ -25,6 +25,8 @@ __all__ = ["PATHS", "Captured", "capture"]
 class Captured(Protocol):
     """A captured model, by whatever path."""
 
+    model: nn.Module
+    call: Call
     graph: Graph
     path: str
     reason: str

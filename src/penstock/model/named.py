@@ -62,13 +62,18 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
     except Exception as error:
         raise UsageError(f"{name} failed: {type(error).__name__}: {error}") from error
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} returned {_article(made)}; it must return a model, or a model and an example")
+    is_list = isinstance(model, list) and bool(model) and all(isinstance(part, nn.Module) for part in model)
+    if not isinstance(model, nn.Module) and not is_list:
+        raise UsageError(
+            f"{name} returned {_article(made)}; it must return a model (or a list of stage modules),"
+            " or that and an example"
+        )
     return model, example
 
 
 def _article(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _file(place: str) -> ModuleType:

@@ -38,6 +38,7 @@ class Explanation:
         keep: what stages do with saved values.
         memory_limit: bytes of each lane; None where nothing is limited.
         has_links: transfers were given a speed; else they take no time.
+        num_given_cuts: how many of the cuts were asked for.
         num_elements_of: how many numbers each parameter holds.
     """
 
@@ -51,6 +52,7 @@ class Explanation:
     keep: str = "hold"
     memory_limit: tuple[float, ...] | None = None
     has_links: bool = False
+    num_given_cuts: int = 0
     num_elements_of: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -225,15 +225,24 @@ def _ties(explanation: Explanation) -> Iterable[str]:
         yield f"tied: {more} more"
 
 
+def _proof(explanation: Explanation) -> str:
+    """Say how good the cuts are known to be."""
+    partition, given = explanation.partition, explanation.num_given_cuts
+    if given and given == len(partition.cuts):
+        return "all cuts were given"
+    among = " with the cuts that were given" if given else ""
+    if explanation.schedule.num_stages > explanation.schedule.num_lanes or explanation.schedule.is_bidirectional:
+        return f"of the cuts that were tried{among}, these have the shortest step"
+    if partition.is_proved:
+        return f"no cuts are better{among}"
+    return f"the best cuts{among} are at most {show_share(partition.gap)} quicker"
+
+
 def _figures(explanation: Explanation) -> Iterable[str]:
     partition, timeline = explanation.partition, explanation.timeline
     lanes = partition.lane_seconds
     slowest, mean = max(lanes), sum(lanes) / len(lanes)
-    proof = (
-        "no cuts are better"
-        if partition.is_proved
-        else f"the best cuts are at most {show_share(partition.gap)} quicker"
-    )
+    proof = _proof(explanation)
     yield (
         f"balance: {explanation.balance:.3f}: the slowest lane ({lanes.index(slowest)}) takes {_seconds(slowest)} a "
         f"micro-batch, the mean lane {_seconds(mean)}; {proof}"

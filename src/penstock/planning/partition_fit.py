@@ -11,6 +11,7 @@ from penstock.errors import PartitionError, PenstockError
 from penstock.planning.partition_lanes import lightest, solve_lanes
 from penstock.planning.partition_memory import Holding, LaneMemory
 from penstock.planning.partition_problem import Problem
+from penstock.report.format import show_bytes
 
 __all__ = ["Trial", "refuse"]
 
@@ -51,13 +52,15 @@ def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
     weights, grads = profile.weight_bytes(nodes), profile.grad_bytes(nodes)
     held = float(memory.held(lane, spans).max())
     over = weights + (1 + profile.optimizer_bytes) * grads + held - float(memory.limits[lane])
-    parts = [
-        f"weights: {weights:,.0f}",
-        f"gradients: {grads:,.0f}",
-        f"optimizer: {profile.optimizer_bytes * grads:,.0f}",
-        f"saved: {held:,.0f}",
-    ]
-    return f"lane {lane} misses {over:,.0f} bytes of {memory.limits[lane]:,.0f} ({', '.join(parts)})"
+    parts = {
+        "weights": weights,
+        "gradients": grads,
+        "optimizer": profile.optimizer_bytes * grads,
+        "saved": held,
+    }
+    what = ", ".join(f"{name}: {show_bytes(amount)}" for name, amount in parts.items())
+    limit = float(memory.limits[lane])
+    return f"lane {lane} is {over:,.0f} bytes ({show_bytes(over)}) over its {show_bytes(limit)} ({what})"
 
 
 def _first_of_each(trials: Sequence[Trial]) -> list[str]:

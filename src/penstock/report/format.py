@@ -54,7 +54,7 @@ def show_share(share: float) -> str:
     >>> show_share(0.2431)
     '24.3 %'
     """
-    return f"{100 * share:.1f} %"
+    return f"{abs(share) * 100 if round(share, 3) == 0 else 100 * share:.1f} %"  # no -0.0 from a sum of floats
 
 
 def parse_bytes(text: str) -> float:

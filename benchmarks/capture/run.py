@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/capture/run.py [--rounds 9] [--stages 4]
 
-Forward and backward of one micro-batch, all stages one after the other in one process, against the same call of the plain
-model; in each round all of them are timed in turn, so that a busy machine is busy for all. Medians, and from the lowest to
-the highest round in brackets.
+Forward and backward of one micro-batch, all stages one after the other in one process, against the same call of the
+plain model; in each round all of them are timed in turn, so that a busy machine is busy for all. Medians, and from the
+lowest to the highest round in brackets.
 """
 
 from __future__ import annotations

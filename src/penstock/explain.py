@@ -255,7 +255,7 @@ class _Ask:
         return simulate(schedule, profile.costs(cuts.cuts), cluster=self.cluster, keep=keep)
 
     def _cut(self, profile: Profile, schedule: Schedule) -> Partition:
-        """Return the cuts that balance the lanes; where lanes have several stages, even stages if their step is shorter.
+        """Return the cuts that balance the lanes; where these have several stages, even ones if their step is shorter.
 
         Lanes in balance do not make a short step when their stages are uneven: the pipeline fills and drains by stages.
         """

@@ -83,7 +83,9 @@ def capture(
         return _direct(model, call, sequence, training=mode)
     if path == "direct":
         raise CaptureError("the model is no sequence of modules that could be taken directly")
-    refusal = hooks_in(model) if path == "auto" else ""
+    refusal = hooks_in(model) if path in ("auto", "export") else ""
+    if refusal and path == "export":
+        raise CaptureError(f"torch.export would forget {refusal}; take path='replay'")
     if path == "export" or (path == "auto" and not refusal):
         try:
             return Exported(model, call, training=mode)

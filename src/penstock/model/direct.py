@@ -11,9 +11,17 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.model.example import Call, parameter_names
 from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.hooks import HOOKS
 from penstock.model.match import held_by_stage
 from penstock.model.modes import RandomStates, in_mode
-from penstock.model.parameters import held_tensors, main_device, read_parameters
+from penstock.model.parameters import (
+    aliases_of,
+    buffer_places,
+    held_tensors,
+    main_device,
+    read_parameters,
+    unsaved_names,
+)
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_visit import move_shell, run_with
 from penstock.model.stages import Chain, Held, Results, Stage
@@ -28,7 +36,7 @@ def sequence_of(model: nn.Module) -> list[str] | None:
 
     A sequence in a sequence is taken apart too. Hooks on a sequence, or its own forward, make it a module like any.
     """
-    if type(model).forward is not nn.Sequential.forward or _has_hooks(model):
+    if type(model).forward is not nn.Sequential.forward or "forward" in vars(model) or _has_hooks(model):
         return None
     paths: list[str] = []
     for name, child in model._modules.items():  # not named_children(), which leaves out what is there twice
@@ -40,16 +48,14 @@ def sequence_of(model: nn.Module) -> list[str] | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._compiled_call_impl
-    )
+    return any(getattr(module, kind) for kind in HOOKS) or module._compiled_call_impl is not None
 
 
 class _Between:
     """What stands between two modules: the arguments of the second as a template, and the tensors in it."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.tensors, self.template = flatten((args, dict(kwargs)), apart=True)
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
+        self.tensors, self.template = flatten((args, dict(kwargs)), apart=apart)
         self.is_changed = [False] * len(self.tensors)
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,7 +87,8 @@ class Direct:
         states = RandomStates()
         shell = make_shell(self.model)
         buffers = [(buffer, buffer.clone()) for buffer in shell.buffers() if not buffer.is_meta]
-        place = _Between(*call.arguments([t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]))
+        inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
+        place = _Between(*call.arguments(inputs), apart=True)
         places = [place]
         try:
             with torch.enable_grad():
@@ -152,18 +159,24 @@ class Direct:
                 return made[training]
 
             own = {name: tensors[name] for name in held[index]}
-            stages.append(Stage(index, tensors=own, program_of=program).train(self.training))
+            stages.append(
+                Stage(index, tensors=own, program_of=program, unsaved=unsaved_names(self.model)).train(self.training)
+            )
 
         def results(training: bool) -> Results:
             last = self._places(training)[-1]
             template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the one argument of a next module
             count = len(last.tensors)
-            return Results(template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
+            return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
+        shared = buffer_places(self.model)
+        for stage in stages:
+            stage.held.share(shared)
         return Chain(
             stages,
             example=self.call,
             parameter_names=parameter_names(self.model.get_submodule(self.paths[0]) if self.spreads else self.model),
+            aliases=aliases_of(self.model),
             results_of=results,
         )
 
@@ -189,6 +202,8 @@ class DirectProgram:
     def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
         self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
         shell = make_shell(direct.model)
+        # what a module changes in place may be a view of what came in before the modules ahead of it
+        self._is_changing = any(any(places[index].is_changed) for index in nodes)
         self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
         self.inputs = _names(direct, nodes.start, len(self._place.tensors))
         self.outputs = _names(direct, nodes.stop, len(self._end.tensors))
@@ -209,12 +224,12 @@ class DirectProgram:
         del batch_size
         for place, key, name in self._places:
             place[key] = held.get(name)
-        given = [v.clone() if c else v for v, c in zip(values, self._place.is_changed, strict=True)]
+        given = [value.clone() for value in values] if self._is_changing else values
         args, kwargs = self._place.arguments(given)
         for module in self._modules:
             result = module(*args, **kwargs)
             args, kwargs = self._direct._next(result)
-        tensors, _ = flatten((args, kwargs), apart=True)
+        tensors, _ = flatten((args, kwargs))
         for place, key, name in self._places:  # buffers that a module gave another tensor
             if place[key] is not held.get(name):
                 held.set(name, place[key])

@@ -27,6 +27,7 @@ class Call:
         constants: for each argument the template of it.
         is_batched: which tensors have the batch as their first dimension.
         batch_size: how many samples.
+        batch_name: the name of the tensor whose first dimension says so.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -35,6 +36,7 @@ class Call:
     constants: Mapping[str, object] = field(repr=False)
     is_batched: tuple[bool, ...]
     batch_size: int
+    batch_name: str = ""
 
     def arguments(self, tensors: list[Any] | tuple[Any, ...] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments, with other tensors if given."""
@@ -86,16 +88,23 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
-def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()) -> Call:
+def read_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = (), batch_name: str = ""
+) -> Call:
     """Read the arguments of a call; `names` are those of the positional parameters.
+
+    The batch size is that of the tensor called `batch_name`, or else of the first one.
 
     Raises:
         UsageError: when there is no tensor in them, or none with a first dimension.
     """
     positional = {names[i] if i < len(names) else f"input_{i}": arg for i, arg in enumerate(args)}
     tensors, template = flatten((args, dict(kwargs)), apart=True)
-    first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
-    if first is None:
+    tensor_names = tuple(_tensor_names({**positional, **kwargs}))
+    named = dict(zip(tensor_names, tensors, strict=True))
+    first_name = batch_name if batch_name in named else next((n for n, t in named.items() if t.dim() > 0), "")
+    first = named.get(first_name)
+    if first is None or first.dim() == 0:
         what = "no tensor" if not tensors else "no tensor with a first dimension"
         raise UsageError(f"the example holds {what} to take the batch size from")
     size = int(first.shape[0])
@@ -103,11 +112,12 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[
         raise UsageError("the example holds no samples: the first dimension of its first tensor is 0")
     return Call(
         tensors=tuple(tensors),
-        names=tuple(_tensor_names({**positional, **kwargs})),
+        names=tensor_names,
         template=template,
         constants={name: flatten(item, apart=True)[1] for name, item in {**positional, **kwargs}.items()},
         is_batched=tuple(tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors),
         batch_size=size,
+        batch_name=first_name,
     )
 
 

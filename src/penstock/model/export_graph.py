@@ -48,6 +48,7 @@ class ExportGraph:
         reassigned: for each buffer that forward gives another tensor, the fx node of it.
         changed_at: for each node that changes something in place, the fx nodes that share its memory.
         root: where the graphs of nested regions are found.
+        of_buffers: fx nodes whose memory is that of a buffer that is changed: sent as copies.
     """
 
     graph: Graph
@@ -60,6 +61,7 @@ class ExportGraph:
     changed_at: dict[int, frozenset[fx.Node]]
     root: nn.Module
     batch_symbols: frozenset[Any] = field(default_factory=frozenset)
+    of_buffers: frozenset[fx.Node] = frozenset()
 
     @cached_property
     def fx_values(self) -> dict[int, fx.Node]:
@@ -97,10 +99,10 @@ class _Reader:
         output = next(node for node in self.program.graph.nodes if node.op == "output")
         returned = self._returned(output.args[0])
         self._remove_dead(output)
-        mutated = {name for node in self._calls() for name in self._held_names(written_by(node))}
-        mutated |= set(self.traced.reassigned)
         self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
         self.families = Families(self._calls())
+        mutated = {name for node, name in self.name_of.items() if self.families.is_changed(node)}
+        mutated |= set(self.traced.reassigned)
         for node in self._calls():
             self._add_node(node, mutated)
         num = self.traced.num_outputs
@@ -113,11 +115,32 @@ class _Reader:
             parameters=self.parameters | {name: _constant(name, tensor) for name, tensor in self.constants.items()},
             batch_size=self.call.batch_size,
         )
-        object.__setattr__(graph, "uncuttable", self._uncuttable(graph))
+        object.__setattr__(graph, "uncuttable", self._uncuttable(graph) | self._around_changed_buffers())
         return ExportGraph(
             graph, tuple(self.fx_of), self.versions_of, self.name_of, self.constants, tuple(outputs), reassigned,
-            self.changed_at, self.program.graph_module, self.symbols,
+            self.changed_at, self.program.graph_module, self.symbols, self._of_buffers(),
         )  # fmt: skip
+
+    def _of_buffers(self) -> frozenset[fx.Node]:
+        """Return the fx nodes whose memory is that of a buffer that is changed."""
+        return frozenset(m for held in self.name_of if self.families.is_changed(held) for m in self.families.of(held))
+
+    def _around_changed_buffers(self) -> frozenset[int]:
+        """Return the cuts between the nodes that change a buffer and those that see its memory before they are done.
+
+        All of these must lie on the stage that holds the buffer. What the last change returns may go anywhere: a copy.
+        """
+        index_of = {node: index for index, group in enumerate(self.fx_of) for node in group}
+        found: set[int] = set()
+        for held in self.name_of:
+            if not self.families.is_changed(held):
+                continue
+            members = set(self.families.of(held))
+            writes = {index_of[n] for n in index_of if members & set(written_by(n))}
+            last = {node for node in members if index_of.get(node) == max(writes, default=-1)}
+            uses = {index_of[u] for m in members - last for u in m.users if u in index_of} | writes
+            found |= set(range(min(uses, default=0) + 1, max(uses, default=0) + 1))
+        return frozenset(found)
 
     def _value(self, node: fx.Node) -> int:
         """Return the value of an fx node as it is now."""

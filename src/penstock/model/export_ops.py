@@ -38,6 +38,18 @@ _MAY_ALIAS = (
     "view_as",
     "unflatten",
     "movedim",
+    "einsum",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "broadcast_tensors",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+    "meshgrid",
+    "conj_physical",
+    "resolve_conj",
+    "resolve_neg",
 )
 
 
@@ -111,7 +123,7 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
     is_declared = any(result.alias_info is not None for result in op._schema.returns)
     if not is_declared and op._schema.name.removeprefix("aten::") not in _MAY_ALIAS:
         return []
-    return node.all_input_nodes[:1]
+    return node.all_input_nodes[:1] if is_declared else node.all_input_nodes
 
 
 class Families:

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from penstock.model.export_graph import ExportGraph
-from penstock.model.export_ops import written_by
 from penstock.model.export_sizes import affine
 from penstock.model.stages import Held
 
@@ -68,12 +67,7 @@ class ExportProgram:
 
 def renew(held: Held, name: str, tensor: torch.Tensor) -> None:
     """Give a buffer the content of the tensor that the model put in its place."""
-    old = held.get(name)
-    with torch.no_grad():
-        if old.shape == tensor.shape and old.dtype == tensor.dtype:
-            old.copy_(tensor)  # in place, so that whoever shares the buffer sees it
-        else:
-            held.set(name, tensor.detach())
+    held.set(name, tensor.detach())  # not by a copy: the backward may still need the old one
 
 
 def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
@@ -120,7 +114,7 @@ class _Cutter:
     def _sent(self, node: fx.Node) -> fx.Node:
         """Return what is sent of a node: a copy if it is a buffer itself, which the next micro-batch may change."""
         copied = self._copy(node)
-        is_held = node.op == "call_function" and any(argument in self.exported.name_of for argument in written_by(node))
+        is_held = node in self.exported.of_buffers
         return self.body.call_function(torch.ops.aten.clone.default, (copied,)) if is_held else copied
 
     def _made(self) -> list[int]:

@@ -8,9 +8,9 @@ import io
 import itertools
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.modes import RandomStates
-from penstock.model.source import line_of, line_of_stack
-from penstock.model.structure import flatten
+from penstock.model.source import is_called_by_torch, line_of, line_of_stack
+from penstock.model.structure import flatten, plain_values
 
 __all__ = ["Traced", "is_cache", "trace"]
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class _Reduced(nn.Module):
         args, kwargs = self._arguments(tensors)
         buffers, attributes = dict(self.model.named_buffers()), _plain_attributes(self.model)
         random_states, tensors_before = RandomStates(), _tensor_attributes(self.model)
+        empty_before = _empty_attributes(self.model)
         result = self.model(*args, **kwargs)
         if random_states.have_others_changed():
             raise _RefusedError("forward draws random numbers that are not torch's")
         now = _tensor_attributes(self.model)
         replaced = sorted(name for name, tensor in tensors_before.items() if now.get(name) != tensor)
+        replaced += sorted(name for name in now if name in empty_before)
         if replaced:
             raise _RefusedError(f"forward keeps another tensor in {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
@@ -68,6 +73,8 @@ class _Reduced(nn.Module):
         after = dict(self.model.named_buffers())
         reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
         outputs, template = flatten(result, drop=is_cache)
+        if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
+            raise _RefusedError("forward returns a number that follows from the batch")
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
         return [*outputs, *(after[name] for name in reassigned)]
 
@@ -108,18 +115,35 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     try:
         program = export(unusual, torch.export.Dim("batch"))
         for node, number in _numbers(program):
-            if number and number % unusual == 0 and abs(number) < 2**31:
+            if number and abs(number) < 2**31 and number % unusual == 0:
                 raise _RefusedError(f"the batch size is written into the trace {_where(node)}")
+        for name, tensor in program.constants.items():
+            if isinstance(tensor, torch.Tensor) and _has_multiple(tensor, unusual):
+                raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})")
         return program
     except Exception as error:
         if "Constraints violated" not in str(error):
             raise
         program = export(max(2, call.batch_size), torch.export.Dim.AUTO)
         again = export(max(2, call.batch_size) + 1, torch.export.Dim.AUTO)
-        for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=False):
+        if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
+            raise _RefusedError("forward does other things for other batch sizes") from None
+        constants = [t for t in program.constants.values() if isinstance(t, torch.Tensor)]
+        others = [t for t in again.constants.values() if isinstance(t, torch.Tensor)]
+        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(constants, others, strict=True)):
+            raise _RefusedError("the batch size is written into a tensor of the trace") from None
+        for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=True):
             if number != other:
                 raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
         return program
+
+
+def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
+    """Return whether a small constant holds a multiple of the batch size that the trace was made with."""
+    if tensor.numel() > 64 or tensor.is_complex() or tensor.dtype == torch.bool or type(tensor) is not torch.Tensor:
+        return False
+    numbers = tensor.detach().double().flatten()
+    return bool(((numbers != 0) & (numbers.abs() < 2**31) & (torch.remainder(numbers, unusual) == 0)).any())
 
 
 def _unusual_size(reduced: _Reduced, call: Call) -> int:
@@ -130,18 +154,18 @@ def _unusual_size(reduced: _Reduced, call: Call) -> int:
     return next(prime for prime in candidates if not any(size and size % prime == 0 for size in sizes))
 
 
-def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, int]]:
-    """Yield the whole numbers in a trace, with where they stand."""
+def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, float]]:
+    """Yield the numbers in a trace, with where they stand."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            found: list[int] = []
-            torch.fx.node.map_aggregate((node.args, node.kwargs), partial(_note_number, found))
+            found: list[float] = []
+
+            def note(argument: Any, found: list[float] = found) -> None:  # noqa: ANN401
+                if type(argument) in (int, float):
+                    found.append(argument)
+
+            torch.fx.node.map_aggregate((node.args, node.kwargs), note)
             yield from ((node, number) for number in found)
-
-
-def _note_number(found: list[int], item: object) -> None:
-    if type(item) is int:
-        found.append(item)
 
 
 def _check(program: torch.export.ExportedProgram, call: Call) -> None:
@@ -187,15 +211,29 @@ def is_cache(thing: object) -> bool:
 def _plain_attributes(model: nn.Module) -> dict[str, object]:
     """Return what plain Python values the modules hold: a change of one of them would be lost in a trace."""
     return {
-        f"{path}.{key}" if path else key: value
+        f"{path}.{key}" if path else key: _outline(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, (int, float, str)) and not key.startswith("_")
-    } | {
-        f"{path}.{key}" if path else key: len(value)
+        if key not in _OF_TORCH and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
+    }
+
+
+def _outline(value: object, depth: int = 0) -> object:
+    """Return what can be compared later: plain values, and of containers what is in them."""
+    if isinstance(value, dict) and depth < 2:
+        return [(key, _outline(item, depth + 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, deque)) and depth < 2:
+        return [_outline(item, depth + 1) for item in value]
+    return value if isinstance(value, (int, float, str)) else id(value)
+
+
+def _empty_attributes(model: nn.Module) -> set[str]:
+    """Return which attributes are None: a tensor that comes there may be meant to stay."""
+    return {
+        f"{path}.{key}" if path else key
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, (list, dict, set)) and not key.startswith("_")
+        if value is None
     }
 
 
@@ -250,14 +288,20 @@ def no_own_gradients() -> Iterator[None]:
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
             return original.__get__(None, cls)(*args, **kwargs)
         raise _RefusedError(f"{cls.__name__} is an autograd function with a backward of its own")
 
     def refuse_hook(*_: object, **__: object) -> object:
         raise _RefusedError(f"forward hooks the gradient of a tensor {line_of_stack()}")
 
-    register = torch.Tensor.register_hook
+    def refuse_inference(mode: torch.inference_mode) -> None:
+        if not is_called_by_torch():
+            raise _RefusedError(f"forward uses inference mode at {line_of_stack()}")
+        enter(mode)
+
+    register, enter = torch.Tensor.register_hook, torch.inference_mode.__enter__
+    torch.inference_mode.__enter__ = refuse_inference  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
     torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
@@ -265,12 +309,19 @@ def no_own_gradients() -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Put back what a trace leaves in a model's modules: fake tensors in attributes."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    inside = [
+        (value, value.copy())
+        for _, attributes, _ in before
+        for key, value in attributes.items()
+        if key not in _OF_TORCH and type(value) in (list, dict, set, deque)
+    ]
     try:
         yield
     finally:
@@ -280,6 +331,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for container, content in inside:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from penstock.model.export_visit import visit_export
 from penstock.model.graph import Graph
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
-from penstock.model.parameters import held_tensors, main_device
+from penstock.model.parameters import aliases_of, buffer_places, held_tensors, main_device, unsaved_names
 from penstock.model.stages import Chain, Program, Results, Stage
 from penstock.model.visit import Visitor
 
@@ -83,7 +83,7 @@ class Exported:
             for index, nodes in enumerate(ranges)
         ]
         values = exported.graph.values
-        return programs, Results(template, [values[exported.value_of(node)].name for node in exported.outputs])
+        return programs, Results(lambda: template, [values[exported.value_of(node)].name for node in exported.outputs])
 
     def _replayed(self, cuts: tuple[int, ...], training: bool, refusal: str) -> tuple[list[Program], Results]:
         """Return the programs of the other mode by replay, where torch.export takes only the one."""
@@ -122,13 +122,18 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
             index,
             tensors={name: tensors[name] for name in held[index]},
             program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
-            unsaved=hidden,
+            unsaved={*hidden, *unsaved_names(exported.model)},
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
+    shared = buffer_places(exported.model)
+    for stage in stages:
+        stage.held.share(shared)
     return Chain(
         stages,
         example=exported.call,
         parameter_names=parameter_names(exported.model),
+        aliases=aliases_of(exported.model),
+        has_fixed_shapes=True,
         results_of=lambda training: side(training)[1],
     )

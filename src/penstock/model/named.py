@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import UsageError, nearest
 
@@ -68,7 +68,7 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
             f"{name} returned {_article(made)}; it must return a model (or a list of stage modules),"
             " or that and an example"
         )
-    return model, example
+    return cast("nn.Module", model), example
 
 
 def _article(value: object) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from penstock.model.example import Call
 from penstock.model.graph import Parameter
 
-__all__ = ["held_tensors", "main_device", "read_parameters"]
+__all__ = ["aliases_of", "buffer_places", "held_tensors", "main_device", "read_parameters", "unsaved_names"]
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,6 +37,33 @@ def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, s
     }
     first_of = {name: names[0] for names in names_of.values() for name in names}
     return parameters, first_of
+
+
+def buffer_places(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """Return where a model keeps each buffer, by its first name."""
+    _, first_of = read_parameters(model)
+    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for path, module in model.named_modules():
+        for key, tensor in module._buffers.items():
+            if tensor is not None:
+                name = first_of[f"{path}.{key}" if path else key]
+                places.setdefault(name, []).append((module._buffers, key))
+    return places
+
+
+def unsaved_names(model: nn.Module) -> set[str]:
+    """Return the buffers that are not part of a model's state."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return for each name that is not the first of its tensor the one that is."""
+    saved = set(model.state_dict(keep_vars=True))
+    return {name: first for name, first in read_parameters(model)[1].items() if name != first and name in saved}
 
 
 def main_device(model: nn.Module, call: Call) -> torch.device:

@@ -22,7 +22,7 @@ class Notes:
         shapes: for each call of a module, by path and ordinal, what came out: ["in", i] for the i-th tensor it got, or
             shape, stride and dtype.
         live: the marks of the tensors that are sent along.
-        python_random: the state of Python's own random numbers when the forward began, if it draws any.
+        python_random: the states of Python's and numpy's random numbers when the forward began, if it draws any.
     """
 
     reads: dict[str, Any] = field(default_factory=dict)
@@ -44,13 +44,15 @@ class Notes:
     def note_random(self) -> None:
         """Remember the state of Python's own random numbers."""
         version, state, gauss = random.getstate()
-        self.python_random = [version, list(state), gauss]
+        name, keys, *rest = np.random.get_state(legacy=True)
+        self.python_random = [version, list(state), gauss, [name, np.asarray(keys).tolist(), *rest]]
 
     def set_random(self) -> None:
         """Draw the same numbers again, if the forward draws any."""
         if self.python_random is not None:
-            version, state, gauss = self.python_random
+            version, state, gauss, (name, keys, *rest) = self.python_random
             random.setstate((version, tuple(state), gauss))
+            np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
 def _encode(item: object) -> object:

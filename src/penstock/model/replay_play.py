@@ -92,6 +92,8 @@ class Play(Walk):
         self.part, self.device, self.received, self.notes = part, device, received, notes
         self.known_shapes, self.batch_size = known_shapes, batch_size
         self.modules: Mapping[str, nn.Module] = {}
+        self.buffers: dict[int, tuple[dict[str, Any], str]] = {}
+        self.borrowed: list[tuple[dict[str, Any], str, Any]] = []
         self.is_before = part.start > 0
         self.sent_of: dict[Mark, torch.Tensor] = {
             (path, ordinal, number): tensor
@@ -107,6 +109,12 @@ class Play(Walk):
             inputs: list[torch.Tensor]) -> Any:  # noqa: ANN401  # fmt: skip
         """Run the stage; return what the forward returned, if it came to its end."""
         self.modules = modules
+        self.buffers = {
+            id(tensor): (module._buffers, key)
+            for module in modules.values()
+            for key, tensor in module._buffers.items()
+            if tensor is not None
+        }
         given = []
         for index, tensor in enumerate(inputs):
             mark = ("", -1, index)
@@ -114,6 +122,7 @@ class Play(Walk):
             self.mark(own, mark)
             given.append(own)
         args, kwargs = arguments(given)
+        is_grad_enabled = torch.is_grad_enabled()
         try:
             with self.watching(modules):
                 result = shell(*args, **kwargs)
@@ -121,6 +130,10 @@ class Play(Walk):
             self._survey()
         except Done:
             return None
+        finally:
+            for place, key, own in reversed(self.borrowed):
+                place[key] = own
+            torch.set_grad_enabled(is_grad_enabled)  # the forward may have been left where it had changed that
         return result
 
     def on_call(
@@ -155,6 +168,8 @@ class Play(Walk):
             self._settle()
         if is_device_question(function) and args[0].is_meta:
             return self.device
+        if self.is_before and function in _HOOKING:
+            return _NoHook()  # hooked where the gradient is
         if is_look(function):
             return function(*args, **kwargs)
         if self.is_before:
@@ -204,7 +219,7 @@ class Play(Walk):
 
         Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns.
         """
-        while self.pending:
+        while self.pending and not self.depth_of_functions:
             hole, mark = self.pending.pop()
             if self.part.is_dynamic:
                 tensor, is_copied = self.sent_of.get(mark), True
@@ -247,6 +262,11 @@ class Play(Walk):
         if is_plain_result(result):
             return self._remember()
         self.mark_results(result)
+        if args and isinstance(result, torch.Tensor) and id(args[0]) in self.buffers and _changes_in_place(function):
+            place, key = self.buffers[id(args[0])]
+            self.borrowed.append((place, key, place[key]))
+            place[key] = result  # whoever reads the buffer from here on sees what was made of it for this micro-batch
+            self.buffers[id(result)] = (place, key)
         return result
 
     def _remember(self, *, is_shape: bool = False) -> Any:  # noqa: ANN401
@@ -325,6 +345,21 @@ class Play(Walk):
             self.ordinals = ordinals
         tensors, template = flatten(result)
         return [describe(tensor, given) for tensor in tensors], template
+
+
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
+class _NoHook:
+    """What a hook that another stage sets leaves here."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def _changes_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
 def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401

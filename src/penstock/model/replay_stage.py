@@ -97,6 +97,7 @@ class ReplayProgram:
         self.shell = make_shell(model)
         self._known_shapes: dict[Any, Any] = {}
         self._num_outputs = len(recording.outputs)
+        self.template: object = recording.template  # of what the model returned last
         given = tuple(f"input:{name}" for name in call.names)
         self._given = len(given)
         nodes = range(part.start, min(part.stop, len(graph.nodes)))
@@ -181,7 +182,7 @@ class ReplayProgram:
 
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
         if self.is_last:
-            tensors, _ = flatten(result, drop=is_cache)
+            tensors, self.template = flatten(result, drop=is_cache)
             if len(tensors) != self._num_outputs:
                 raise UsageError(
                     f"the model returned {len(tensors)} tensors and {self._num_outputs} when it was captured;"

@@ -77,6 +77,30 @@ def _mark_what_vmap_returns() -> None:
     vmap._unwrap_batched = unwrap
 
 
+def _mark_what_functions_return() -> None:
+    """Let a walk see what an autograd function returns, which need not be the tensor that its forward made."""
+    original: Any = torch.autograd.Function.__dict__["apply"]
+    if getattr(original, "is_seen_by_walks", False) or getattr(original.__func__, "is_seen_by_walks", False):
+        return
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        walks = [walk for walk in stack if isinstance(walk, Walk) and walk.is_looking]
+        for walk in walks:
+            walk.depth_of_functions += 1
+        try:
+            result = original.__get__(None, cls)(*args, **kwargs)
+        finally:
+            for walk in walks:
+                walk.depth_of_functions -= 1
+        for walk in walks:
+            walk.mark_results(result)
+        return result
+
+    apply.is_seen_by_walks = True  # type: ignore[attr-defined]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+
+
 class Walk(TorchFunctionMode):
     """One run of a model's forward, looked at. Subclasses say what happens to calls and functions."""
 
@@ -86,7 +110,9 @@ class Walk(TorchFunctionMode):
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
+        self.depth_of_functions = 0  # how many autograd functions are running
         _mark_what_vmap_returns()
+        _mark_what_functions_return()
         self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
 
     @property

@@ -13,7 +13,14 @@ from penstock.model.example import Call, parameter_names
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
-from penstock.model.parameters import held_tensors, main_device, read_parameters
+from penstock.model.parameters import (
+    aliases_of,
+    buffer_places,
+    held_tensors,
+    main_device,
+    read_parameters,
+    unsaved_names,
+)
 from penstock.model.replay_record import Recording, Seen, record
 from penstock.model.replay_stage import ReplayProgram, make_part
 from penstock.model.replay_visit import visit_replay
@@ -59,14 +66,19 @@ class Replayed:
             Stage(
                 index,
                 tensors={name: tensors[name] for name in program.held_names},
+                unsaved=unsaved_names(self.model),
                 program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
+        shared = buffer_places(self.model)
+        for stage in stages:
+            stage.held.share(shared)
         return Chain(
             stages,
             example=self.call,
             parameter_names=parameter_names(self.model),
+            aliases=aliases_of(self.model),
             results_of=lambda training: side(training)[1],
         )
 
@@ -99,7 +111,7 @@ class Replayed:
                         is_last=is_last,
                     )
                 )
-        return programs, Results(recording.template, [f"output:{i}" for i in range(len(recording.outputs))])
+        return programs, Results(lambda: programs[-1].template, [f"output:{i}" for i in range(len(recording.outputs))])
 
 
 def _second(model: nn.Module, call: Call) -> Recording | None:

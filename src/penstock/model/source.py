@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from types import FrameType, TracebackType
 
-__all__ = ["line_of", "line_of_stack", "line_of_trace"]
+__all__ = ["is_called_by_torch", "line_of", "line_of_stack", "line_of_trace"]
 
 _LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _OWN = str(Path(__file__).resolve().parent.parent)
@@ -60,6 +60,11 @@ def line_of_trace(text: str) -> str:
         if not _is_inside(file)
     ]
     return f"at {lines[-1]}" if lines else ""
+
+
+def is_called_by_torch() -> bool:
+    """Return whether the function that asks was called by torch itself."""
+    return "-packages/torch/" in sys._getframe(2).f_code.co_filename
 
 
 def line_of_stack() -> str:

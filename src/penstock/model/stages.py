@@ -21,6 +21,7 @@ class Held:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self._place_of: dict[str, tuple[dict[str, Any], str]] = {}
+        self.shared: Mapping[str, list[tuple[dict[str, Any], str]]] = {}
 
     def add(self, name: str, tensor: torch.Tensor, *, is_persistent: bool = True) -> None:
         """Put a parameter or a buffer into its place, and make the modules on the way to it."""
@@ -44,9 +45,19 @@ class Held:
         return tensor
 
     def set(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor in its place."""
+        """Put another tensor in its place, and in that of all who share it: other stages, and the model itself."""
         place, last = self._place_of[name]
-        place[last] = tensor
+        old, place[last] = place[last], tensor
+        for other, key in self.shared.get(name, ()):
+            if other.get(key) is old:
+                other[key] = tensor
+
+    def share(self, shared: Mapping[str, list[tuple[dict[str, Any], str]]]) -> None:
+        """Learn who else holds the same buffers."""
+        self.shared = shared
+        for name, place in self._place_of.items():
+            if name in shared:
+                shared[name].append(place)
 
     def __contains__(self, name: str) -> bool:
         return name in self._place_of
@@ -125,10 +136,13 @@ class Chain:
     def __init__(
         self, stages: Sequence[Stage], *, example: Call, parameter_names: Sequence[str],
         results_of: Callable[[bool], Results],
+        aliases: Mapping[str, str] | None = None,
+        has_fixed_shapes: bool = False,
     ) -> None:  # fmt: skip
         self.stages: list[Stage] = list(stages)
         self.training = stages[0].training
         self._example, self._parameter_names = example, tuple(parameter_names)
+        self._aliases, self.has_fixed_shapes = dict(aliases or {}), has_fixed_shapes
         self._results_of = results_of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
@@ -148,8 +162,9 @@ class Chain:
         return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what all stages hold, under the model's own names."""
-        return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+        """Return what all stages hold, under the model's own names: all of them, where modules share a tensor."""
+        held = {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+        return held | {alias: held[name] for alias, name in self._aliases.items() if name in held}
 
     def read(self, *args: Any, **kwargs: Any) -> Call:  # noqa: ANN401 - as the model
         """Read a batch.
@@ -157,23 +172,32 @@ class Chain:
         Raises:
             UsageError: when it does not have the example's tensors, or other plain values than the example had.
         """
-        call = read_call(args, kwargs, self._parameter_names)
-        missing = [name for name in self._example.names if name not in call.names]
-        unknown = [name for name in call.names if name not in self._example.names]
-        if missing or unknown:
-            facts = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
-            raise UsageError(f"the batch does not have the example's tensors; {facts}")
-        both = self._example.constants.keys() & call.constants.keys()
-        other = [
-            n
-            for name in sorted(both)
-            for n in differing_constants(self._example.constants[name], call.constants[name], name)
-        ]
-        if other:
-            raise UsageError(
-                f"the batch has other plain values than the example, which were captured: {', '.join(other)}"
-            )
+        call = read_call(args, kwargs, self._parameter_names, self._example.batch_name)
+        faults = list(self._faults(call))
+        if faults:
+            raise UsageError(f"the batch is not like the example that was captured: {'; '.join(faults)}")
         return call
+
+    def _faults(self, call: Call) -> Iterator[str]:
+        """Yield in what a batch differs from the example so that stages would not compute what the model does."""
+        example = self._example
+        missing = [name for name in example.names if name not in call.names]
+        unknown = [name for name in call.names if name not in example.names]
+        if missing or unknown:
+            yield f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+            return
+        for name in sorted(example.constants.keys() | call.constants.keys()):
+            one, other = example.constants.get(name), call.constants.get(name)
+            yield from (f"another plain value of {place}" for place in differing_constants(one, other, name))
+        tensor_of = dict(zip(call.names, call.tensors, strict=True))
+        for name, tensor, own in zip(example.names, example.tensors, example.is_batched, strict=True):
+            given = tensor_of[name]
+            if own and given.shape[:1] != (call.batch_size,):
+                yield f"{name}: first dimension {tuple(given.shape[:1])}, but the batch has {call.batch_size} samples"
+            if self.has_fixed_shapes and (
+                given.dtype != tensor.dtype or given.shape[1 if own else 0 :] != tensor.shape[1 if own else 0 :]
+            ):
+                yield f"{name}: {given.dtype} {tuple(given.shape)}, captured as {tensor.dtype} {tuple(tensor.shape)}"
 
     def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
         """Run all stages in order, each by `run_stage`, and return what the model would."""
@@ -187,12 +211,12 @@ class Chain:
             values.update(zip(stage.outputs, made[:named], strict=True))
             extra = tuple(made[named:])
         results = self._results_of(self.training)
-        return rebuild(results.template, [values[name] for name in results.names])
+        return rebuild(results.template(), [values[name] for name in results.names])
 
 
 class Results:
-    """What the model returns: a template, and the names of the values that go into it."""
+    """What the model returns: a template, as it is after a run, and the names of the values that go into it."""
 
-    def __init__(self, template: object, names: Sequence[str]) -> None:
+    def __init__(self, template: Callable[[], object], names: Sequence[str]) -> None:
         self.template = template
         self.names = tuple(names)

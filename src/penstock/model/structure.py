@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["Slot", "differing_constants", "flatten", "rebuild"]
+__all__ = ["Slot", "differing_constants", "flatten", "plain_values", "rebuild"]
 
 _DEEPEST = 12  # levels of nesting; what lies deeper is kept as it is
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
@@ -93,8 +95,24 @@ def differing_constants(one: object, other: object, name: str = "") -> Iterator[
     elif isinstance(one, (_Built, Slot)) or isinstance(other, (_Built, Slot)):
         if type(one) is not type(other):
             yield name
-    elif isinstance(one, _PLAIN) and (type(one) is not type(other) or one != other):
+    elif one is not other and not _are_equal(one, other):
         yield name
+
+
+def _are_equal(one: object, other: object) -> bool:
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # arrays and others that do not compare to one answer
+        return False
+
+
+def plain_values(template: object) -> Iterator[object]:
+    """Yield what stands in a template as it is."""
+    if isinstance(template, _Built):
+        for part in template.parts:
+            yield from plain_values(part)
+    elif not isinstance(template, Slot):
+        yield template
 
 
 def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401
@@ -105,6 +123,8 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
         return None if build is None else (tuple(item), build)
     if isinstance(item, list):
         return tuple(item), lambda parts: parts if kind is list else kind(parts)
+    if isinstance(item, deque) or kind in (set, frozenset):
+        return tuple(item), partial(deque, maxlen=item.maxlen) if isinstance(item, deque) else kind
     if isinstance(item, dict) or (isinstance(item, Mapping) and hasattr(item, "items")):
         keys = list(item)
         return tuple(item[key] for key in keys), lambda parts: _mapping(item, dict(zip(keys, parts, strict=True)))

@@ -124,12 +124,9 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(
-        f"torch {torch.__version__}, 1 thread, {given.stages} stages, medians of {given.rounds} rounds [lowest–highest]\n"
-    )
-    print(
-        "| model | plain step | export: capture | step over plain | replay: capture | step over plain | replay adds, a stage |"
-    )
+    print(f"torch {torch.__version__}, 1 thread, {given.stages} stages, medians of {given.rounds} rounds", end="\n\n")
+    print("| model | plain step | export: capture | step over plain", end=" ")
+    print("| replay: capture | step over plain | replay adds, a stage |")
     print("|---|---|---|---|---|---|---|")
     for name in MODELS:
         print(compare(name, given.stages, given.rounds), flush=True)

@@ -113,7 +113,7 @@ class Plain:
         return self.batches[size].to(self.dtype)
 
     def cases(self, attempt: Callable[[bool, int], Outcome], *, only_first: bool = False) -> dict[str, str]:
-        """Return "ok" or what is wrong for training and evaluation and each batch size; or only for the first of these."""
+        """Return "ok" or what is wrong, for both modes and each batch size, or only for the first of these."""
         results = {}
         for (is_training, size), expected in list(self.outcomes.items())[: 1 if only_first else None]:
             key = f"{'train' if is_training else 'eval'}/{size}"

@@ -1,4 +1,4 @@
-"""Public architectures with small random weights, cut in 2 and 4: the same check as benchmarks/coverage, on a few of them."""
+"""Public architectures with small random weights, cut in 2 and 4: the check of benchmarks/coverage, on a few."""
 
 import sys
 from pathlib import Path

@@ -52,6 +52,7 @@ class _Reduced(nn.Module):
         super().__init__()
         self.model = model
         self._arguments = call.arguments
+        self.put: frozenset[str] = frozenset()  # attributes that a tensor was put in to see whether forward reads it
         self._remember = remember  # a function, because torch.export puts attributes back as they were
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -63,8 +64,8 @@ class _Reduced(nn.Module):
         if random_states.have_others_changed():
             raise _RefusedError("forward draws random numbers that are not torch's")
         now = _tensor_attributes(self.model)
-        replaced = sorted(name for name, tensor in tensors_before.items() if now.get(name) != tensor)
-        replaced += sorted(name for name in now if name in empty_before)
+        before = {name: tensor for name, tensor in tensors_before.items() if name not in self.put}
+        replaced = sorted(name for name, tensor in before.items() if now.get(name) != tensor)
         if replaced:
             raise _RefusedError(f"forward keeps another tensor in {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
@@ -75,6 +76,8 @@ class _Reduced(nn.Module):
         outputs, template = flatten(result, drop=is_cache)
         if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
             raise _RefusedError("forward returns a number that follows from the batch")
+        kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
+        self._remember(kept={name: (tuple(map(_hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
         return [*outputs, *(after[name] for name in reassigned)]
 
@@ -90,6 +93,8 @@ def trace(model: nn.Module, call: Call) -> Traced:
     try:
         with _quiet(), no_own_gradients(), caches_off(model), _symbolic_len():
             program = _export(reduced, call)
+            if seen["kept"]:
+                _check_kept(reduced, call, seen["kept"])
     except _RefusedError as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
@@ -225,6 +230,38 @@ def _outline(value: object, depth: int = 0) -> object:
     if isinstance(value, (list, tuple, set, deque)) and depth < 2:
         return [_outline(item, depth + 1) for item in value]
     return value if isinstance(value, (int, float, str)) else id(value)
+
+
+def _attribute(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    tensor: torch.Tensor = vars(model.get_submodule(path))[key]
+    return tensor
+
+
+def _hint(size: object) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
+
+
+def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]]) -> None:
+    """Refuse tensors that forward puts where there was None, and reads again in the next call.
+
+    The trace is made once more with tensors in these places: if one of them is used, it is state; if not, forward only
+    leaves something there for later in the same call, such as a loss, which a trace keeps.
+    """
+    model = reduced.model
+    put = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in kept.items()}
+    with _untouched(model):
+        for name, tensor in put.items():
+            path, _, key = name.rpartition(".")
+            vars(model.get_submodule(path))[key] = tensor
+        reduced.put = frozenset(put)
+        try:
+            read = [id(constant) for constant in _export(reduced, call).constants.values()]
+        except Exception:  # with the tensor there forward goes another way
+            read = [id(tensor) for tensor in put.values()]
+    kept_on = [name for name, tensor in put.items() if id(tensor) in read]
+    if kept_on:
+        raise _RefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} from call to call")
 
 
 def _empty_attributes(model: nn.Module) -> set[str]:

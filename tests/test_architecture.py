@@ -24,7 +24,7 @@ ARROWS = {
     "planning": {"errors", "files", "schedule", "model", "report"},
     "catalog": {"schedule", "planning"},
     "schedules": {"errors", "catalog", "schedule", "planning", "model"},
-    "explain": {"errors", "schedule", "model", "planning", "schedules"},
+    "explain": {"errors", "schedule", "model", "planning", "schedules", "report"},
     "__init__": {"errors", "explain", "schedules", "model", "planning", "report"},
     "cli": {
         "errors",

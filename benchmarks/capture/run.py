@@ -60,9 +60,9 @@ def opt(width: int, layers: int, length: int, batch: int) -> tuple[nn.Module, di
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "GPT-2, 12 × 256, 4 × 128 tokens": lambda: gpt(256, 12, 128, 4),
-    "GPT-2, 8 × 512, 4 × 256 tokens": lambda: gpt(512, 8, 256, 4),
-    "OPT, 12 × 256, 4 × 128 tokens": lambda: opt(256, 12, 128, 4),
+    "GPT-2, 12 × 128, 2 × 64 tokens": lambda: gpt(128, 12, 64, 2),
+    "GPT-2, 8 × 512, 2 × 128 tokens": lambda: gpt(512, 8, 128, 2),
+    "OPT, 12 × 256, 2 × 128 tokens": lambda: opt(256, 12, 128, 2),
     "ViT, small": lambda: load("vit"),
     "T5, small": lambda: load("t5"),
 }
@@ -108,8 +108,8 @@ def compare(name: str, stages: int, rounds: int) -> str:
     cells = [name, f"{plain * 1e3:.1f} ms"]
     for path in ("export", "replay"):
         cells += [captured_in[path], _ratios(times[path], times["plain"]) if path in times else "–"]
-    over = (statistics.median(times["replay"]) - plain) / stages * 1e3 if "replay" in times else float("nan")
-    return "| " + " | ".join([*cells, f"{over:.2f} ms"]) + " |"
+    over = sorted((a - b) / stages * 1e3 for a, b in zip(times["replay"], times["plain"], strict=True))
+    return "| " + " | ".join([*cells, f"{statistics.median(over):.2f} ms [{over[0]:.1f}–{over[-1]:.1f}]"]) + " |"
 
 
 def _ratios(times: list[float], plain: list[float]) -> str:

@@ -114,8 +114,8 @@ def test_a_model_of_ones_own(place, where):
     ("name", "message"),
     [
         ("zoo_of_tests:fails", "zoo_of_tests:fails failed: RuntimeError: no weights"),
-        ("zoo_of_tests:nothing", "returned a int; it must return a model, or a model and an example"),
-        ("zoo_of_tests:number", "is a int, not a function or a class"),
+        ("zoo_of_tests:nothing", "returned an int; it must return a model"),
+        ("zoo_of_tests:number", "is an int, not a function or a class"),
         ("zoo_of_tests:modle", "zoo_of_tests has no 'modle'. Did you mean 'model'?"),
         ("zoo_of_rests:model", "no module 'zoo_of_rests'"),
         ("broken_zoo:model", "broken_zoo cannot be imported: no module 'nowhere_to_be_found'"),

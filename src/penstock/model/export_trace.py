@@ -135,7 +135,8 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
             raise _RefusedError("forward does other things for other batch sizes") from None
         constants = [t for t in program.constants.values() if isinstance(t, torch.Tensor)]
         others = [t for t in again.constants.values() if isinstance(t, torch.Tensor)]
-        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(constants, others, strict=True)):
+        pairs = zip(constants, others, strict=True)
+        if not all(a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):
             raise _RefusedError("the batch size is written into a tensor of the trace") from None
         for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=True):
             if number != other:
@@ -145,7 +146,8 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
 
 def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
     """Return whether a small constant holds a multiple of the batch size that the trace was made with."""
-    if tensor.numel() > 64 or tensor.is_complex() or tensor.dtype == torch.bool or type(tensor) is not torch.Tensor:
+    is_plain = type(tensor) is torch.Tensor and not tensor.is_meta
+    if not is_plain or tensor.numel() > 64 or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
     numbers = tensor.detach().double().flatten()
     return bool(((numbers != 0) & (numbers.abs() < 2**31) & (torch.remainder(numbers, unusual) == 0)).any())

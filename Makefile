@@ -48,7 +48,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(SAY) "Installing Penstock and what it needs into $(VENV) (a minute or two, once)"
-	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e .
+	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[hf]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python

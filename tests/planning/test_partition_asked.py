@@ -130,8 +130,10 @@ def test_what_is_missing_is_said_and_what_would_fit():
     profile = profile_of(chain_graph([4] * 8, parameters=[10] * 8), [3.0] * 8, saved=100.0, batch_size=4)
     with pytest.raises(PartitionError) as error:
         partition(profile, schedule=build(lanes=2), memory_limit=600, with_lanes=lambda n: build(lanes=n))
-    lane0 = "lane 0 misses 120 bytes of 600 (weights: 30, gradients: 30, optimizer: 60, saved: 600)"
-    lane1 = "lane 1 misses 100 bytes of 600 (weights: 50, gradients: 50, optimizer: 100, saved: 500)"
+    lane0 = "lane 0 is 120 bytes (120 B) over its 600 B (weights: 30 B, gradients: 30 B, optimizer: 60 B, saved: 600 B)"
+    lane1 = (
+        "lane 1 is 100 bytes (100 B) over its 600 B (weights: 50 B, gradients: 50 B, optimizer: 100 B, saved: 500 B)"
+    )
     advice = 'what would fit: more lanes: 4, or keep="recompute", or a smaller micro-batch: 2 in place of 4 samples'
     assert (
         str(error.value) == f"no cuts fit the memory; with the cuts that come nearest ([3]) {lane0}; {lane1}; {advice}"
@@ -148,7 +150,9 @@ def test_what_does_not_fit_is_not_advised():
 
 def test_lanes_with_several_stages_are_refused_with_what_they_miss():
     schedule = schedules.build("zb_v", lanes=2, micro_batches=4)
-    with pytest.raises(PartitionError, match=r"lane \d misses [\d,]+ bytes of 400 \(weights: .*what would fit: keep="):
+    with pytest.raises(
+        PartitionError, match=r"lane \d is [\d,]+ bytes \(.*\) over its 400 B \(weights: .*what would fit: keep="
+    ):
         partition(EVEN, schedule=schedule, memory_limit=400)
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.errors import UsageError
 from penstock.model.example import Call
 from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
@@ -183,11 +182,6 @@ class ReplayProgram:
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
         if self.is_last:
             tensors, self.template = flatten(result, drop=is_cache)
-            if len(tensors) != self._num_outputs:
-                raise UsageError(
-                    f"the model returned {len(tensors)} tensors and {self._num_outputs} when it was captured;"
-                    " capture it with an example that takes this way"
-                )
             return tuple(tensors)
         if self.part.is_dynamic:
             return (play.notes.to_tensor(), *(_apart(tensor, held) for tensor in play.living))

@@ -111,7 +111,9 @@ class Replayed:
                         is_last=is_last,
                     )
                 )
-        return programs, Results(lambda: programs[-1].template, [f"output:{i}" for i in range(len(recording.outputs))])
+        return programs, Results(
+            lambda: programs[-1].template, [f"output:{i}" for i in range(len(recording.outputs))], takes_all=True
+        )
 
 
 def _second(model: nn.Module, call: Call) -> Recording | None:

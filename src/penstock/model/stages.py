@@ -205,18 +205,24 @@ class Chain:
             f"input:{name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)
         }
         extra: tuple[Any, ...] = ()
+        made: Sequence[Any] = ()
         for stage in self.stages:
             made = run_stage(stage, [values[name] for name in stage.inputs] + list(extra))
             named = len(stage.outputs)
-            values.update(zip(stage.outputs, made[:named], strict=True))
+            values.update(zip(stage.outputs, made[:named], strict=False))
             extra = tuple(made[named:])
         results = self._results_of(self.training)
-        return rebuild(results.template(), [values[name] for name in results.names])
+        tensors = made if results.takes_all else [values[name] for name in results.names]
+        return rebuild(results.template(), tensors)
 
 
 class Results:
-    """What the model returns: a template, as it is after a run, and the names of the values that go into it."""
+    """What the model returns: a template, as it is after a run, and the names of the values that go into it.
 
-    def __init__(self, template: Callable[[], object], names: Sequence[str]) -> None:
+    With `takes_all` it is all that the last stage makes, which may be more or less than when the model was captured.
+    """
+
+    def __init__(self, template: Callable[[], object], names: Sequence[str], *, takes_all: bool = False) -> None:
+        self.takes_all = takes_all
         self.template = template
         self.names = tuple(names)

@@ -6,10 +6,33 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from penstock.model.capture import capture
 from penstock.model.example import read_example
 from penstock.model.structure import flatten
+
+WIDTH = 8
+
+
+def rows(size=4):
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Layers(nn.Module):
+    def __init__(self, count=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.double()
+
+    def body(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x):
+        return self.body(x)
 
 
 @dataclass

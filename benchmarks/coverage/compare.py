@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.model.export_trace import is_cache
+
 __all__ = [
     "Batch",
     "Outcome",
@@ -77,11 +79,6 @@ def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
     if isinstance(x, list | tuple):
         return type(x)(_mapped(value, change) for value in x)
     return x
-
-
-def is_cache(x: object) -> bool:
-    """Return whether something is a cache of keys and values: stages leave these out of what they return."""
-    return hasattr(x, "get_seq_length") or type(x).__name__.endswith(("Cache", "CacheParams"))
 
 
 def tensors_of(x: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401

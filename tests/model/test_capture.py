@@ -11,29 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from penstock.errors import CaptureError, GraphError, UsageError
 from penstock.model.capture import capture
-from transparency import check
-
-WIDTH = 8
-
-
-def rows(size=4):
-    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-class Layers(nn.Module):
-    def __init__(self, count=4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
-        self.double()
-
-    def body(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-    def forward(self, x):
-        return self.body(x)
+from transparency import WIDTH, Layers, check, rows
 
 
 class Skips(Layers):

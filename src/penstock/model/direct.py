@@ -9,22 +9,21 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.example import Call, parameter_names
+from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.hooks import HOOKS
 from penstock.model.match import held_by_stage
 from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import (
-    aliases_of,
-    buffer_places,
     held_tensors,
     main_device,
+    module_signature,
     read_parameters,
     unsaved_names,
 )
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_visit import move_shell, run_with
-from penstock.model.stages import Chain, Held, Results, Stage
+from penstock.model.stages import Chain, Held, Results, Stage, make_chain
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 
@@ -127,7 +126,6 @@ class Direct:
             outputs = tuple(range(len(values), len(values) + len(made)))
             values += made
             held = [first_of[f"{path}.{name}"] for name in held_tensors(module)]
-            shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
             nodes.append(
                 Node(
                     name=path,
@@ -136,7 +134,7 @@ class Direct:
                     inputs=before,
                     outputs=outputs,
                     parameters=tuple(dict.fromkeys(held)),
-                    signature=f"{type(module).__qualname__}({module.extra_repr()}){shapes}",
+                    signature=module_signature(module),
                 )
             )
             before = outputs
@@ -169,16 +167,8 @@ class Direct:
             count = len(last.tensors)
             return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
-        shared = buffer_places(self.model)
-        for stage in stages:
-            stage.held.share(shared)
-        return Chain(
-            stages,
-            example=self.call,
-            parameter_names=parameter_names(self.model.get_submodule(self.paths[0]) if self.spreads else self.model),
-            aliases=aliases_of(self.model),
-            results_of=results,
-        )
+        first = self.model.get_submodule(self.paths[0]) if self.spreads else self.model
+        return make_chain(self.model, stages, example=self.call, results_of=results, forward_of=first)
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, module by module, on a device (also "meta"), for a batch size; show each to a visitor."""
@@ -260,11 +250,10 @@ def _pairs(a: _Between, b: _Between) -> list[tuple[int, tuple[torch.Tensor, torc
 
 
 def _value(name: str, producer: int, tensor: torch.Tensor, other: torch.Tensor, call: Call) -> Value:
-    slopes = [b - a for a, b in zip(tensor.shape, other.shape, strict=True)]
     return Value(
         name=name,
         producer=producer,
-        shape=tuple(Size(a - slope * call.batch_size, slope) for a, slope in zip(tensor.shape, slopes, strict=True)),
+        shape=tuple(Size.seen(a, b, call.batch_size) for a, b in zip(tensor.shape, other.shape, strict=True)),
         dtype=str(tensor.dtype).removeprefix("torch."),
         item_bytes=tensor.element_size(),
         has_grad=tensor.requires_grad,

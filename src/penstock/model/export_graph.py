@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.model.export_ops import (
     written_by,
 )
 from penstock.model.export_regions import open_regions, stops_gradients
+from penstock.model.export_sizes import affine, hint
 from penstock.model.export_trace import Traced
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.parameters import read_parameters
@@ -115,7 +116,7 @@ class _Reader:
             parameters=self.parameters | {name: _constant(name, tensor) for name, tensor in self.constants.items()},
             batch_size=self.call.batch_size,
         )
-        object.__setattr__(graph, "uncuttable", self._uncuttable(graph) | self._around_changed_buffers())
+        graph = replace(graph, uncuttable=self._uncuttable(graph) | self._around_changed_buffers())
         return ExportGraph(
             graph, tuple(self.fx_of), self.versions_of, self.name_of, self.constants, tuple(outputs), reassigned,
             self.changed_at, self.program.graph_module, self.symbols, self._of_buffers(),
@@ -291,20 +292,16 @@ class _Reader:
 
     def _is_batch(self, node: fx.Node) -> bool:
         """Return whether a size follows from the batch size alone, so that no tensor is needed to know it."""
-        from penstock.model.export_sizes import affine
-
         return affine(node.meta.get("val"), self.symbols) is not None
 
     def _held_names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
 
     def _add_value(self, node: fx.Node, name: str, *, producer: int, has_grad: bool) -> int:
-        from penstock.model.export_sizes import affine
-
         tensor = node.meta["val"]
         sizes = [affine(size, self.symbols) for size in tensor.shape]
         known = [
-            Size(*size) if size is not None else Size(_hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)
+            Size(*size) if size is not None else Size(hint(raw)) for size, raw in zip(sizes, tensor.shape, strict=True)
         ]
         self.versions_of.setdefault(node, []).append((producer, len(self.values)))
         self.values.append(
@@ -323,7 +320,3 @@ class _Reader:
 
 def _constant(name: str, tensor: torch.Tensor) -> Parameter:
     return Parameter(name, tensor.numel() * tensor.element_size(), is_trainable=False, is_buffer=True)
-
-
-def _hint(size: object) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]

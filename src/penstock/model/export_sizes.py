@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["affine"]
+__all__ = ["affine", "hint"]
 
 
 def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
@@ -18,6 +18,11 @@ def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
     if isinstance(size, int):
         return int(size), 0
     return _fit(size.node.expr, symbols) if isinstance(size, torch.SymInt) else None
+
+
+def hint(size: object) -> int:
+    """Return what a size was when the trace was made."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
 
 
 @lru_cache(maxsize=4096)  # the same few expressions come by thousands of times

@@ -18,6 +18,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.model.example import Call
+from penstock.model.export_sizes import hint
 from penstock.model.modes import RandomStates
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
@@ -77,7 +78,7 @@ class _Reduced(nn.Module):
         if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
             raise _RefusedError("forward returns a number that follows from the batch")
         kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
-        self._remember(kept={name: (tuple(map(_hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
+        self._remember(kept={name: (tuple(map(hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
         return [*outputs, *(after[name] for name in reassigned)]
 
@@ -238,10 +239,6 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     tensor: torch.Tensor = vars(model.get_submodule(path))[key]
     return tensor
-
-
-def _hint(size: object) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
 
 
 def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.example import Call, parameter_names
+from penstock.model.example import Call
 from penstock.model.export_graph import ExportGraph, read_graph
 from penstock.model.export_stage import cut_program
 from penstock.model.export_trace import trace
@@ -16,8 +16,8 @@ from penstock.model.export_visit import visit_export
 from penstock.model.graph import Graph
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
-from penstock.model.parameters import aliases_of, buffer_places, held_tensors, main_device, unsaved_names
-from penstock.model.stages import Chain, Program, Results, Stage
+from penstock.model.parameters import held_tensors, main_device, unsaved_names
+from penstock.model.stages import Chain, Program, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
 __all__ = ["Exported"]
@@ -98,6 +98,7 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
     made: dict[bool, tuple[list[Program], Results]] = {}
     stages: list[Stage] = []
     hidden: dict[str, torch.Tensor] = {}
+    unsaved = unsaved_names(exported.model)
 
     def side(training: bool) -> tuple[list[Program], Results]:
         if training not in made:
@@ -112,7 +113,7 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         tensors = held_tensors(exported.model) | hidden
         for name in (*program.held_names, *program.reassigned):
             if name not in stage.held:
-                stage.held.add(name, tensors[name], is_persistent=name not in hidden)
+                stage.held.add(name, tensors[name], is_persistent=name not in hidden and name not in unsaved)
 
     programs, _ = side(exported.training)
     held = held_by_stage(exported.graph, cuts)
@@ -122,18 +123,14 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
             index,
             tensors={name: tensors[name] for name in held[index]},
             program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
-            unsaved={*hidden, *unsaved_names(exported.model)},
+            unsaved={*hidden, *unsaved},
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
-    shared = buffer_places(exported.model)
-    for stage in stages:
-        stage.held.share(shared)
-    return Chain(
+    return make_chain(
+        exported.model,
         stages,
         example=exported.call,
-        parameter_names=parameter_names(exported.model),
-        aliases=aliases_of(exported.model),
-        has_fixed_shapes=True,
         results_of=lambda training: side(training)[1],
+        has_fixed_shapes=True,
     )

@@ -23,6 +23,15 @@ class Size:
     fixed: int
     per_sample: int = 0
 
+    @classmethod
+    def seen(cls, size: int, with_one_more: int, batch_size: int) -> Size:
+        """Return the size that was seen for a batch, and for a batch of one sample more.
+
+        >>> Size.seen(9, 11, batch_size=4)
+        Size(fixed=1, per_sample=2)
+        """
+        return cls(size - (with_one_more - size) * batch_size, with_one_more - size)
+
     def at(self, batch_size: int) -> int:
         """Return how long the dimension is for a batch."""
         return self.fixed + self.per_sample * batch_size

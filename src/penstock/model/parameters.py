@@ -10,7 +10,15 @@ from torch import nn
 from penstock.model.example import Call
 from penstock.model.graph import Parameter
 
-__all__ = ["aliases_of", "buffer_places", "held_tensors", "main_device", "read_parameters", "unsaved_names"]
+__all__ = [
+    "aliases_of",
+    "buffer_places",
+    "held_tensors",
+    "main_device",
+    "module_signature",
+    "read_parameters",
+    "unsaved_names",
+]
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,6 +72,12 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return for each name that is not the first of its tensor the one that is."""
     saved = set(model.state_dict(keep_vars=True))
     return {name: first for name, first in read_parameters(model)[1].items() if name != first and name in saved}
+
+
+def module_signature(module: nn.Module) -> str:
+    """Return a text that is the same for modules that do the same work on inputs of the same shapes."""
+    shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
+    return f"{type(module).__qualname__}({module.extra_repr()}){shapes}"
 
 
 def main_device(model: nn.Module, call: Call) -> torch.device:

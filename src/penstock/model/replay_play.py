@@ -47,7 +47,7 @@ class Part:
         wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
         copied: the names of received values that the stage changes in place.
         is_dynamic: the way depends on data: notes are read and written.
-        seen_of: for each call what it returned when captured, each dimension as (fixed, a sample); where that is known.
+        seen_of: for each call what it returned when captured, each dimension as a `Size`; where that is known.
         hooked: modules with hooks of their library inside: these are looked into, so that the hooks are called.
         calls_in: for each call how often it calls other modules, by path.
         unimaginable: torch functions that cannot be done on holes.
@@ -151,15 +151,16 @@ class Play(Walk):
             self._survey()  # while the variables of the model's code still hold what lives
             raise Done
         if last >= self.part.stop or self.is_before or path in self.part.hooked:
+            given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
             result = self.inside(path, ordinal, call, args, kwargs)
+            made = flatten(result)[0] if self.part.is_dynamic else []
         else:
-            if first == last or self.part.is_dynamic:
-                self._check_filled(flatten((args, dict(kwargs)))[0])
+            given = flatten((args, dict(kwargs)))[0] if first == last or self.part.is_dynamic else []
+            self._check_filled(given)
             result = self.whole(call, args, kwargs)
-            self.mark_outputs(result, path, ordinal)
+            made = self.mark_outputs(result, path, ordinal)
         if self.part.is_dynamic and not self.is_before:
-            given, _ = flatten((args, dict(kwargs)))
-            self.notes.shapes[f"{path}#{ordinal}"] = [describe(tensor, given) for tensor in flatten(result)[0]]
+            self.notes.shapes[f"{path}#{ordinal}"] = [describe(tensor, given) for tensor in made]
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -372,10 +373,10 @@ def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _at_batch(item: list[Any], batch_size: int) -> list[Any]:
-    """Return the description of a tensor for a batch size: each dimension is (fixed, a sample)."""
+    """Return the description of a tensor for a batch size: each dimension is a `Size`."""
     if item[0] == "in":
         return item
-    shape = [fixed + per_sample * batch_size for fixed, per_sample in item[0]]
+    shape = [size.at(batch_size) for size in item[0]]
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return [shape, strides, item[1]]
 

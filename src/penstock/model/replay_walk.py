@@ -26,9 +26,8 @@ from torch.overrides import (
 
 __all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
-Mark = tuple[
-    str, int, int
-]  # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
+# path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
+Mark = tuple[str, int, int]
 
 
 class Done(BaseException):

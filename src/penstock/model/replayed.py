@@ -9,22 +9,21 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.example import Call, parameter_names
+from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
 from penstock.model.parameters import (
-    aliases_of,
-    buffer_places,
     held_tensors,
     main_device,
+    module_signature,
     read_parameters,
     unsaved_names,
 )
 from penstock.model.replay_record import Recording, Seen, record
 from penstock.model.replay_stage import ReplayProgram, make_part
 from penstock.model.replay_visit import visit_replay
-from penstock.model.stages import Chain, Results, Stage
+from penstock.model.stages import Chain, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
 __all__ = ["Replayed"]
@@ -71,16 +70,7 @@ class Replayed:
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
-        shared = buffer_places(self.model)
-        for stage in stages:
-            stage.held.share(shared)
-        return Chain(
-            stages,
-            example=self.call,
-            parameter_names=parameter_names(self.model),
-            aliases=aliases_of(self.model),
-            results_of=lambda training: side(training)[1],
-        )
+        return make_chain(self.model, stages, example=self.call, results_of=lambda training: side(training)[1])
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
@@ -132,7 +122,7 @@ def _seen_of(recording: Recording, other: Recording | None, size: int) -> dict[t
         if others is None or [len(a[0]) for a in items] != [len(b[0]) for b in others]:
             continue
         found[key] = [
-            a if a[0] == "in" else [[(m - (n - m) * size, n - m) for m, n in zip(a[0], b[0], strict=True)], a[2]]
+            a if a[0] == "in" else [[Size.seen(m, n, size) for m, n in zip(a[0], b[0], strict=True)], a[2]]
             for a, b in zip(items, others, strict=True)
         ]
     return found
@@ -165,8 +155,7 @@ def _read_graph(recording: Recording, other: Recording | None, model: nn.Module,
 def _value(index: int, seen: Seen, other: Seen | None, call: Call) -> Value:
     shape = [Size(size) for size in seen.shape]
     if other is not None and len(other.shape) == len(seen.shape):
-        slopes = [b - a for a, b in zip(seen.shape, other.shape, strict=True)]
-        shape = [Size(a - slope * call.batch_size, slope) for a, slope in zip(seen.shape, slopes, strict=True)]
+        shape = [Size.seen(a, b, call.batch_size) for a, b in zip(seen.shape, other.shape, strict=True)]
     name = f"input:{call.names[index]}" if seen.producer < 0 else f"value_{index}"
     return Value(
         name=name,
@@ -198,7 +187,6 @@ def _nodes(
         module = modules[unit.path]
         held = [name_of[id(tensor)] for tensor in held_tensors(module).values()]
         held += [name_of[key] for key in unit.held]
-        shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
         nodes.append(
             Node(
                 name=unit.path if unit.ordinal == 0 else f"{unit.path}#{unit.ordinal}",
@@ -207,7 +195,7 @@ def _nodes(
                 inputs=tuple(index_of[i] for i in used[index] if i in index_of and recording.seen[i].producer < index),
                 outputs=tuple(made[index]),
                 parameters=tuple(dict.fromkeys(held)),
-                signature=f"{type(module).__qualname__}({module.extra_repr()}){shapes}",
+                signature=module_signature(module),
             )
         )
     return nodes

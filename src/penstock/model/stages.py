@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.example import Call, read_call
+from penstock.model.example import Call, parameter_names, read_call
+from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
 
-__all__ = ["Chain", "Held", "Program", "Results", "Stage"]
+__all__ = ["Chain", "Held", "Program", "Results", "Stage", "make_chain"]
 
 
 class Held:
@@ -37,6 +38,8 @@ class Held:
         if not is_parameter and not is_persistent:
             module._non_persistent_buffers_set.add(last)
         self._place_of[name] = (place, last)
+        if name in self.shared:
+            self.shared[name].append((place, last))
 
     def get(self, name: str) -> torch.Tensor:
         """Return what is there under a name now: moving a module to a device may have put another tensor there."""
@@ -214,6 +217,33 @@ class Chain:
         results = self._results_of(self.training)
         tensors = made if results.takes_all else [values[name] for name in results.names]
         return rebuild(results.template(), tensors)
+
+
+def make_chain(
+    model: nn.Module, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results],
+    forward_of: nn.Module | None = None, has_fixed_shapes: bool = False,
+) -> Chain:  # fmt: skip
+    """Return the chain of a model's stages; buffers that one of them replaces are replaced everywhere.
+
+    Args:
+        model: whose stages these are.
+        stages: in order.
+        example: the call that was captured.
+        results_of: for training or evaluation, what the model returns.
+        forward_of: the module whose forward names the arguments; by default the model.
+        has_fixed_shapes: batches must have the example's shapes, but for the batch itself.
+    """
+    shared = buffer_places(model)
+    for stage in stages:
+        stage.held.share(shared)
+    return Chain(
+        stages,
+        example=example,
+        parameter_names=parameter_names(forward_of or model),
+        results_of=results_of,
+        aliases=aliases_of(model),
+        has_fixed_shapes=has_fixed_shapes,
+    )
 
 
 class Results:

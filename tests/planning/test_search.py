@@ -177,3 +177,16 @@ def test_search_finds_the_optimum_of_equal_costs():
     for lanes, mbs in ((2, 4), (4, 8), (4, 12)):
         problem = Problem("p", tuple(range(lanes)), mbs, Costs().for_stages(lanes), (np.inf,) * lanes)
         assert search(problem, objective="step").step_seconds == 3 * mbs + lanes - 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min"])
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_stages_that_take_no_time_end_the_search(name, micro_batches):
+    """A swap across actions of no length deadlocked, and the walk along the critical path then never ended."""
+    costs = Costs(
+        forward=(2.0, 0.0, 2.0, 0.0, 0.0, 2.0, 1.0, 2.0),
+        input_grad=(0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0),
+        weight_grad=(1.0, 1.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0),
+    )
+    schedules.verify(schedules.build(name, lanes=4, micro_batches=micro_batches, costs=costs))

@@ -54,6 +54,7 @@ class JobShop:
         self.held = [0.0] * len(self.codes)  # before each node
         for lane in range(len(self.order)):
             self._index(lane)
+        self.barred: set[tuple[int, int]] = set()  # swaps that deadlocked
         self.end = [0.0] * len(self.codes)
         self.start = [0.0] * len(self.codes)
         self.tail = [0.0] * len(self.codes)  # from a node's start to the end of all that waits for it
@@ -110,7 +111,7 @@ class JobShop:
         """Return the two neighbours on the critical path whose swap promises most, or None."""
         promise, chosen = math.inf, None
         for u, v in self._critical_pairs():
-            if any(maker == u for maker, _ in self.before[v]) or not self._fits(u, v):
+            if (u, v) in self.barred or any(maker == u for maker, _ in self.before[v]) or not self._fits(u, v):
                 continue
             estimate = self._estimate(u, v)
             if estimate < promise and ((u, v) not in tabu or estimate < best):
@@ -156,6 +157,12 @@ class JobShop:
         self.place[v], self.place[u] = at, at + 1
         self.held[v] = self.held[u]
         self.held[u] = self.held[v] + self.leaves[v]
+
+    def bar(self, u: int, v: int) -> None:
+        """Take back a swap that deadlocks, and never make it again: the times it left are of two orders at once."""
+        self.barred.add((u, v))
+        self.swap(v, u)
+        self.run()
 
     def draft(self, order: list[list[int]]) -> Draft:
         """Return an order as a draft."""

@@ -9,6 +9,8 @@ See docs/design/search.md.
 
 from __future__ import annotations
 
+import math
+
 from penstock.planning.greedy import Draft, Objective, Problem
 from penstock.planning.job_shop import JobShop
 
@@ -38,6 +40,9 @@ def polish(problem: Problem, draft: Draft, *, objective: Objective, rounds: int,
         shop.swap(*move)
         length = shop.run()
         idle += 1
+        if math.isinf(length):  # the two depend on each other through actions that take no time
+            shop.bar(*move)
+            continue
         if length < best * (1 - 1e-9):
             best, best_order, idle = length, shop.snapshot(), 0
     return shop.draft(best_order)

@@ -1,5 +1,7 @@
 """Penstock: pipeline parallelism for PyTorch that keeps every device full."""
 
+from typing import TYPE_CHECKING, Any
+
 from penstock import errors, schedules
 from penstock.explain import explain
 from penstock.model.costs import Costs
@@ -7,6 +9,18 @@ from penstock.planning.cluster import Cluster, Link
 from penstock.planning.simulate import simulate
 from penstock.report.timeline import Timeline
 
-__all__ = ["Cluster", "Costs", "Link", "Timeline", "errors", "explain", "schedules", "simulate"]
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Cluster", "Costs", "Link", "Pipeline", "Timeline", "errors", "explain", "schedules", "simulate"]
 
 __version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
+    """Import what needs torch when it is first asked for: the deciding half works without."""
+    if name == "Pipeline":
+        from penstock.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

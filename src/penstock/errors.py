@@ -8,6 +8,9 @@ PenstockError                    everything below; catch this to catch them all
 ├── GraphError (ValueError)      a graph or cuts that contradict themselves
 ├── CaptureError                 a model that no path can take; says where, and what to do
 ├── PartitionError (ValueError)  no cuts fit; says what is missing where, and what would fit
+├── LaneError (RuntimeError)     an action failed; names lane, stage, micro-batch, action and the line in the model
+│   ├── HangError                a lane waited too long; says for what, from whom, and what that lane was doing
+│   └── LostError                a process of the pipeline is gone
 ├── OutputError (OSError)        a file that cannot be written
 └── SolverError                  the exact solver is missing, or gave no answer in its time
 """
@@ -21,6 +24,9 @@ __all__ = [
     "CaptureError",
     "CostError",
     "GraphError",
+    "HangError",
+    "LaneError",
+    "LostError",
     "OutputError",
     "PartitionError",
     "PenstockError",
@@ -65,6 +71,20 @@ class CaptureError(PenstockError):
 
 class PartitionError(PenstockError, ValueError):
     """No cuts fit the memory, or the user's constraints; the message says what is missing and what would fit."""
+
+
+class LaneError(PenstockError, RuntimeError):
+    """An action of a lane failed; the message names lane, stage, micro-batch, action and the line in the model."""
+
+    was_told = False  # it came from another process, which has told all others
+
+
+class HangError(LaneError):
+    """A lane waited longer than it may; the message says for what, from whom, and what that lane was doing."""
+
+
+class LostError(LaneError):
+    """A process of the pipeline is gone: killed, crashed, or its machine cannot be reached."""
 
 
 class OutputError(PenstockError, OSError):

@@ -13,11 +13,13 @@ from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page
 from browser import open_browser
 from penstock.errors import OutputError, UsageError
 from penstock.model.costs import Costs
+from penstock.planning.causes import find_causes
 from penstock.planning.simulate import simulate
 from penstock.report.html import write_html
 from penstock.report.timeline import Timeline
 from penstock.schedule.actions import Kind
 from penstock.schedule.dualpipe import dualpipe
+from penstock.schedule.lower import lower
 from penstock.schedule.one_f_one_b import build_1f1b
 from penstock.schedule.zero_bubble import zb_h1
 
@@ -280,6 +282,100 @@ def test_three_timelines_of_the_same_name_are_numbered(open_page: Open, step: Ti
     page = open_page(step, slower, step)
     assert page.locator("h2").all_inner_texts() == ["zb_h1 (1)", "1f1b", "zb_h1 (2)"]
     assert page.locator(".ratio").all_inner_texts()[2] == "the same step time as zb_h1 (1)"
+
+
+@pytest.fixture(scope="module")
+def measured() -> Timeline:
+    """A step as measured: a slow stage, slow transfers, on a clock that began long ago, and every action late."""
+    lowered = lower(build_1f1b(lanes=4, micro_batches=8))
+    step = simulate(lowered, replace(COSTS, forward=[1, 1, 1.5, 1], transfer=0.4))
+    start, end = (1e5 + 1.1 * moments for moments in (step.start, step.end))
+    start = np.where(step.to_lane < 0, start + 0.1 * (step.end - step.start), start)
+    late = replace(step, start=start, end=end, is_measured=True)
+    return replace(late, causes=find_causes(late, lowered))
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Timeline:
+    lowered = lower(build_1f1b(lanes=4, micro_batches=8))
+    step = simulate(lowered, COSTS)
+    return replace(step, causes=find_causes(step, lowered))
+
+
+def cells(page: Page, table: str) -> list[list[str]]:
+    rows = page.locator(f"{table} tr")
+    return [rows.nth(row).locator("th, td").all_inner_texts() for row in range(rows.count())]
+
+
+def test_measured_and_predicted_are_told_apart_on_one_scale(
+    open_page: Open, measured: Timeline, predicted: Timeline
+) -> None:
+    page = open_page(measured, predicted)
+    assert page.locator("h2").all_inner_texts() == ["1f1b, measured", "1f1b, predicted"]
+    ratio = measured.step_seconds / predicted.step_seconds
+    bubbles = f"{100 * measured.bubble:.1f} % against {100 * predicted.bubble:.1f} %"
+    assert page.locator(".ratio").all_inner_texts() == [
+        f"{ratio:.2f} × the predicted step time, bubble {bubbles}",
+        "what was predicted",
+    ]
+    assert view(page) == pytest.approx((0, measured.step_seconds))
+    lane, start, end = find(predicted, "3B7")
+    assert pixel(page, lane, (start + 9 * end) / 10, number=1) == colour(page, f"kind-{Kind.B}")
+    same_x = "[0, 1].map((number) => penstock.place(number, 0, 7).x)"
+    assert len(set(page.evaluate(same_x))) == 1  # a moment of both lies on one line
+    lane, start, end = find(measured, "3B7")
+    assert pixel(page, lane, (start + 9 * end) / 10 - measured.start.min()) == colour(page, f"kind-{Kind.B}")
+
+
+def test_causes_stand_beside_those_of_the_prediction(open_page: Open, measured: Timeline, predicted: Timeline) -> None:
+    page = open_page(measured, predicted)
+    assert page.locator(".causes .bar").count() == 2
+    assert page.locator(".causes table").count() == 1
+    heading, *rows = cells(page, ".causes")
+    assert heading[:4] == ["cause of the bubble", "share of lanes × makespan", "predicted", "of the step"]
+    assert [row[0] for row in rows] == ["warm-up and cool-down", "imbalance", "transfers", "runtime overhead"]
+    mine, theirs = (sum(float(row[column].split()[0]) for row in rows) for column in (1, 2))
+    assert mine == pytest.approx(100 * measured.bubble, abs=0.2)
+    assert theirs == pytest.approx(100 * predicted.bubble, abs=0.2)
+    assert min(float(row[1].split()[0]) for row in rows) > 0
+    assert rows[3][2:4] == ["0.0 %", f"{measured.causes.overhead * measured.step_seconds:.2f} s"]  # type: ignore[union-attr]
+    parts = page.locator(".causes .bar").first.locator("span")
+    widths = [parts.nth(part).bounding_box()["width"] for part in range(parts.count())]  # type: ignore[index]
+    assert widths[0] / sum(widths) == pytest.approx(1 - measured.bubble, abs=0.02)
+
+
+def test_causes_of_each_lane_stand_in_its_figures(open_page: Open, measured: Timeline) -> None:
+    page = open_page(measured)
+    assert page.locator("h2").all_inner_texts() == ["1f1b, measured"]
+    assert page.locator(".ratio").count() == 0
+    assert cells(page, ".causes")[0][1:3] == ["share of lanes × makespan", "of the step"]
+    page.locator("summary").click()
+    heading, *rows = cells(page, "details")
+    assert heading[2:8] == [
+        *("warm-up and cool-down", "imbalance", "transfers", "runtime overhead"),
+        *("waited for transfers", "stood ready"),
+    ]
+    for row, bubble in zip(rows, measured.lane_bubbles, strict=True):
+        assert sum(float(cell.split()[0]) for cell in row[2:6]) == pytest.approx(100 * bubble, abs=0.3)
+
+
+def test_without_causes_there_is_no_table(open_page: Open, measured: Timeline, predicted: Timeline) -> None:
+    page = open_page(replace(measured, causes=None), replace(predicted, causes=None))
+    assert page.locator(".causes").count() == 0
+    assert "predicted step time" in page.locator(".ratio").first.inner_text()
+
+
+def test_sends_whose_end_is_not_known_and_waits_are_drawn(open_page: Open, measured: Timeline) -> None:
+    is_send = measured.to_lane >= 0
+    first = np.flatnonzero(is_send)[:3]
+    end = measured.end.copy()
+    end[first] = np.nan
+    page = open_page(replace(measured, end=end))
+    assert page.evaluate("penstock.timelines[0].spans.end.every(Number.isFinite)")
+    assert page.evaluate("penstock.timelines[0].stepSeconds") == pytest.approx(measured.step_seconds)
+    assert "SEND_F" in page.locator("#legend").inner_text()
+    page = open_page(replace(measured, end=np.where(is_send, np.nan, measured.end)))
+    assert "SEND_F" not in page.locator("#legend").inner_text()  # no send has a length to draw
 
 
 def test_a_hostile_name_is_only_text(open_page: Open, step: Timeline) -> None:

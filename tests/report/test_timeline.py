@@ -3,12 +3,17 @@
 import gzip
 import json
 import re
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import OutputError
+from penstock.report.causes import Causes
 from penstock.report.format import parse_bytes, parse_seconds, show_bytes, show_seconds
+from penstock.schedule.actions import KINDS, Kind
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +113,74 @@ def test_numbers_for_people():
     for wrong in ("x", "1QiB", "", "--3"):
         with pytest.raises(ValueError, match="could not convert"):
             parse_bytes(wrong)
+
+
+BEGIN = 1.7e6  # a clock that began long ago
+
+
+@pytest.fixture(scope="module")
+def measured(timeline):
+    """The same step as a runtime would write it down: neighbours touch, and no send says when it arrived."""
+    on_lane = timeline.to_lane < 0
+    return replace(
+        timeline,
+        start=BEGIN + timeline.start,
+        end=np.where(on_lane, BEGIN + timeline.end + 0.02, np.nan),
+        is_measured=True,
+        causes=Causes(1.0, warm_up=0.2, overhead=0.05),
+    )
+
+
+def test_figures_of_a_measured_step(timeline, measured):
+    assert measured.step_seconds == pytest.approx(timeline.step_seconds + 0.02)
+    # a touch counts once: lane 2 has its actions in a row, lane 0 its forwards
+    assert max(measured.busy_seconds) < 12 + 12 * 0.02
+    assert measured.bubble < timeline.bubble
+    assert measured.peak_saved == timeline.peak_saved
+    assert measured.peak_bytes == timeline.peak_bytes
+    assert measured.memory[0].held_bytes.tolist() == timeline.memory[0].held_bytes.tolist()
+
+
+def test_text_of_a_measured_step(timeline, measured):
+    lines = measured.to_text(width=120, color=False).splitlines()
+    ideal = timeline.to_text(width=120, color=False).splitlines()
+    for line, expected in zip(lines[:3], ideal[:3], strict=True):
+        assert re.findall(r"[FIW]\d", line) == re.findall(r"[FIW]\d", expected)
+        assert len(line) == 120
+    assert lines[3].startswith("zb_h1, measured: step 16.02 s")
+    assert lines[5] == (
+        "of the makespan: warm-up and cool-down 20.0 %, imbalance 0.0 %, transfers 0.0 %, runtime overhead 5.0 %"
+    )
+
+
+def test_text_of_pairs_that_overlap_nearly_shows_both():
+    time = simulate(schedules.Schedule.of(["0F0 (0F1;0B0) 0B1"]), Costs(forward=10, backward=10))
+    is_backward = time.kind == KINDS.index(Kind.B)
+    for shift in (0.4, 3.0, -0.4):
+        shifted = replace(time, start=time.start + np.where(is_backward, max(shift, 0.0), max(-shift, 0.0)))
+        line = shifted.to_text(width=80, color=False).splitlines()[0]
+        assert all(word in line for word in ("F0", "F1", "B0", "B1"))
+        assert len(line) == 80
+
+
+def test_chrome_trace_of_a_measured_step(measured, tmp_path):
+    measured.to_chrome(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert min(e["ts"] for e in events if "ts" in e) == 0
+    marks = [e for e in events if e["ph"] == "n"]
+    assert len(marks) == 2 * 2 * 4
+    assert not [e for e in events if e["ph"] in "besf"]
+    for lane in range(3):  # on one thread no slice juts out of another
+        slices = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == lane)
+        assert {e["tid"] for e in events if e["ph"] == "X"} == {0}
+        assert all(after[0] >= before[1] - 1e-3 for before, after in pairwise(slices))
+
+
+def test_chrome_trace_of_pairs_that_overlap_nearly_has_them_side_by_side(tmp_path):
+    time = simulate(schedules.Schedule.of(["0F0 (0F1;0B0) 0B1"]), Costs(forward=10, backward=10))
+    later = np.where(time.kind == KINDS.index(Kind.B), 3.0, 0.0)
+    replace(time, start=time.start + later, end=time.end + later).to_chrome(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    threads = {e["name"]: e["tid"] for e in events if e["ph"] == "X"}
+    assert threads == {"0F0": 0, "0F1": 0, "0B0": 1, "0B1": 0}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"compute", "compute beside"}

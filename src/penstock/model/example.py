@@ -13,7 +13,7 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["Call", "parameter_names", "read_call", "read_example"]
+__all__ = ["Call", "arguments_of", "parameter_names", "read_call", "read_example"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_example(example: object, model: nn.Module | None = None) -> Call:
     """
     if isinstance(example, Call):
         return example
-    return read_call(*_arguments(example), parameter_names(model) if model is not None else ())
+    return read_call(*arguments_of(example), parameter_names(model) if model is not None else ())
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
@@ -121,7 +121,12 @@ def read_call(
     )
 
 
-def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that a tensor, a tuple or a mapping stands for.
+
+    Raises:
+        UsageError: when it is none of these.
+    """
     if isinstance(example, torch.Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -130,9 +135,7 @@ def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return example, {}
     if isinstance(example, list):
         return tuple(example), {}
-    raise UsageError(
-        f"example: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}"
-    )
+    raise UsageError(f"{what}: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}")
 
 
 def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:

@@ -144,14 +144,18 @@ class Chain:
     ) -> None:  # fmt: skip
         self.stages: list[Stage] = list(stages)
         self.training = stages[0].training
-        self._example, self._parameter_names = example, tuple(parameter_names)
-        self._aliases, self.has_fixed_shapes = dict(aliases or {}), has_fixed_shapes
+        self.example, self._parameter_names = example, tuple(parameter_names)
+        self.aliases, self.has_fixed_shapes = dict(aliases or {}), has_fixed_shapes
         self._results_of = results_of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Run all stages on a batch."""
         call = self.read(*args, **kwargs)
         return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+
+    def results(self, training: bool) -> Results:
+        """Return what the model returns in a mode."""
+        return self._results_of(training)
 
     def train(self, mode: bool = True) -> Chain:
         """Put all stages into training."""
@@ -167,7 +171,7 @@ class Chain:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what all stages hold, under the model's own names: all of them, where modules share a tensor."""
         held = {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
-        return held | {alias: held[name] for alias, name in self._aliases.items() if name in held}
+        return held | {alias: held[name] for alias, name in self.aliases.items() if name in held}
 
     def read(self, *args: Any, **kwargs: Any) -> Call:  # noqa: ANN401 - as the model
         """Read a batch.
@@ -175,7 +179,7 @@ class Chain:
         Raises:
             UsageError: when it does not have the example's tensors, or other plain values than the example had.
         """
-        call = read_call(args, kwargs, self._parameter_names, self._example.batch_name)
+        call = read_call(args, kwargs, self._parameter_names, self.example.batch_name)
         faults = list(self._faults(call))
         if faults:
             raise UsageError(f"the batch is not like the example that was captured: {'; '.join(faults)}")
@@ -183,7 +187,7 @@ class Chain:
 
     def _faults(self, call: Call) -> Iterator[str]:
         """Yield in what a batch differs from the example so that stages would not compute what the model does."""
-        example = self._example
+        example = self.example
         missing = [name for name in example.names if name not in call.names]
         unknown = [name for name in call.names if name not in example.names]
         if missing or unknown:
@@ -214,7 +218,7 @@ class Chain:
             named = len(stage.outputs)
             values.update(zip(stage.outputs, made[:named], strict=False))
             extra = tuple(made[named:])
-        results = self._results_of(self.training)
+        results = self.results(self.training)
         tensors = made if results.takes_all else [values[name] for name in results.names]
         return rebuild(results.template(), tensors)
 

@@ -20,7 +20,7 @@ from penstock.schedule.overlaps import pair_rows, wait_together
 from penstock.schedule.rules import RULES, Where, occupying
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["simulate"]
+__all__ = ["Wiring", "simulate"]
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
@@ -60,7 +60,7 @@ def simulate(
     lowered = schedule if isinstance(schedule, Lowered) else lower(schedule, keep=keep, skips=skips)
     plan = lowered.schedule
     stage_costs = (costs or Costs()).for_stages(plan.num_stages)
-    wiring = _Wiring(lowered, stage_costs, cluster or Cluster())
+    wiring = Wiring(lowered, stage_costs, cluster or Cluster())
     run = advance(wiring.queues())
     if not run.is_done:
         raise ScheduleError("the schedule deadlocks: verify() shows where")
@@ -78,8 +78,11 @@ class _Piece:
     lag: Floats
 
 
-class _Wiring:
-    """Turns a lowered schedule into queues for `advance`, and the run back into a timeline."""
+class Wiring:
+    """Turns a lowered schedule into queues for `advance`, and the run back into a timeline.
+
+    Positions in the queues number all work: `order` gives the row of each, lanes' compute before all else.
+    """
 
     def __init__(self, lowered: Lowered, costs: StageCosts, cluster: Cluster) -> None:
         self.lowered, self.costs, self.cluster = lowered, costs, cluster
@@ -104,6 +107,13 @@ class _Wiring:
         lag = np.concatenate([piece.lag for piece in self.pieces])
         needs = self._overlap(self._needs(), duration, lag)
         return Queues(np.concatenate(first), np.concatenate(last), np.concatenate(server), needs, duration, lag)
+
+    def pairs(self) -> tuple[Positions, Positions]:
+        """Return the positions of the first and of the second of each overlapping pair."""
+        place = np.empty(len(self.rows), dtype=np.int64)  # of a lane's row in the queues
+        place[self.pieces[0].at] = np.arange(len(self.pieces[0].at))
+        first, second = pair_rows(self.lowered.schedule, self.rows)
+        return place[first], place[second]
 
     def timeline(self, run: Run) -> Timeline:
         """Return the spans of all that took time somewhere: compute, sends and copies."""
@@ -197,9 +207,7 @@ class _Wiring:
         plan = self.lowered.schedule
         if not plan.overlaps:
             return needs
-        place = np.empty(len(self.rows), dtype=np.int64)  # of a lane's row in the queues
-        place[self.pieces[0].at] = np.arange(len(self.pieces[0].at))
-        first, second = (place[rows] for rows in pair_rows(plan, self.rows))
+        first, second = self.pairs()
         at = self.pieces[0].at
         stages = self.rows.stage[at]
         given = np.maximum(self.costs.overlapped[stages[first]], self.costs.overlapped[stages[second]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any
@@ -12,13 +13,15 @@ import numpy as np
 
 from penstock.files import write_whole
 from penstock.report.timeline import Timeline
+from penstock.schedule.actions import Ints
 from penstock.schedule.rules import RULES, Where
 
 Event = dict[str, Any]
 
 __all__ = ["trace_events", "write_chrome"]
 
-_COMPUTE = 0  # the thread of a lane's process that its compute is drawn on
+# the threads of a lane's process: its compute, and what runs beside it, for on one thread slices must lie in each other
+_COMPUTE, _BESIDE = 0, 1
 
 
 def write_chrome(timeline: Timeline, path: str | PathLike[str]) -> None:
@@ -38,6 +41,9 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
         yield {"ph": "M", "name": "process_sort_index", "pid": lane, "args": {"sort_index": lane}}
         yield {"ph": "M", "name": "thread_name", "pid": lane, "tid": _COMPUTE, "args": {"name": "compute"}}
     begin = float(timeline.start.min())
+    thread = _threads(timeline)
+    for lane in sorted(set(timeline.lane[thread == _BESIDE].tolist())):
+        yield {"ph": "M", "name": "thread_name", "pid": lane, "tid": _BESIDE, "args": {"name": "compute beside"}}
     for number, span in enumerate(timeline):
         common = {
             "name": str(span.action),
@@ -45,18 +51,31 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
             "pid": span.lane,
             "args": {"action": str(span.action), "stage": span.action.stage, "micro-batch": span.action.mb},
         }
-        start, end = (1e6 * (moment - begin) for moment in (span.start, span.end))
+        start, end = (1e6 * (moment - begin) for moment in (float(timeline.apart[number]), span.end))
         if RULES[span.action.kind].where is Where.LANE:
-            yield {**common, "ph": "X", "tid": _COMPUTE, "ts": start, "dur": end - start}
+            yield {**common, "ph": "X", "tid": int(thread[number]), "ts": start, "dur": end - start}
         else:
             yield from _transfer_events(common, number, span.to_lane, start, end)
     yield from _memory_events(timeline, begin)
+
+
+def _threads(timeline: Timeline) -> Ints:
+    """Return the thread of each span: that of compute, unless it starts before another ends and ends after it."""
+    thread = np.full(len(timeline), _COMPUTE, dtype=np.int32)
+    for own in timeline.compute:
+        reach = np.concatenate([own.start[:1], own.end[:-1]])
+        juts_out = (timeline.apart[own.at] < reach) & (timeline.known_end[own.at] > reach)
+        thread[own.at[juts_out]] = _BESIDE
+    return thread
 
 
 def _transfer_events(common: dict[str, Any], number: int, to_lane: int, start: float, end: float) -> Iterator[Event]:
     """Yield a transfer as events of its own track, for several are on their way at once, and as an arrow."""
     # named by its kind, for Perfetto draws a track a name; an id of its own process, or it stands outside the lanes
     own = {"name": common["cat"], "id2": {"local": f"{number:#x}"}}
+    if math.isnan(end):  # when it arrived is not known: a mark where it left
+        yield {**common, **own, "ph": "n", "ts": start}
+        return
     yield {**common, **own, "ph": "b", "ts": start}
     yield {**common, **own, "ph": "e", "ts": end}
     if to_lane >= 0:  # from the action that made the value, to the next one on the lane where it arrives

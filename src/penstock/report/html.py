@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.report.assemble import Json, assemble
+from penstock.report.causes import CAUSES, SIGNS, Causes, Figure
 from penstock.report.timeline import Floats, Memory, Timeline
 from penstock.schedule.actions import KINDS
 from penstock.schedule.rules import RULES, Where
@@ -29,6 +30,7 @@ _SCRIPTS = (
     "gestures.js",
     "lanes.js",
     "curves.js",
+    "causes.js",
     "build.js",
     "interact.js",
     "main.js",
@@ -53,13 +55,22 @@ def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None
 
 
 def _page(timelines: Sequence[Timeline]) -> str:
-    names = list(_distinct([timeline.name for timeline in timelines]))
+    names = list(_distinct(_labelled(timelines)))
     data = {
+        "causes": [figure._asdict() for figure in CAUSES],
+        "signs": [figure._asdict() for figure in SIGNS],
         "kinds": [{"text": kind.value, "words": kind.words, "where": RULES[kind].where.name} for kind in KINDS],
         "timelines": [_packed(timeline, name) for timeline, name in zip(timelines, names, strict=True)],
     }
     title = " · ".join([*names, "Penstock timeline"])
     return assemble("page.html", title=title, styles=["page.css"], scripts=_SCRIPTS, data=data)
+
+
+def _labelled(timelines: Sequence[Timeline]) -> list[str]:
+    """Return the names of timelines; once a measured one is among them, each says what it is."""
+    if not any(timeline.is_measured for timeline in timelines):
+        return [timeline.name for timeline in timelines]
+    return [f"{timeline.name}, {'measured' if timeline.is_measured else 'predicted'}" for timeline in timelines]
 
 
 def _distinct(names: Sequence[str]) -> Iterator[str]:
@@ -73,6 +84,8 @@ def _distinct(names: Sequence[str]) -> Iterator[str]:
 def _packed(timeline: Timeline, name: str) -> Json:
     return {
         "name": name,
+        "isMeasured": timeline.is_measured,
+        "causes": timeline.causes and _shares(timeline.causes),
         "numLanes": timeline.num_lanes,
         "stepSeconds": timeline.step_seconds,
         "bubble": timeline.bubble,
@@ -85,6 +98,15 @@ def _packed(timeline: Timeline, name: str) -> Json:
     }
 
 
+def _shares(causes: Causes) -> Json:
+    """Return the shares of a step and of its lanes, by the names of their fields."""
+
+    def of(part: Causes, figures: Iterable[Figure]) -> dict[str, float]:
+        return {figure.field: getattr(part, figure.field) for figure in figures}
+
+    return {**of(causes, CAUSES), "lanes": [of(lane, (*CAUSES, *SIGNS)) for lane in causes.per_lane]}
+
+
 def _spans(timeline: Timeline) -> Json:
     """Return the spans as columns, grouped by lane and row (compute, then a strip a kind), in order of start."""
     row_of = np.array([0 if RULES[kind].where is Where.LANE else 1 + index for index, kind in enumerate(KINDS)])
@@ -92,7 +114,7 @@ def _spans(timeline: Timeline) -> Json:
     row = row_of[timeline.kind]
     order = np.lexsort((timeline.start, row, timeline.lane))
     order = order[shown[order]]
-    first, last = _ticks(timeline, timeline.start[order]), _ticks(timeline, timeline.end[order])
+    first, last = _ticks(timeline, timeline.start[order]), _ticks(timeline, timeline.known_end[order])
     return {
         "laneEnds": _ends(timeline.lane[order], timeline.num_lanes),
         "start": _column(first),
@@ -107,7 +129,7 @@ def _spans(timeline: Timeline) -> Json:
 def _takes_time(timeline: Timeline) -> NDArray[np.bool_]:
     """Return which kinds to draw: all compute, and transfers that take any time at all."""
     longest = np.zeros(len(KINDS))
-    np.maximum.at(longest, timeline.kind, timeline.end - timeline.start)
+    np.maximum.at(longest, timeline.kind, timeline.known_end - timeline.start)
     is_compute = np.array([RULES[kind].where is Where.LANE for kind in KINDS])
     return np.asarray(is_compute | (longest > 0))
 

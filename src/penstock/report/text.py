@@ -8,6 +8,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.report.causes import CAUSES
 from penstock.report.format import printable, show_bytes, show_seconds, show_share
 from penstock.report.timeline import Timeline
 from penstock.schedule.actions import KINDS, Kind
@@ -47,15 +48,20 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
 
 
 def summary(timeline: Timeline) -> str:
-    """Return the figures of a timeline as two lines of text."""
+    """Return the figures of a timeline as lines of text: two, and a third where its bubble's causes are known."""
     held = f"peak held: {max(timeline.peak_saved)} stage micro-batches"
     if max(timeline.peak_bytes) > 0:
         held += f", {show_bytes(max(timeline.peak_bytes))}"
-    return (
-        f"{printable(timeline.name)}: step {show_seconds(timeline.step_seconds)}, {held}\n"
+    name = printable(timeline.name) + (", measured" if timeline.is_measured else "")
+    lines = [
+        f"{name}: step {show_seconds(timeline.step_seconds)}, {held}",
         f"bubble over the makespan {show_share(timeline.bubble)}, "
-        f"over the longest lane span {show_share(timeline.span_bubble)}"
-    )
+        f"over the longest lane span {show_share(timeline.span_bubble)}",
+    ]
+    if causes := timeline.causes:
+        shares = (f"{cause.name} {show_share(getattr(causes, cause.field))}" for cause in CAUSES)
+        lines.append(f"of the makespan: {', '.join(shares)}")
+    return "\n".join(lines)
 
 
 def _legend(timeline: Timeline) -> str:
@@ -74,7 +80,7 @@ def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, color
     scale = columns / step
     at = at[np.argsort(timeline.start[at], kind="stable")]
     first = np.rint((timeline.start[at] - begin) * scale).astype(int)
-    last = np.rint((timeline.end[at] - begin) * scale).astype(int)
+    last = np.rint((timeline.known_end[at] - begin) * scale).astype(int)
     cells: list[str] = []
     column = 0
     for index, (begins, right) in enumerate(_side_by_side(first.tolist(), last.tolist())):
@@ -89,13 +95,14 @@ def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, color
 
 
 def _side_by_side(first: list[int], last: list[int]) -> list[tuple[int, int]]:
-    """Give two actions that overlap half of their time each."""
+    """Give two actions that overlap half of their time each; a measured touch of two neighbours is no overlap."""
     spans = list(zip(first, last, strict=True))
     for index in range(1, len(spans)):
-        if spans[index] == spans[index - 1] and spans[index][1] > spans[index][0] + 1:
-            left, right = spans[index]
-            middle = (left + right) // 2
-            spans[index - 1], spans[index] = (left, middle), (middle, right)
+        (left, end), (start, right) = spans[index - 1], spans[index]
+        together = max(end, right)
+        if 2 * (min(end, right) - start) > min(end - left, right - start) and together > left + 1:
+            middle = (left + together) // 2
+            spans[index - 1], spans[index] = (left, middle), (middle, together)
     return spans
 
 

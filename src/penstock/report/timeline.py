@@ -11,18 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.report.causes import Causes
 from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
 from penstock.schedule.memory import HELD, changes
 from penstock.schedule.rules import RULES, Where
 
-__all__ = ["Memory", "Span", "Timeline"]
+__all__ = ["Memory", "Span", "Stretches", "Timeline"]
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
+_TOUCH = 0.1  # two actions overlap if they share more than this of the shorter one; what clocks make of less is a touch
+
 
 class Span(NamedTuple):
-    """One action with its start and end; `to_lane` is where a transfer goes, else -1."""
+    """One action with its start and end (NaN: not known); `to_lane` is where a transfer goes, else -1."""
 
     action: Action
     lane: int
@@ -40,9 +43,20 @@ class Memory:
     held: Ints
 
 
+class Stretches(NamedTuple):
+    """A lane's compute in order of time: positions of spans, and their starts and ends with overlaps cut off."""
+
+    at: Positions
+    start: Floats
+    end: Floats
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """The spans of one step as columns, with the bytes that its stages hold.
+
+    Moments are on any one clock. In a measured timeline a send starts when it is issued and ends when its value is
+    there (NaN where that is not known), a receive lasts as long as its lane waited for it, and neighbours may touch.
 
     A bubble is the share of time with no compute, and there are two: `bubble` is over the step's
     makespan, `span_bubble` over the longest lane's own span (its first start to its last end).
@@ -61,6 +75,8 @@ class Timeline:
     pending_bytes: Floats
     input_bytes: Floats
     place: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # in the lowered lanes, where it is known
+    is_measured: bool = False
+    causes: Causes | None = None  # of the bubble, where they were looked for
 
     def __len__(self) -> int:
         return len(self.start)
@@ -76,17 +92,46 @@ class Timeline:
     @property
     def step_seconds(self) -> float:
         """The makespan: from the first start to the last end."""
-        return float(self.end.max() - self.start.min())
+        return float(self.known_end.max() - self.start.min())
+
+    @cached_property
+    def known_end(self) -> Floats:
+        """The ends of the spans; where one is not known, its start."""
+        return np.where(np.isnan(self.end), self.start, self.end)
 
     @cached_property
     def lane_seconds(self) -> tuple[float, ...]:
         """Each lane's own span: from its first compute to its last."""
-        return tuple(float(ends[-1] - starts[0]) if len(starts) else 0.0 for starts, ends in self._compute)
+        return tuple(float(own.end[-1] - own.start[0]) if len(own.at) else 0.0 for own in self.compute)
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """Each lane's seconds of compute; two actions that overlap count once."""
-        return tuple(float((ends - starts).sum()) if len(starts) else 0.0 for starts, ends in self._compute)
+        return tuple(float((own.end - own.start).sum()) for own in self.compute)
+
+    @cached_property
+    def compute(self) -> tuple[Stretches, ...]:
+        """Each lane's stretches of compute; of two that overlap the later one starts at the end of the earlier."""
+        on_lane = _flags(Where.LANE)[self.kind]
+        stretches = []
+        for unsorted in self._by_lane(np.flatnonzero(on_lane)):
+            at = unsorted[np.argsort(self.start[unsorted], kind="stable")]
+            starts, ends = self.start[at], np.maximum.accumulate(self.known_end[at])
+            if len(starts):
+                starts = np.maximum(starts, np.concatenate([starts[:1], ends[:-1]]))
+            stretches.append(Stretches(at, starts, ends))
+        return tuple(stretches)
+
+    @cached_property
+    def apart(self) -> Floats:
+        """The starts of the spans; compute that touches the action before it by a hair starts at that one's end."""
+        starts = self.start.copy()
+        for own in self.compute:
+            seconds = self.known_end[own.at] - self.start[own.at]
+            shorter = np.minimum(seconds, np.concatenate([seconds[:1], seconds[:-1]]))
+            touches = own.start - self.start[own.at] <= _TOUCH * shorter
+            starts[own.at[touches]] = own.start[touches]
+        return starts
 
     @property
     def bubble(self) -> float:
@@ -132,26 +177,13 @@ class Timeline:
         write_chrome(self, path)
 
     def to_html(self, path: str | PathLike[str], *, compare: Timeline | None = None) -> None:
-        """Write one self-contained page with this timeline, and another under it to compare."""
+        """Write one self-contained page with this timeline, and another under it to compare, on one time scale."""
         from penstock.report.html import write_html
 
         write_html([self] if compare is None else [self, compare], path)
 
     def _bubble(self, span: float) -> float:
         return 1 - sum(self.busy_seconds) / (self.num_lanes * span) if span else 0.0
-
-    @cached_property
-    def _compute(self) -> tuple[tuple[Floats, Floats], ...]:
-        """Each lane's stretches of compute: starts and ends, in order, with overlaps cut off."""
-        on_lane = _flags(Where.LANE)[self.kind]
-        stretches = []
-        for at in self._by_lane(np.flatnonzero(on_lane)):
-            order = np.argsort(self.start[at], kind="stable")
-            starts, ends = self.start[at][order], np.maximum.accumulate(self.end[at][order])
-            if len(starts):
-                starts = np.maximum(starts, np.concatenate([starts[:1], ends[:-1]]))
-            stretches.append((starts, ends))
-        return tuple(stretches)
 
     def _by_lane(self, at: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         at = at[np.argsort(self.lane[at], kind="stable")]
@@ -167,8 +199,8 @@ class Timeline:
         out, back = (at[self.kind[at] == KIND_INDEX[kind]] for kind in (Kind.OFFLOAD, Kind.FETCH))
         own = at[_flags(Where.LANE)[self.kind[at]]]
         own = own[np.argsort(self.start[own], kind="stable")]
-        inner = np.stack([self.start[own], self.end[own]], axis=1).ravel()
-        when = np.concatenate([self.end[out], inner, self.start[back]])
+        inner = np.stack([self.apart[own], self.known_end[own]], axis=1).ravel()
+        when = np.concatenate([self.known_end[out], inner, self.start[back]])
         order = np.argsort(when, kind="stable")
         if len(out) and len(self.place):
             order = np.lexsort((*self._ranks(out, own, back), when))
@@ -184,7 +216,7 @@ class Timeline:
 
     def _ranks(self, out: Positions, own: Positions, back: Positions) -> tuple[Ints, Ints]:
         """Return the order of what happens at one moment: ends, then what takes no time as it stands, then starts."""
-        takes_time = self.end > self.start
+        takes_time = self.known_end > self.start
         ends = np.where(takes_time, 0, 1)
         starts = np.where(takes_time, 2, 1)
         group = np.concatenate([ends[out], np.stack([starts[own], ends[own]], axis=1).ravel(), starts[back]])

@@ -1,6 +1,7 @@
 // Building the timeline page around the canvases.
 
-function buildSection(timeline, fastest, isCompared) {
+// `others` says what the timeline is compared with, if anything: the fastest one, and the one that is a prediction.
+function buildSection(timeline, others, causes, signs) {
   const figures = figuresOf(timeline);
   const summary = figures.map(([name, value]) => `${name} ${value}`).join(", ");
   const lanes = buildPanel("lanes", "", `Lanes of ${timeline.name}: ${timeline.numLanes} lanes, ${summary}`);
@@ -13,7 +14,7 @@ function buildSection(timeline, fastest, isCompared) {
   );
   const head = element("div", { className: "head" }, [
     element("h2", { text: timeline.name }),
-    ...(isCompared ? [element("p", { className: "ratio", text: ratioText(timeline, fastest) })] : []),
+    ...(others.isCompared ? [element("p", { className: "ratio", text: ratioText(timeline, others) })] : []),
     element(
       "dl",
       {},
@@ -26,10 +27,11 @@ function buildSection(timeline, fastest, isCompared) {
   lanes.box.append(mark);
   const node = element("section", { "aria-label": timeline.name }, [
     head,
+    ...(timeline.causes ? [buildCauses(timeline, others, causes)] : []),
     lanes.box,
     memory.box,
     bubble.box,
-    buildTable(timeline),
+    buildTable(timeline, [...causes, ...signs]),
   ]);
   return { timeline, node, lanes, memory, bubble, mark, layout: null };
 }
@@ -53,7 +55,13 @@ function figuresOf(timeline) {
   return peakBytes > 0 ? [...figures, ["peak bytes", formatBytes(peakBytes)]] : figures;
 }
 
-function ratioText(timeline, fastest) {
+function ratioText(timeline, { fastest, prediction }) {
+  if (timeline === prediction) return "what was predicted";
+  if (timeline.isMeasured && prediction?.stepSeconds) {
+    const ratio = formatRatio(timeline.stepSeconds / prediction.stepSeconds);
+    const bubbles = `${formatShare(timeline.bubble)} against ${formatShare(prediction.bubble)}`;
+    return `${ratio} × the predicted step time, bubble ${bubbles}`;
+  }
   if (timeline === fastest || !fastest.stepSeconds) return "the shortest step";
   const ratio = timeline.stepSeconds / fastest.stepSeconds;
   return ratio < 1.0005
@@ -62,17 +70,20 @@ function ratioText(timeline, fastest) {
 }
 
 // The figures of each lane as a table: to copy, and to be read aloud.
-function buildTable(timeline) {
+function buildTable(timeline, figures) {
+  const shares = timeline.causes?.lanes.length ? figures : [];
   const isBytes = timeline.memory.unit === "bytes";
   const names = [
     "lane",
     "bubble over the makespan",
+    ...shares.map(({ name }) => name),
     "peak saved stage micro-batches",
     ...(isBytes ? ["peak bytes"] : []),
   ];
   const rows = timeline.laneBubbles.map((bubble, lane) => {
     const cells = [
       formatShare(bubble),
+      ...shares.map(({ field }) => formatShare(timeline.causes.lanes[lane][field])),
       timeline.peakSaved[lane],
       ...(isBytes ? [formatBytes(timeline.peakBytes[lane])] : []),
     ];

@@ -20,7 +20,14 @@ let palette = readPalette(kinds, numShades);
 let frame = 0;
 
 const fastest = timelines.reduce((best, timeline) => (timeline.stepSeconds < best.stepSeconds ? timeline : best));
-const sections = timelines.map((timeline) => buildSection(timeline, fastest, timelines.length > 1));
+const predictions = timelines.filter((timeline) => !timeline.isMeasured);
+const others = {
+  fastest,
+  isCompared: timelines.length > 1,
+  prediction: predictions.length === 1 && timelines.length > 1 ? predictions[0] : null,
+  isTold: timelines.some((timeline) => timeline.isMeasured && timeline.causes), // and the prediction's causes with it
+};
+const sections = timelines.map((timeline) => buildSection(timeline, others, data.causes, data.signs));
 document.getElementById("timelines").append(...sections.map((section) => section.node));
 const used = kinds
   .map((_, kind) => kind)

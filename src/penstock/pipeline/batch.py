@@ -1,0 +1,107 @@
+"""BatchReader: check what a user gives to a step, cut it into micro-batches, and weigh them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.model.example import Call, arguments_of
+from penstock.model.stages import Chain
+from penstock.runtime.batches import cut_batch, cut_thing
+from penstock.runtime.losses import LossFunction, Weight, shares_of, warn_of_uneven_tokens
+from penstock.runtime.step import Batch
+
+__all__ = ["BatchReader", "Ready"]
+
+_WATCHED_STEPS = 16  # in which to look for targets that the default weights would get wrong
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A batch that can run: its micro-batches, their targets (none, or one each), and what each counts."""
+
+    batch: Batch
+    targets: list[tuple[Any, ...]]
+    shares: list[float]
+
+
+class BatchReader:
+    """Reads batches that are like the example.
+
+    Args:
+        chain: the stages; knows the example.
+        num_mbs: micro-batches of a step.
+        loss: the user's.
+        weight: what it averages over.
+    """
+
+    def __init__(self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, weight: Weight) -> None:
+        self._chain, self._num_mbs, self._loss, self._weight = chain, num_mbs, loss, weight
+        example = chain.example
+        self._is_batched = dict(zip(example.names, example.is_batched, strict=True))
+        self._left_to_watch = _WATCHED_STEPS if weight is None else 0
+
+    def read(self, batch: object, target: tuple[Any, ...], groups: Sequence[Sequence[int]] | None = None) -> Ready:
+        """Return a batch in micro-batches.
+
+        Args:
+            batch: as the example.
+            target: nothing, or one thing.
+            groups: micro-batches that an update takes together; their shares add up to one.
+
+        Raises:
+            UsageError: when the batch is not like the example.
+        """
+        args, kwargs = arguments_of(batch, "batch")
+        call = self._chain.read(*args, **kwargs)
+        self._check_types(call)
+        pieces = cut_batch(call, self._num_mbs, [self._is_batched[name] for name in call.names])
+        sizes = pieces.sizes
+        targets: list[tuple[Any, ...]] = [
+            (piece,) for thing in target for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes)
+        ] or [()] * len(sizes)
+        shares = self._shares(batch, call.batch_size, targets, sizes, groups)
+        return Ready(pieces, targets, shares)
+
+    def _check_types(self, call: Call) -> None:
+        tensor_of = dict(zip(call.names, call.tensors, strict=True))
+        example = self._chain.example
+        wrong = [
+            f"{name}: {tensor_of[name].dtype}, captured as {tensor.dtype}"
+            for name, tensor in zip(example.names, example.tensors, strict=True)
+            if tensor_of[name].dtype != tensor.dtype
+        ]
+        if wrong:
+            raise UsageError(f"the batch is not like the example that was captured: {'; '.join(wrong)}")
+
+    def _checked(self, target: Any, call: Call) -> Any:  # noqa: ANN401 - whatever the loss takes
+        if isinstance(target, torch.Tensor) and target.dim() and target.shape[0] != call.batch_size:
+            raise UsageError(f"target: {target.shape[0]} samples, but the batch has {call.batch_size}")
+        return target
+
+    def _shares(
+        self, batch: object, batch_size: int, targets: Sequence[tuple[Any, ...]], sizes: Sequence[int],
+        groups: Sequence[Sequence[int]] | None,
+    ) -> list[float]:  # fmt: skip
+        batches: Sequence[Any] = [None] * len(sizes)
+        if callable(self._weight) or self._left_to_watch:
+            batches = cut_thing(batch, batch_size, sizes)
+        plain = [target[0] if target else None for target in targets]
+        if self._left_to_watch and len(sizes) > 1:
+            self._left_to_watch -= 1
+            if warn_of_uneven_tokens(self._loss, batches, plain):
+                self._left_to_watch = 0
+        if groups is None:
+            return shares_of(self._weight, batches, plain, sizes)
+        shares = [0.0] * len(sizes)
+        for group in groups:
+            here = [mb for mb in group if mb < len(sizes)]
+            inside, aims = [batches[mb] for mb in here], [plain[mb] for mb in here]
+            found = shares_of(self._weight, inside, aims, [sizes[mb] for mb in here])
+            for mb, share in zip(here, found, strict=True):
+                shares[mb] = share
+        return shares

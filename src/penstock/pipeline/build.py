@@ -1,0 +1,170 @@
+"""Build: decide how a model is cut and run, and cut it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.decide import Ask, Progress, Source, explanation_of, name_of
+from penstock.errors import UsageError
+from penstock.model.capture import Captured, capture
+from penstock.model.example import read_example
+from penstock.runtime.company import Company
+from penstock.schedule.plain import from_json, to_json
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import load_csv
+
+if TYPE_CHECKING:
+    from penstock.model.profile import Profile
+    from penstock.model.rates import Rates
+    from penstock.planning.cluster import Cluster
+    from penstock.planning.explanation import Explanation
+    from penstock.report.timeline import Timeline
+
+__all__ = ["Decision", "Request", "decide"]
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a pipeline, as far as it bears on cuts and schedule."""
+
+    model: Model
+    example: object
+    schedule: str | Schedule | PathLike[str]
+    lanes: int
+    micro_batches: int | None
+    stages_per_lane: int | None
+    cuts: tuple[int | str, ...]
+    keep: str
+    memory_limit: float | Sequence[float] | None
+    cluster: Cluster | None
+    profile: Profile | str | PathLike[str] | None
+    analytic: Rates | str | None
+    capture_path: str
+    device: torch.device
+    progress: Progress | None
+
+    def ask(self) -> Ask:
+        """Return it as the deciding half takes it."""
+        schedule = self.schedule
+        if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule.endswith(".csv")):
+            schedule = load_csv(Path(schedule))
+        has_counts = isinstance(schedule, Schedule)
+        if isinstance(schedule, Schedule) and schedule.num_lanes != self.lanes:
+            raise UsageError(f"the schedule has {schedule.num_lanes} lanes, and there are {self.lanes} to run it")
+        if isinstance(schedule, Schedule) and self.micro_batches not in (None, schedule.num_mbs):
+            raise UsageError(
+                f"micro_batches: {self.micro_batches}, but the schedule has {schedule.num_mbs}; leave it out"
+            )
+        return Ask(
+            schedule,
+            None if has_counts else self.lanes,
+            None if has_counts else self.micro_batches,
+            stages_per_lane=None if has_counts else self.stages_per_lane,
+            cuts=self.cuts,
+            keep=self.keep if self.keep != "offload" else "hold",
+            memory_limit=self.memory_limit,
+            cluster=self.cluster,
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the model is cut and what the lanes run; `explain` tells the whole of it."""
+
+    captured: Captured
+    cuts: tuple[int, ...]
+    schedule: Schedule
+    explain: Callable[[], Explanation]
+    predicted: Callable[[], Timeline | None]
+
+
+def decide(request: Request, company: Company) -> Decision:
+    """Capture the model, and find cuts and schedule; nothing is measured where nothing is left to choose.
+
+    Under torchrun every process captures, and the first one chooses for all.
+    """
+    ask = request.ask()
+    first = ask.check()
+    tell = request.progress or (lambda what, done, total: None)
+    tell("capture", 0, 1)
+    call = read_example(request.example, _called(request.model))
+    captured = capture(request.model, call, training=True, path=request.capture_path, num_stages=first.num_stages)
+    size = -(-call.batch_size // min(call.batch_size, first.num_mbs))
+    kept: list[Explanation] = []
+
+    def explain() -> Explanation:
+        if not kept:
+            rates, given = request.analytic, request.profile
+            is_measured = rates is None and given is None
+            source = Source(given, rates, device=request.device if is_measured else None, batch_size=size)
+            source.check()
+            profile = source.profile_of(captured, tell)
+            tell("cut and schedule", 0, 1)
+            kept.append(explanation_of(name_of(request.model), request.model, captured, profile, ask))
+        return kept[0]
+
+    def choose() -> dict[str, Any]:
+        only = _only_cuts(ask, first, captured)
+        if only is not None:
+            captured.graph.check_cuts(only)
+            return {"cuts": list(only), "schedule": to_json(first)}
+        found = explain()
+        return {"cuts": list(found.partition.cuts), "schedule": to_json(found.schedule)}
+
+    chosen = company.decide(choose, _settings(request, captured, first))
+    return Decision(
+        captured,
+        tuple(chosen["cuts"]),
+        from_json(chosen["schedule"]),
+        explain,
+        lambda: kept[0].timeline if kept else None,
+    )
+
+
+def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[str, Any]:
+    """Return what must be the same in all processes."""
+    nodes = "\n".join(f"{node.name} {node.op} {node.module}" for node in captured.graph.nodes)
+    return {
+        "schedule": schedule.name,
+        "micro_batches": schedule.num_mbs,
+        "stages": schedule.num_stages,
+        "keep": str(request.keep),
+        "cuts": str(request.cuts),
+        "memory_limit": str(request.memory_limit),
+        "torch": torch.__version__,
+        "capture": captured.path,
+        "nodes of the model": len(captured.graph.nodes),
+        "the model": hashlib.sha256(nodes.encode()).hexdigest()[:16],
+        "the example": str(
+            [(n, str(t.dtype), tuple(t.shape)) for n, t in zip(captured.call.names, captured.call.tensors, strict=True)]
+        ),
+    }
+
+
+def _only_cuts(ask: Ask, schedule: Schedule, captured: Captured) -> tuple[int, ...] | None:
+    """Return the cuts, where there is but one way, and the schedule does not ask for costs."""
+    if ask.is_made_for_costs:
+        return None
+    if schedule.num_stages == 1:
+        return ()
+    if len(ask.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in ask.cuts):
+        return tuple(int(cut) for cut in ask.cuts)
+    if captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages:
+        return tuple(range(1, schedule.num_stages))
+    return None
+
+
+def _called(model: Model) -> nn.Module | None:
+    if isinstance(model, nn.Module):
+        return model
+    return model[0] if isinstance(model, (list, tuple)) and model and isinstance(model[0], nn.Module) else None

@@ -1,0 +1,381 @@
+"""Pipeline: a model cut into stages, and the lanes that train it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.capture import plain_module
+from penstock.model.structure import rebuild
+from penstock.pipeline.batch import BatchReader
+from penstock.pipeline.build import Model, Request, decide
+from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
+from penstock.pipeline.recording import Recording
+from penstock.pipeline.weights import Weights
+from penstock.runtime.batches import join_results
+from penstock.runtime.company import Company, found_company
+from penstock.runtime.losses import LossFunction, Weight, find_loss
+from penstock.runtime.setup import Setup
+from penstock.runtime.step import Mode, Step
+from penstock.schedule.lower import Keep, check_keep
+from penstock.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from penstock.decide import Progress
+    from penstock.model.profile import Profile
+    from penstock.model.rates import Rates
+    from penstock.planning.cluster import Cluster
+    from penstock.planning.explanation import Explanation
+
+__all__ = ["Pipeline"]
+
+_NOTHING = object()  # no target was given, which is not the target None
+_MAKES_SEED = 1 << 62
+
+
+class Pipeline:
+    """A model that is trained in stages, by lanes that work at the same time.
+
+    In one process a lane is a worker thread; under torchrun it is a process. Loss and gradients are those of the
+    model on the whole batch, whatever the schedule.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> batch, target = torch.ones(6, 4), torch.zeros(6, 1)
+    >>> with Pipeline(model, example=batch, loss=nn.MSELoss(), lanes=2, micro_batches=3, cuts=[2]) as pipe:
+    ...     loss = pipe.step(batch, target)
+    >>> bool((loss - nn.functional.mse_loss(model(batch), target)).abs() < 1e-6)
+    True
+
+    Args:
+        model: any module, unchanged; or a list of stage modules, each called with what the one before returns.
+        example: how the model is called with a batch: a tensor, a tuple of arguments or a dict of keyword arguments.
+        loss: `loss(output, target)`; None where the model returns its loss, or an output with `.loss`.
+        micro_batches: so many a step; by default four a lane, as far as the example has samples.
+        schedule: a name, a Schedule, a CSV file, or "auto".
+        devices: one a lane, in one process; by default all GPUs, else lanes of the CPU.
+        lanes: how many; by default as devices or processes, else 2.
+        stages_per_lane: for schedules that leave it open.
+        cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
+        keep: what stages do with saved values: "hold", "recompute" or "offload"; one, or one a stage.
+        weight: what the loss averages over in a micro-batch, `weight(batch, target)`, where that is not its samples,
+            as the tokens that are not ignored; "sum" for a loss that adds up.
+        autocast: a dtype to run forwards in; by default as the autocast around `step`.
+        scaler: a torch.amp.GradScaler for losses of 16 bits; `step` scales by it and all lanes see the same overflow.
+        optimizer: for schedules that update weights within the step: makes an optimizer of a stage's parameters.
+        deferred_batch_norm: update running statistics once a step, as the whole batch would.
+        memory_limit: bytes a lane has for weights, gradients, optimizer state and saved values; a number or one a lane.
+        cluster: speeds and links of the lanes, for the choice of cuts.
+        profile: one that was made before, or its file: nothing is measured.
+        analytic: rates of a device, or the name of one: count instead of measure.
+        capture_path: "direct", "export" or "replay" to have one of these.
+        transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
+            that works where they are.
+        timeout: seconds that a lane waits for a value before it says that the other hangs.
+        progress: is told what is being done, how much is done, and of how much.
+
+    Raises:
+        CaptureError: when the model cannot be captured; says where it stopped, and what to do.
+        PartitionError: when no cuts are as asked for, or none fit the memory.
+        UsageError: for arguments that cannot be right.
+        ScheduleError: for a schedule that does not exist or cannot run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        example: object,
+        loss: LossFunction | None = None,
+        micro_batches: int | None = None,
+        schedule: str | Schedule | PathLike[str] = "1f1b",
+        devices: Sequence[torch.device | str | int] | None = None,
+        lanes: int | None = None,
+        stages_per_lane: int | None = None,
+        cuts: Sequence[int | str] = (),
+        keep: Keep | Sequence[Keep] = "hold",
+        weight: Weight = None,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        deferred_batch_norm: bool = False,
+        memory_limit: float | Sequence[float] | None = None,
+        cluster: Cluster | None = None,
+        profile: Profile | str | PathLike[str] | None = None,
+        analytic: Rates | str | None = None,
+        capture_path: str = "auto",
+        transport: str = "auto",
+        timeout: float = 600.0,
+        progress: Progress | None = None,
+    ) -> None:
+        num_lanes = choose_lanes(lanes, devices, schedule)
+        self.devices = check_devices(devices, num_lanes)
+        if callable(loss) is False and loss is not None:
+            raise UsageError(f"loss: give a function loss(output, target); given: {type(loss).__name__}")
+        request = Request(
+            model, example, schedule, num_lanes, micro_batches, stages_per_lane,
+            (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
+            memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
+        )  # fmt: skip
+        self._company: Company = found_company(
+            num_lanes,
+            devices=self.devices,
+            timeout_seconds=_seconds(timeout),
+            num_threads=threads_per_lane(self.devices),
+            transport=transport,
+        )
+        self._timeout = timeout
+        weakref.finalize(self, self._company.close)
+        decision = decide(request, self._company)
+        self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
+        self._chains = [decision.captured.split(decision.cuts) for _ in self.schedule.ways]
+        self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
+        self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
+        self._setup = Setup(
+            self._chains,
+            self.schedule,
+            check_keep(keep, self.schedule.num_stages),
+            self.devices,
+            self._company.transports,
+            self._company.rows,
+            optimizers=self._weights.optimizers,
+            defers_batch_norm=deferred_batch_norm,
+        )
+        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
+        self._number = 0
+        self._recording: Recording | None = None
+        self.training = True
+        self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
+
+    # ---- running
+
+    def step(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
+        """Run forward and backward of all micro-batches; return the loss of the batch.
+
+        Gradients are added to those that are there, as `loss.backward()` would.
+
+        Raises:
+            UsageError: when the batch is not like the example; nothing was run.
+            LaneError: when an action failed.
+        """
+        if not self.training:
+            raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
+        self._weights.check()
+        ready = self._reader.read(batch, _given(target), groups=self._weights.groups)
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        step = self._step(ready.batch, Mode(True, True, self._cast()), ready.targets)
+        step.scales = [share * scale for share in ready.shares]
+        step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
+        is_done = False
+        try:
+            with self._weights.gathering(is_scaled=self._scaler is not None):
+                self._run(step)
+            is_done = True
+        finally:
+            self._setup.end_step(is_done=is_done)
+        return self._total(step, ready.shares)
+
+    @torch.no_grad()
+    def evaluate(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
+        """Return the loss of a batch in evaluation; gradients and the mode stay as they are."""
+        self._weights.check()
+        ready = self._reader.read(batch, _given(target))
+        with self._in_mode(False):
+            step = self._step(ready.batch, Mode(False, False, self._cast()), ready.targets)
+            self._run(step)
+        return self._total(step, ready.shares)
+
+    @torch.no_grad()
+    def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
+        """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.
+
+        Args:
+            batch: as the example.
+            gather: under torchrun, who gets the outputs: "all" lanes, or the "last" only (others get None).
+        """
+        if gather not in ("all", "last"):
+            raise UsageError(f"gather: {gather!r} is not one of all, last")
+        self._weights.check()
+        ready = self._reader.read(batch, ())
+        outputs: dict[int, list[Any]] = {}
+        step = self._step(ready.batch, Mode(self.training, False, self._cast()), None, outputs)
+        if self.training:
+            step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
+        self._run(step)
+        made = self._company.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
+        if made is None:
+            return None
+        joined = join_results([made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes)
+        return rebuild(self._chains[0].results(self.training).template(), joined)
+
+    __call__ = forward
+
+    def _step(
+        self, batch: Any, mode: Mode, targets: Sequence[Any] | None, outputs: dict[int, list[Any]] | None = None  # noqa: ANN401
+    ) -> Step:  # fmt: skip
+        results = self._chains[0].results(mode.is_training)
+
+        def finish(tensors: Sequence[Any], mb: int) -> torch.Tensor | None:
+            if outputs is not None:
+                outputs[mb] = [tensor.detach() for tensor in tensors]
+                return None
+            assert targets is not None
+            if step.scales and step.scales[mb] == 0:  # nothing counts, and a mean over nothing is not a number
+                return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(()))
+            return find_loss(rebuild(results.template(), tensors), self._loss, targets[mb])
+
+        self._number += 1
+        step = Step(self._number, batch, mode, finish)
+        return step
+
+    def _run(self, step: Step) -> None:
+        executors = self._setup.executors(training=step.mode.is_training, has_backward=step.mode.has_backward)
+        recording = self._recording
+        if recording is None:
+            self._company.run(executors, step, None)
+            return
+        spans = recording.begin(step, self._setup.lowered(step.mode.is_training), len(executors))
+        self._company.run(executors, step, spans)
+        recording.end(self._company)
+
+    def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
+        losses = self._company.share_losses(step, self.schedule)
+        terms = [losses[mb] * share for mb, share in enumerate(shares) if share]
+        if self.schedule.versions is not None:  # each update has a loss of its own; told is their mean
+            terms = [losses[mb] * (size / sum(step.batch.sizes)) for mb, size in enumerate(step.batch.sizes)]
+        return torch.stack(terms).sum()
+
+    def _cast(self) -> torch.dtype | None:
+        """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
+        if self._autocast is not None:
+            return self._autocast
+        kind = self.devices[0].type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    # ---- modes
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put all stages into training."""
+        self.training = mode
+        for chain in self._chains:
+            chain.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put all stages into evaluation."""
+        return self.train(False)
+
+    @contextmanager
+    def _in_mode(self, training: bool) -> Iterator[None]:
+        before = self.training
+        self.train(training)
+        try:
+            yield
+        finally:
+            self.train(before)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of parameters that several lanes hold unsummed until the first step outside."""
+        with self._weights.unsynchronised():
+            yield
+
+    @property
+    def timeout(self) -> float:
+        """The seconds that a lane waits for a value before it says that the other hangs."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._company.wait_at_most(_seconds(seconds))
+        self._timeout = seconds
+
+    # ---- weights
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the lanes that run here, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the lanes that run here under the model's own names, each once."""
+        yield from self._weights.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self._weights.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all stages is at most so much; return the norm as it was."""
+        return self._weights.clip_grad_norm_(max_norm, norm_type)
+
+    @property
+    def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
+        """The optimizers of stages, where the schedule updates weights within the step."""
+        return self._weights.optimizers
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers of the lanes that run here, under the model's own names."""
+        return self._weights.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load the model's own state dict, or a lane's part of it; names that other lanes hold are passed over."""
+        self._weights.load_state_dict(state, strict=strict)
+
+    # ---- seeing
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Measure the steps inside; what is yielded is the timeline of the last of them, once it is left."""
+        if self._recording is not None:
+            raise UsageError("record() is open already")
+        recording = Recording(self.schedule, self._held_bytes)
+        self._recording = recording
+        try:
+            yield recording
+        finally:
+            self._recording = None
+
+    def _held_bytes(self) -> dict[str, NDArray[np.float64]]:
+        """Return what each stage holds for a micro-batch, as far as a profile has told."""
+        predicted = self._decision.predicted()
+        none = np.zeros(self.schedule.num_stages)
+        names = ("saved_bytes", "pending_bytes", "input_bytes")
+        return {name: none if predicted is None else getattr(predicted, name) for name in names}
+
+    def explain(self) -> Explanation:
+        """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
+        return self._decision.explain()
+
+    # ---- ending
+
+    def close(self) -> None:
+        """Stop the lanes; a pipeline that is left alone does so by itself."""
+        self._company.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.schedule!r}, cuts={list(self.cuts)})"
+
+
+def _seconds(timeout: float) -> float:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise UsageError(f"timeout: must be more than 0 seconds; given: {timeout!r}")
+    return float(timeout)
+
+
+def _given(target: object) -> tuple[Any, ...]:
+    return () if target is _NOTHING else (target,)

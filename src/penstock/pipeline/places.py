@@ -1,0 +1,69 @@
+"""Places: how many lanes there are, and the device of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.runtime.company import world_size
+from penstock.schedule.counts import check_count
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["check_devices", "choose_lanes", "threads_per_lane"]
+
+_LANES = 2  # where nothing is said
+
+
+def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: object) -> int:
+    """Return how many lanes there are: as asked, as processes, as devices, or as the schedule has."""
+    if lanes is not None:
+        check_count("lanes", lanes, 1 << 16)
+    processes = world_size()
+    if processes > 1:
+        if lanes not in (None, processes):
+            raise UsageError(f"lanes: {lanes}, but there are {processes} processes, and each is a lane; leave it out")
+        return processes
+    if isinstance(schedule, Schedule):
+        if lanes not in (None, schedule.num_lanes):
+            raise UsageError(f"lanes: {lanes}, but the schedule has {schedule.num_lanes}; leave it out")
+        return schedule.num_lanes
+    if lanes is not None:
+        return lanes
+    if devices is not None and not isinstance(devices, (str, torch.device, int)):
+        return max(1, len(devices))
+    return max(_LANES, torch.cuda.device_count())
+
+
+def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes: int) -> list[torch.device]:
+    """Return one device for each lane.
+
+    Raises:
+        UsageError: when there are not as many as lanes, or one of them does not exist.
+    """
+    if devices is None:
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", lane % count) if count else torch.device("cpu") for lane in range(num_lanes)]
+    listed = [devices] * num_lanes if isinstance(devices, (str, torch.device, int)) else list(devices)
+    if len(listed) != num_lanes:
+        raise UsageError(f"devices: give one for each lane; devices: {len(listed)}, lanes: {num_lanes}")
+    found = []
+    for given in listed:
+        try:
+            device = torch.device(given)
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise UsageError(f"devices: {given!r} cannot be used: {str(error).splitlines()[0]}") from None
+        if device.type == "meta":
+            raise UsageError("devices: nothing runs on meta")
+        found.append(device)
+    return found
+
+
+def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
+    """Return how many threads torch may use in each lane of the CPU, so that lanes do not fight for cores."""
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    if on_cpu < 2 or world_size() > 1:
+        return None
+    return max(1, torch.get_num_threads() // on_cpu)

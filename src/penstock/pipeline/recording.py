@@ -1,0 +1,120 @@
+"""Recording: the measured timeline of a step, put together from what all lanes wrote down, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+from penstock.planning.causes import find_causes
+from penstock.report.timeline import Timeline
+from penstock.runtime.company import Company
+from penstock.runtime.executor import Spans
+from penstock.runtime.step import Step
+from penstock.schedule.actions import KIND_INDEX, Kind
+from penstock.schedule.lower import Lowered
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Recording"]
+
+_RECEIVES = (KIND_INDEX[Kind.RECV_F], KIND_INDEX[Kind.RECV_B])
+_SENDS = (KIND_INDEX[Kind.SEND_F], KIND_INDEX[Kind.SEND_B])
+
+
+class Recording:
+    """What was measured. It has all that a Timeline has: `bubble`, `to_html` and so on are those of the last step."""
+
+    def __init__(self, schedule: Schedule, bytes_of: Callable[[], dict[str, NDArray[np.float64]]]) -> None:
+        self._schedule, self._bytes_of = schedule, bytes_of
+        self._lowered: Lowered | None = None
+        self._spans: list[Spans] = []
+        self._is_whole = False
+        self.timelines: list[Timeline] = []
+
+    def begin(self, step: Step, lowered: Lowered, num_lanes: int) -> list[Spans]:
+        """Return empty lists for the lanes that run here to write into."""
+        self._lowered, self._spans = lowered, [[] for _ in range(num_lanes)]
+        # of a step that leaves actions out there is no order to hold the bubble against
+        self._is_whole = step.mode.has_backward and step.batch.num_mbs == self._schedule.num_mbs
+        return self._spans
+
+    def end(self, company: Company) -> None:
+        """Put the timeline of the step together."""
+        assert self._lowered is not None
+        offset = company.clock_offset()
+        own = [
+            [(place, start / 1e9 + offset, end / 1e9 + offset) for place, start, end in spans] for spans in self._spans
+        ]
+        everyone = [span for process in company.gather(own) for lane in process for span in lane]
+        self.timelines.append(_timeline(self._lowered, everyone, self._bytes_of(), is_whole=self._is_whole))
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last step that was recorded.
+
+        Raises:
+            UsageError: when none was.
+        """
+        if not self.timelines:
+            raise UsageError("nothing was recorded: run a step inside `with pipe.record() as timeline:`")
+        return self.timelines[-1]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a timeline has
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.timeline, name)
+
+    def __len__(self) -> int:
+        return len(self.timeline)
+
+    def __repr__(self) -> str:
+        return f"Recording({self.timelines[-1]!r})" if self.timelines else "Recording(nothing yet)"
+
+
+def _timeline(
+    lowered: Lowered, spans: Sequence[Sequence[float]], held: dict[str, NDArray[np.float64]], *, is_whole: bool
+) -> Timeline:
+    rows, schedule = lowered.rows, lowered.schedule
+    table = np.array(spans, dtype=np.float64).reshape(-1, 3)
+    place = table[:, 0].astype(np.int64)
+    first = table[:, 1].min() if len(table) else 0.0
+    start, end = table[:, 1] - first, table[:, 2] - first
+    kind = rows.kind[place]
+    is_send = np.isin(kind, _SENDS)
+    # a send has arrived when its receiver, which waited for it, had it; where nobody waited nobody knows
+    end = np.where(is_send, _arrivals(lowered, place, start, end, np.isin(kind, _RECEIVES)), end)
+    to_lane = np.full(len(place), -1, dtype=np.int32)
+    sends = np.flatnonzero(is_send)
+    to_lane[sends] = schedule.home_table[rows.peer[place[sends]], schedule.way_table[rows.mb[place[sends]]]]
+    timeline = Timeline(
+        name=schedule.name,
+        num_lanes=schedule.num_lanes,
+        kind=kind,
+        stage=rows.stage[place],
+        mb=rows.mb[place],
+        lane=rows.lane[place],
+        to_lane=to_lane,
+        start=start,
+        end=end,
+        place=place.astype(np.int32),
+        is_measured=True,
+        saved_bytes=held["saved_bytes"],
+        pending_bytes=held["pending_bytes"],
+        input_bytes=held["input_bytes"],
+    )
+    return replace(timeline, causes=find_causes(timeline, lowered)) if is_whole else timeline
+
+
+def _arrivals(
+    lowered: Lowered, place: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64],
+    is_receive: NDArray[np.bool_],
+) -> NDArray[np.float64]:  # fmt: skip
+    """Return for each send when its receiver, which waited for it, had it; not a number where nobody waited."""
+    waited = is_receive & (end - start > 1e-4)
+    at_send = np.full(len(lowered.rows), np.nan)
+    at_send[lowered.flow.needs[place[waited], 0]] = end[waited]
+    return at_send[place]

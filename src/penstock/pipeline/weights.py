@@ -1,0 +1,324 @@
+"""Weights: the parameters of a pipeline's lanes, what they share, and their gradients over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.stages import Chain, Stage
+from penstock.runtime.company import Company
+from penstock.runtime.setup import stage_on
+from penstock.schedule.actions import Kind
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """What the lanes hold.
+
+    A parameter that stages of several lanes use lives on each of them. In one process and on one device that is the
+    same tensor; otherwise its gradients are added up once at the end of a step, and are then the same on all lanes.
+
+    Args:
+        chains: the stages, for each way of the schedule.
+        schedule: says where stages live.
+        devices: of each lane.
+        company: the lanes.
+        make_optimizer: where the schedule updates weights within the step.
+    """
+
+    def __init__(
+        self, chains: Sequence[Chain], schedule: Schedule, devices: Sequence[torch.device], company: Company,
+        *, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    ) -> None:  # fmt: skip
+        self._chain, self._schedule, self._company, self._devices = chains[0], schedule, company, devices
+        self._stages: dict[tuple[int, int], Stage] = {
+            (lane, s): stage_on(chains, schedule, lane, s) for lane in company.lanes for s in schedule.stages_of(lane)
+        }
+        self._place()
+        self._holders = self._find_holders(chains[0])
+        self._number_of = {name: number for number, name in enumerate(self._holders)}
+        self._waits: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
+        self._is_synchronised = True
+        self.optimizers = self._make_optimizers(make_optimizer)
+        self.groups = _update_groups(schedule)
+        self._spread()
+
+    # ---- where they are
+
+    def _place(self) -> None:
+        """Put each stage's parameters on its lane's device; one that another device holds already gets a copy."""
+        home_of: dict[int, torch.device] = {}
+        self._is_empty = False
+        for (lane, _), stage in self._stages.items():
+            device = self._devices[lane]
+            for name in list(stage.held):
+                tensor = stage.held.get(name)
+                if tensor.is_meta:
+                    self._is_empty = True
+                    stage.held.set(name, _materialised(tensor, device))
+                elif id(tensor) in home_of and home_of[id(tensor)] != device:
+                    stage.held.set(name, _copied(tensor, device))
+                elif tensor.device != device:
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.data = tensor.data.to(device)
+                    else:
+                        stage.held.set(name, tensor.to(device))
+                home_of[id(stage.held.get(name))] = device
+
+    def _find_holders(self, chain: Chain) -> dict[str, tuple[int, ...]]:
+        """Return the parameters that more than one lane holds, and these lanes."""
+        lanes_of: dict[str, set[int]] = {}
+        for s, stage in enumerate(chain.stages):
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
+        return {name: tuple(sorted(lanes)) for name, lanes in lanes_of.items() if len(lanes) > 1}
+
+    def check(self) -> None:
+        """Raise if parameters have no values yet.
+
+        Raises:
+            UsageError: when the model was on meta and no state was loaded.
+        """
+        if self._is_empty:
+            raise UsageError(
+                "the model was on meta, so its parameters have no values yet: call load_state_dict() first"
+            )
+
+    def _own(self, name: str) -> list[nn.Parameter]:
+        """Return the tensors that lanes of this process hold under a name, each once."""
+        found: dict[int, nn.Parameter] = {}
+        for stage in self._stages.values():
+            if name in stage.held:
+                tensor = stage.held.get(name)
+                found[id(tensor)] = tensor  # type: ignore[assignment]  # asked for parameters only
+        return list(found.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the lanes that run here, each once."""
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers under the model's own names: all of them, where modules share a tensor."""
+        held: dict[str, torch.Tensor] = {}
+        for stage in self._stages.values():
+            held.update((name, t) for name, t in stage.state_dict().items() if name not in held)
+        return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+        """Copy values into parameters and buffers.
+
+        Raises:
+            UsageError: listing what is missing, not in the model, or of another shape; nothing was copied then.
+        """
+        own: dict[str, list[torch.Tensor]] = {}
+        for stage in self._stages.values():
+            for name, tensor in stage.state_dict(keep_vars=True).items():
+                if all(tensor is not other for other in own.setdefault(name, [])):
+                    own[name].append(tensor)
+        known = {
+            n for stage in self._chain.stages for n in stage.state_dict(keep_vars=True)
+        } | self._chain.aliases.keys()
+        missing = [name for name in own if name not in state]
+        unknown = [name for name in state if name not in known]
+        wrong = [
+            f"{name}: {tuple(state[name].shape)} for {tuple(tensors[0].shape)}"
+            for name, tensors in own.items()
+            if name in state and state[name].shape != tensors[0].shape
+        ]
+        if wrong or (strict and (missing or unknown)):
+            raise UsageError(
+                f"the state does not fit the model; missing: {', '.join(missing) or 'none'}; "
+                f"not in the model: {', '.join(unknown) or 'none'}; of another shape: {', '.join(wrong) or 'none'}"
+            )
+        with torch.no_grad():
+            for name, tensors in own.items():
+                for tensor in tensors if name in state else ():
+                    tensor.copy_(state[name])
+        self._is_empty = self._is_empty and bool(missing)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget all gradients."""
+        self._waits.clear()
+        for _, parameter in self.named_parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    # ---- gradients over lanes
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Leave gradients of shared parameters unsummed."""
+        before, self._is_synchronised = self._is_synchronised, False
+        try:
+            yield
+        finally:
+            self._is_synchronised = before
+
+    @contextmanager
+    def gathering(self, *, is_scaled: bool) -> Iterator[None]:
+        """Run a step inside; then add up what lanes have of shared parameters, once.
+
+        Only what the step adds is summed: what was there before is the same on all lanes already.
+        """
+        shared = self._apart()
+        before = {name: [p.grad for p in self._own(name)] for name in shared}
+        for name in shared:
+            for place, parameter in enumerate(self._own(name)):
+                parameter.grad = self._waits.get(f"{place}:{name}")
+        try:
+            yield
+        except BaseException:
+            for name, gradients in before.items():
+                for parameter, gradient in zip(self._own(name), gradients, strict=True):
+                    parameter.grad = gradient
+            raise
+        if self._is_synchronised:
+            self._sum(shared)
+            self._waits.clear()
+        for name, gradients in before.items():
+            for place, (parameter, gradient) in enumerate(zip(self._own(name), gradients, strict=True)):
+                new = parameter.grad
+                if not self._is_synchronised and new is not None:
+                    self._waits[f"{place}:{name}"], new = new, None
+                parameter.grad = new if gradient is None else gradient if new is None else gradient + new
+        if is_scaled:
+            self._share_overflow()
+
+    def _apart(self) -> list[str]:
+        """Return the shared parameters whose holders are different tensors, of which this process has one."""
+        mine = set(self._company.lanes)
+        return [
+            name
+            for name, lanes in self._holders.items()
+            if mine & set(lanes) and (not set(lanes) <= mine or len(self._own(name)) > 1)
+        ]
+
+    def _sum(self, names: Sequence[str]) -> None:
+        mine = set(self._company.lanes)
+        for name in names:
+            own, lanes = self._own(name), self._holders[name]
+            local = _added([p.grad for p in own], own[0].device)
+            parts = [local]
+            if not set(lanes) <= mine:
+                parts = [given[0] for given in self._company.exchange(self._number_of[name], [local], lanes)]
+            total = _added(parts, own[0].device)
+            for parameter in own:
+                parameter.grad = None if total is None else total.to(parameter.device)
+
+    def _share_overflow(self) -> None:
+        """Let all lanes see that one of them overflowed: then all skip the update, or none."""
+        is_finite = all(bool(p.grad.isfinite().all()) for _, p in self.named_parameters() if p.grad is not None)
+        if all(self._company.gather(is_finite)):
+            return
+        for _, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.view(-1)[:1] = float("inf")
+                return
+
+    def _spread(self) -> None:
+        """Let all lanes start from the values of the first that holds a parameter."""
+        mine = set(self._company.lanes)
+        with torch.no_grad():
+            for name, lanes in self._holders.items():
+                if mine & set(lanes) and not set(lanes) <= mine:
+                    own = self._own(name)
+                    first = self._company.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
+                    for parameter in own:
+                        parameter.copy_(first)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over all lanes is at most so much; return the norm as it was."""
+        if not float(max_norm) >= 0 or not float(norm_type) > 0:
+            raise UsageError(f"clip_grad_norm_: max_norm {max_norm} and norm_type {norm_type} must be above zero")
+        seen: set[str] = set()
+        norms = []
+        for name, parameter in self.named_parameters():
+            first = min(self._holders.get(name, self._company.lanes))
+            if parameter.grad is not None and first in self._company.lanes and name not in seen:
+                seen.add(name)  # a parameter on several lanes counts once
+                norms.append(torch.linalg.vector_norm(parameter.grad, norm_type).double().cpu())
+        own = float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
+        all_norms = torch.tensor(self._company.gather(own), dtype=torch.float64)
+        total: torch.Tensor = torch.linalg.vector_norm(all_norms, norm_type)
+        scale = float(max_norm) / (float(total) + 1e-6)
+        if not scale >= 1:  # as torch does, a norm that is not a number shows in all gradients
+            for _, parameter in self.named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return total
+
+    def _make_optimizers(
+        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+    ) -> dict[int, torch.optim.Optimizer]:
+        has_updates = Kind.U in self._schedule.kinds
+        if has_updates and make is None:
+            raise UsageError(
+                f"{self._schedule.name} updates weights within the step: give optimizer=, a function that makes an "
+                "optimizer of a list of parameters, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            )
+        if not has_updates and make is not None:
+            raise UsageError(f"optimizer: {self._schedule.name} does not update weights within the step; leave it out")
+        if make is None:
+            return {}
+        if self._holders:
+            names = ", ".join(self._holders)
+            raise UsageError(
+                f"{self._schedule.name} updates each stage by itself, so no two may share a parameter: {names}"
+            )
+        return {
+            index: make([p for p in stage.parameters() if p.requires_grad])
+            for (_, index), stage in self._stages.items()
+        }
+
+
+def _update_groups(schedule: Schedule) -> list[list[int]] | None:
+    """Return the micro-batches that each update takes together; None where there are no updates."""
+    if Kind.U not in schedule.kinds:
+        return None
+    groups: list[list[int]] = [[]]
+    for action in schedule.lanes[schedule.lane_of[-1]]:
+        if action.stage == schedule.num_stages - 1 and action.kind in (Kind.B, Kind.W):
+            groups[-1].append(action.mb)
+        elif action.stage == schedule.num_stages - 1 and action.kind is Kind.U:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def _added(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
+    there = [g.to(device) for g in gradients if g is not None]
+    if not there:
+        return None
+    total = there[0].clone()
+    for gradient in there[1:]:
+        total += gradient
+    return total
+
+
+def _materialised(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.zeros_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = tensor.detach().to(device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made

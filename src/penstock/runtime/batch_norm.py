@@ -1,0 +1,217 @@
+"""Deferred batch norm: running statistics of the whole batch, though it runs in micro-batches.
+
+Micro-batches are normalised by their own statistics, as in any plain forward. What changes is the running statistics:
+they are updated once a step, from the mean and the variance of all micro-batches together, and a step counts as one
+batch. So they end as if the batch had gone through whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["DeferredStatistics"]
+
+# A buffer's place: executors put other tensors there, so a tensor is no name for a buffer, and its place is.
+Place = tuple[dict[str, torch.Tensor | None], str]
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Given = dict[str, Any]
+
+
+class DeferredStatistics(TorchFunctionMode):
+    """While it is active, batch norm in training collects its statistics instead of updating the running ones.
+
+    Two lanes that share a stage's buffers have one each, enter it while they hold the stage's lock, and commit both
+    together.
+
+    Attributes:
+        collecting: whether statistics count; not while a forward is run again.
+        has_any: whether the stage has buffers that batch norm would update.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> statistics = DeferredStatistics(norm)
+    >>> for rows in torch.arange(12.0).view(6, 2).split(2):
+    ...     with statistics:
+    ...         made = norm(rows)
+    >>> norm.running_mean
+    tensor([0., 0.])
+    >>> statistics.commit()
+    >>> norm.running_mean, norm.num_batches_tracked
+    (tensor([0.5000, 0.6000]), tensor(1))
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.collecting = True
+        self._buffers: dict[str, Place] = {
+            f"{path}.{key}": (module._buffers, key)
+            for path, module in stage.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self._counters = [place for place in self._buffers.values() if place[1] == "num_batches_tracked"]
+        self.has_any = bool(self._counters) or any(key == "running_mean" for _, key in self._buffers.values())
+        self._forget()
+
+    def _forget(self) -> None:
+        self._found: dict[int, tuple[str, Place]] = {}
+        self._sums: dict[tuple[str, int], _Sum] = {}  # by the name of the running mean, and the call within a forward
+        self._num_calls: dict[str, int] = {}
+        self._start: list[torch.Tensor] = []  # the counters before the step
+        self._peak: list[torch.Tensor] = []  # the most that any micro-batch left in them
+
+    def __enter__(self) -> DeferredStatistics:
+        self._num_calls.clear()
+        if not self._start:
+            self._start = [counter.clone() for counter in _tensors(self._counters)]
+            self._peak = [counter.clone() for counter in self._start]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not self._counters:
+            return
+        # each micro-batch counts from where the step began: so a factor that is an average's, 1 / count, is right too
+        counters = list(_tensors(self._counters))
+        if self.collecting:
+            torch._foreach_maximum_(self._peak, counters)
+        torch._foreach_copy_(counters, self._start)
+
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Given | None = None) -> object:
+        """Do a function; batch norm with statistics to keep in its own way."""
+        names = _ARGUMENTS.get(func)
+        if names is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        mean, variance = given.get("running_mean"), given.get("running_var")
+        is_training = given.get("training", func in _ALWAYS_TRAINING)
+        if not is_training or mean is None or variance is None or given["input"].is_meta:
+            return func(**given)
+        return self._normalise(func, given, mean, variance)
+
+    def _normalise(self, func: Function, given: Given, mean: torch.Tensor, variance: torch.Tensor) -> object:
+        """Normalise as plain; with a momentum of 1, what should become running statistics is the micro-batch's own."""
+        momentum = "momentum" if "momentum" in _ARGUMENTS[func] else "exponential_average_factor"
+        own = [torch.zeros_like(mean), torch.zeros_like(variance)]
+        result = func(**given | {"running_mean": own[0], "running_var": own[1], momentum: 1.0})
+        if func in _FUNCTIONAL:  # returns new ones: those are this micro-batch's, and the running ones stay
+            own = list(result[-2:])
+            result = (*result[:-2], mean, variance)
+        if self.collecting:
+            values: torch.Tensor = given["input"]
+            count = values.numel() // max(1, values.shape[1])
+            factor = given.get(momentum, 0.1)
+            self._sum_of(mean, variance).add(count, *own, factor=factor)
+        return result
+
+    def _sum_of(self, mean: torch.Tensor, variance: torch.Tensor) -> _Sum:
+        """Return where to add: a norm that is called twice in a forward updates twice, by different statistics."""
+        name, place = self._find(mean)
+        call = self._num_calls[name] = self._num_calls.get(name, -1) + 1
+        if (name, call) not in self._sums:
+            self._sums[name, call] = _Sum(place, self._find(variance)[1])
+        return self._sums[name, call]
+
+    def _find(self, tensor: torch.Tensor) -> tuple[str, Place]:
+        """Return a buffer's name and place; of a tensor that is no buffer of the stage, some made up for it."""
+        _, (tensors, key) = self._found.get(id(tensor), ("", ({}, "")))
+        if tensors.get(key) is not tensor:
+            own: Place = ({"": tensor}, "")
+            fitting = ((name, place) for name, place in self._buffers.items() if place[0].get(place[1]) is tensor)
+            self._found[id(tensor)] = next(fitting, (f"{id(tensor)}", own))
+        return self._found[id(tensor)]
+
+    @torch.no_grad()
+    def commit(self, *others: DeferredStatistics) -> None:
+        """End the step: update the running statistics and the counters once.
+
+        Args:
+            others: what other lanes collected for the same stage.
+        """
+        sums: dict[tuple[str, int], list[_Sum]] = {}
+        for statistics in (self, *others):
+            for key, found in statistics._sums.items():
+                sums.setdefault(key, []).append(found)
+        for same in sums.values():
+            _update(same)
+        for statistics in (self, *others):
+            if statistics._peak:
+                counters = list(_tensors(statistics._counters))
+                torch._foreach_maximum_(counters, statistics._peak)
+            statistics._forget()
+
+    def reset(self) -> None:
+        """Give the step up: running statistics and counters stay as they were before it."""
+        self._forget()
+
+
+@dataclass
+class _Sum:
+    """What all micro-batches gave one call of one batch norm."""
+
+    mean: Place
+    variance: Place
+    factor: float = 0.0
+    counts: list[int] = field(default_factory=list)
+    means: list[torch.Tensor] = field(default_factory=list)
+    variances: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor, *, factor: float) -> None:
+        """Add a micro-batch: how many values a channel has, their mean and their unbiased variance."""
+        self.counts.append(count)
+        self.means.append(mean)
+        self.variances.append(variance if count > 1 else torch.zeros_like(variance))
+        self.factor = factor
+
+
+def _update(sums: list[_Sum]) -> None:
+    """Update running statistics by those of all micro-batches together."""
+    counts = [count for one in sums for count in one.counts]
+    means = torch.stack([mean for one in sums for mean in one.means]).double()
+    variances = torch.stack([variance for one in sums for variance in one.variances]).double()
+    total = sum(counts)
+    weights = torch.tensor(counts, dtype=torch.float64).to(means.device, non_blocking=True)[:, None]
+    mean = (weights * means).sum(0) / total
+    # squares around the own mean of each micro-batch, and of those means around that of all
+    squares = ((weights - 1) * variances + weights * (means - mean).square()).sum(0)
+    variance = squares / (total - 1) if total > 1 else torch.full_like(squares, torch.nan)
+    for places, new in (([one.mean for one in sums], mean), ([one.variance for one in sums], variance)):
+        buffers = list(_tensors(places))
+        running = buffers[0].double() * (1 - sums[0].factor) + new * sums[0].factor
+        for buffer in buffers:  # the same one, or each lane's own
+            buffer.copy_(running)
+
+
+def _tensors(places: Iterable[Place]) -> Iterator[torch.Tensor]:
+    for tensors, key in places:
+        tensor = tensors[key]
+        if tensor is not None:
+            yield tensor
+
+
+def _arguments() -> dict[Function, tuple[str, ...]]:
+    """Return the functions that update running statistics, with the names of their arguments."""
+    found: dict[Function, tuple[str, ...]] = {
+        functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    }
+    for name in (
+        "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+        "_batch_norm_with_update", "_batch_norm_with_update_functional", "cudnn_batch_norm", "miopen_batch_norm",
+    ):  # fmt: skip
+        packet = getattr(torch.ops.aten, name)
+        names = tuple(argument.name for argument in packet.default._schema.arguments)
+        found |= dict.fromkeys((packet, packet.default, getattr(torch, name, packet)), names)
+    return found
+
+
+_ARGUMENTS = _arguments()
+_FUNCTIONAL = {func for func in _ARGUMENTS if "functional" in str(getattr(func, "_qualified_op_name", func))}
+_ALWAYS_TRAINING = {func for func, names in _ARGUMENTS.items() if "training" not in names}

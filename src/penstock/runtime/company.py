@@ -1,0 +1,154 @@
+"""Company: the lanes that make up a pipeline, in this process or in several, and what they do together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from penstock.errors import UsageError, nearest
+from penstock.runtime.crew import Crew
+from penstock.runtime.executor import Executor, Spans
+from penstock.runtime.step import Step
+from penstock.runtime.transport import Transport
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Company", "LocalCompany", "found_company", "world_size"]
+
+
+TRANSPORTS = ("auto", "shared", "gloo", "nccl")
+
+
+class Company(Protocol):
+    """All lanes of a pipeline, seen from one process."""
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes that run here."""
+        ...
+
+    @property
+    def transports(self) -> Mapping[int, Transport]:
+        """Their ends of the transport."""
+        ...
+
+    @property
+    def rows(self) -> Mapping[int, memoryview]:
+        """Where they say what they are doing."""
+        ...
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let lanes wait so long for a value, and no longer."""
+        ...
+
+    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
+        """Run a step on the lanes that run here.
+
+        Raises:
+            LaneError: when an action failed, on whichever lane.
+        """
+        ...
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Let one process choose for all; `settings` must be the same everywhere."""
+        ...
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave, in the order of their lanes."""
+        ...
+
+    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:
+        """Return what each of some lanes gave, in order; called by all of them under the same number."""
+        ...
+
+    def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
+        """Return the loss of every micro-batch."""
+        ...
+
+    def share_outputs(
+        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
+        """Return the results of every micro-batch, or None where they are for others."""
+        ...
+
+    def clock_offset(self) -> float:
+        """Return what to add to this process's clock, in seconds, to get that of the first."""
+        ...
+
+    def close(self) -> None:
+        """Stop the lanes."""
+        ...
+
+
+class LocalCompany:
+    """All lanes in this process: threads."""
+
+    def __init__(self, num_lanes: int, *, timeout_seconds: float, num_threads: int | None) -> None:
+        self._crew = Crew(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)
+        self.lanes = tuple(range(num_lanes))
+        self.transports: Mapping[int, Transport] = dict(enumerate(self._crew.transports))
+        self.rows = {lane: self._crew.board.row(lane) for lane in self.lanes}
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let lanes wait so long for a value, and no longer."""
+        self._crew.timeout_seconds = self._crew.boxes.timeout_seconds = seconds
+
+    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
+        """Run a step on all lanes."""
+        self._crew.run(executors, step, spans)
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Choose."""
+        return choose()
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what this process gave."""
+        return [thing]
+
+    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
+        """Return what was given: lanes of one process hold the same parameters."""
+        return [list(tensors)]
+
+    def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
+        """Return the loss of every micro-batch."""
+        return step.losses
+
+    def share_outputs(
+        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
+    ) -> Mapping[int, list[Any]] | None:  # fmt: skip
+        """Return the results of every micro-batch."""
+        return outputs
+
+    def clock_offset(self) -> float:
+        """All lanes read one clock."""
+        return 0.0
+
+    def close(self) -> None:
+        """Stop the lanes."""
+        self._crew.close()
+
+
+def world_size() -> int:
+    """Return how many processes there are: those of torch.distributed, or that torchrun started."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def found_company(
+    num_lanes: int, *, devices: Sequence[torch.device], timeout_seconds: float, num_threads: int | None, transport: str
+) -> Company:  # fmt: skip
+    """Return the lanes of a pipeline: threads of this process, or processes."""
+    if transport not in TRANSPORTS:
+        raise UsageError(
+            f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}.{nearest(transport, TRANSPORTS)}"
+        )
+    if world_size() > 1:
+        from penstock.runtime.processes import ProcessCompany
+
+        return ProcessCompany(devices, timeout_seconds=timeout_seconds, transport=transport)
+    if transport != "auto":
+        raise UsageError(f"transport: {transport!r} is for lanes that are processes; these are threads: leave it out")
+    return LocalCompany(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)

@@ -1,0 +1,282 @@
+"""DistributedTransport: lanes in processes of their own; values through shared memory, or by torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import HangError, LaneError, LostError
+from penstock.runtime import segments
+from penstock.runtime.letters import BY_TORCH, HEAD, INLINE, Description, Head, Known
+from penstock.runtime.links import Frame, Links
+from penstock.runtime.point_to_point import PointToPoint
+from penstock.runtime.transport import Key, Payload
+
+__all__ = ["ABORT", "BOARD", "GOODBYE", "JSON", "PING", "PONG", "DistributedTransport"]
+
+# types of frames
+DATA, DESCRIPTION, SEGMENT, JSON, ABORT, GOODBYE, PING, PONG, BOARD = range(9)
+
+HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
+HEAD_OF_TAG = struct.Struct("<I")
+HEAD_OF_SEGMENT = struct.Struct("<IQ")  # its number, and its bytes
+
+_INLINE_BYTES = 1 << 14  # smaller values travel with their head
+_ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
+_LOOK_SECONDS = 1.0
+
+
+class _Letter(NamedTuple):
+    """A message that is to be copied into shared memory."""
+
+    key: Key
+    step: int
+    to_lane: int
+    payload: Payload
+    number: int
+    description: Description
+
+
+class DistributedTransport:
+    """One process's end: what it sends to the others, and what has come.
+
+    Args:
+        links: the sockets.
+        device: of the lane.
+        timeout_seconds: the longest it waits.
+        by_torch: moves values by torch.distributed; None to use shared memory.
+        on_hang: makes the error of a lane that waited too long.
+    """
+
+    def __init__(
+        self, links: Links, *, device: torch.device, timeout_seconds: float, by_torch: PointToPoint | None,
+        on_hang: Callable[[int, int, str], HangError],
+    ) -> None:  # fmt: skip
+        self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
+        self.lane = links.lane
+        self._by_torch, self._on_hang = by_torch, on_hang
+        self._known = {other: Known() for other in links.peers}
+        self._descriptions: dict[tuple[int, int], Description] = {}
+        self._outgoing = {other: segments.Outgoing() for other in links.peers}
+        self._incoming = {other: segments.Incoming() for other in links.peers}
+        self._here: dict[tuple[int, Key], Any] = {}
+        self._letters: dict[tuple[int, str], Any] = {}
+        self._step = 0
+        self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
+        self._aside: _Aside | None = None
+
+    # ---- values
+
+    def start(self, step: int) -> None:
+        """Begin a step: what is left of earlier ones is thrown away."""
+        self._step = step
+        for name in [name for name in self._here if name[0] < step]:
+            del self._here[name]
+        if self._by_torch is not None:
+            self._by_torch.start()
+
+    def send(self, key: Key, to_lane: int, payload: Payload) -> None:
+        """Hand values to a lane; big ones are copied beside compute."""
+        try:
+            self._send(key, to_lane, payload)
+        except LostError:
+            self.check()  # perhaps it has told why it left
+            raise
+
+    def _send(self, key: Key, to_lane: int, payload: Payload) -> None:
+        number, description, is_new = self._known[to_lane].number(payload)
+        if is_new:
+            self.links.send(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
+        size = description.num_bytes
+        if size <= _INLINE_BYTES:
+            room = torch.empty(size, dtype=torch.uint8)
+            description.write(payload, room)
+            body = Head(self._step, key, number, INLINE, size).pack() + room.numpy().tobytes()
+            self.links.send(to_lane, DATA, body)
+        elif self._by_torch is not None:
+            tag = self._by_torch.next_tag()
+            self.links.send(to_lane, DATA, Head(self._step, key, number, BY_TORCH, size).pack() + HEAD_OF_TAG.pack(tag))
+            self._by_torch.send(to_lane, tag, description, payload)
+        elif size < _ASIDE_BYTES:
+            self._send_shared(_Letter(key, self._step, to_lane, payload, number, description))
+        else:
+            if self._aside is None:
+                self._aside = _Aside(self._send_shared)
+            self._aside.put(_Letter(key, self._step, to_lane, payload, number, description))
+
+    def _send_shared(self, letter: _Letter) -> None:
+        """Copy values into memory that the receiver sees, and tell it."""
+        segment, is_new = self._outgoing[letter.to_lane].take(letter.description.num_bytes)
+        letter.description.write(letter.payload, segment.bytes)
+        if is_new:
+            body = HEAD_OF_SEGMENT.pack(segment.number, segment.num_bytes)
+            self.links.send(letter.to_lane, SEGMENT, body, (segment.descriptor,))
+        head = Head(letter.step, letter.key, letter.number, segment.number, letter.description.num_bytes)
+        self.links.send(letter.to_lane, DATA, head.pack())
+
+    def has(self, key: Key) -> bool:
+        """Return whether values are there already."""
+        self._read(0.0)
+        return (self._step, key) in self._here
+
+    def receive(self, key: Key, from_lane: int) -> Payload:
+        """Return values from a lane, when they are there."""
+        name = (self._step, key)
+        if name not in self._here:
+            self._wait(lambda: name in self._here, from_lane, str(key))
+        head, body = self._here.pop(name)
+        description = self._descriptions[from_lane, head.description]
+        if head.segment == INLINE:
+            room = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+        elif head.segment == BY_TORCH:
+            work, room = body
+            work.wait()
+        else:
+            room = self._incoming[from_lane].read(head.segment, head.num_bytes)
+        return description.read(room, self.device)
+
+    # ---- words
+
+    def tell(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+        """Send a lane something small under a name."""
+        self.links.send(to_lane, JSON, json.dumps([name, thing]).encode())
+
+    def hear(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
+        """Return what a lane told under a name, when it is there."""
+        at = (from_lane, name)
+        if at not in self._letters:
+            self._wait(lambda: at in self._letters, from_lane, name)
+        return self._letters.pop(at)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell all others that this lane failed."""
+        body = json.dumps([self._step, type(error).__name__, str(error)]).encode()
+        for other, peer in self.links.peers.items():
+            if peer.is_open:
+                try:
+                    self.links.send(other, ABORT, body)
+                except LostError:
+                    continue
+
+    def recover(self) -> None:
+        """Forget a failure that has been raised: the next step may run."""
+        self._failure = None
+        self._here.clear()
+
+    # ---- reading
+
+    def _wait(self, is_there: Callable[[], bool], from_lane: int, what: str) -> None:
+        end = time.monotonic() + self.timeout_seconds
+        while not is_there():
+            self._check(from_lane)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise self._on_hang(self.lane, from_lane, what)
+            self._read(min(left, _LOOK_SECONDS))
+
+    def check(self) -> None:
+        """Raise what another lane has told of, or that one is gone."""
+        self._read(0.0)
+        self._check(None)
+
+    def _check(self, from_lane: int | None) -> None:
+        if self._failure is not None:
+            _, step, name, message = self._failure
+            self._failure = None
+            kind = {"HangError": HangError, "LostError": LostError}.get(name, LaneError)
+            error = kind(message if step == self._step else f"in step {step}, which this lane had ended: {message}")
+            error.was_told = True
+            raise error
+        gone = self.links.lost
+        if gone:
+            raise LostError(f"lane {gone[0]} is gone: its process ended without a word (killed, or out of memory?)")
+        if from_lane is not None and not self.links.peers[from_lane].is_open:
+            raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
+
+    def _read(self, seconds: float) -> None:
+        for frame in self.links.read(seconds):
+            self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        peer, kind, body, _ = frame
+        if kind == DATA:
+            head = Head.unpack(body)
+            rest: Any = body[HEAD.size :]
+            if head.segment == BY_TORCH:  # posted at once, in the order of the sends
+                assert self._by_torch is not None
+                (tag,) = HEAD_OF_TAG.unpack(rest)
+                rest = self._by_torch.post(peer, tag, head.num_bytes)
+            if head.step >= self._step:
+                self._here[head.step, head.key] = (head, rest)
+            elif head.segment not in (INLINE, BY_TORCH):
+                self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
+        elif kind == DESCRIPTION:
+            (number,) = HEAD_OF_DESCRIPTION.unpack_from(body)
+            self._descriptions[peer, number] = Description.from_json(body[HEAD_OF_DESCRIPTION.size :])
+        elif kind == SEGMENT:
+            number, num_bytes = HEAD_OF_SEGMENT.unpack(body)
+            self._incoming[peer].add(number, self.links.descriptor(peer), num_bytes)
+        elif kind == JSON:
+            name, thing = json.loads(body)
+            self._letters[peer, name] = thing
+        elif kind == ABORT:
+            step, name, message = json.loads(body)
+            self._failure = self._failure or (peer, step, name, message)
+        elif kind == GOODBYE:
+            self.links.peers[peer].said_goodbye = True
+        elif kind == BOARD:
+            self._letters[peer, "board"] = True
+        elif kind == PING:
+            self.links.send(peer, PONG, body + str(time.monotonic_ns()).encode())
+        elif kind == PONG:
+            sent, theirs = body.split(b",")
+            self._letters[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
+
+    def close(self) -> None:
+        """Say goodbye, and close everything."""
+        if self._aside is not None:
+            self._aside.close()
+        for other, peer in self.links.peers.items():
+            if peer.is_open:
+                try:
+                    self.links.send(other, GOODBYE, b"")
+                except LostError:
+                    continue
+        self.links.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+
+
+class _Aside:
+    """A thread that copies big values, so that the lane computes on."""
+
+    def __init__(self, send: Callable[[_Letter], None]) -> None:
+        self._tasks: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._send = send
+        self._thread = threading.Thread(target=self._work, name="penstock-send", daemon=True)
+        self._thread.start()
+
+    def put(self, task: _Letter) -> None:
+        """Hand over one message."""
+        self._tasks.put(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._send(task)
+            except LostError:
+                continue  # the lane itself finds out, and says so
+            finally:
+                del task
+
+    def close(self) -> None:
+        """End the thread when all is sent."""
+        self._tasks.put(None)
+        self._thread.join(timeout=5.0)

@@ -1,0 +1,190 @@
+"""Executor: runs one lane's program. It knows neither threads nor processes: values come and go by a transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import LaneError
+from penstock.model.source import line_of
+from penstock.runtime.program import Instruction, LaneProgram
+from penstock.runtime.stage_run import Record, StageRun
+from penstock.runtime.step import Step
+from penstock.runtime.transport import Key, Stopped, Transport
+from penstock.runtime.versions import Versions
+from penstock.schedule.actions import Kind
+
+__all__ = ["Executor"]
+
+Spans = list[tuple[int, int, int]]  # place, start and end in nanoseconds
+
+
+class Executor:
+    """One lane.
+
+    Args:
+        program: what the lane does.
+        stages: its stages, by number.
+        transport: how values come and go.
+        board_row: where to say what it is doing.
+        versions: of the weights, where they change within a step.
+        program_of: of any lane, for errors.
+    """
+
+    def __init__(
+        self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
+        *, program_of: Callable[[int], LaneProgram], versions: Versions | None = None,
+    ) -> None:  # fmt: skip
+        self.program_of = program_of
+        self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
+        self.versions = versions
+        self._row = board_row
+        self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
+        self._do = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._records: dict[tuple[int, int], Record] = {}
+        self._arrived: dict[tuple[int, int, int], list[Any]] = {}  # by source, target, micro-batch
+        self._gradients: dict[tuple[int, int, int], list[Any]] = {}
+        self._leaving: dict[Key, list[Any]] = {}
+
+    def run(self, step: Step, spans: Spans | None = None) -> None:
+        """Run the lane's program for one step; `spans` is filled with when each action ran.
+
+        Raises:
+            LaneError: naming the action, the stage and the line in the model, from what was raised there.
+            Stopped: when another lane failed.
+        """
+        self._step = step
+        self.transport.start(step.number)
+        row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
+        row[2] = step.number
+        instruction = None
+        try:
+            for at, (do, instruction) in enumerate(self._do):
+                if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
+                    continue
+                row[0], row[1] = at, clock()
+                do(instruction)
+                if spans is not None:
+                    spans.append((instruction.place, row[1], clock()))
+        except (Stopped, LaneError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise LaneError(self._message(instruction, error)) from error
+        finally:
+            self._clear()
+            if self.versions is not None:
+                self.versions.end()
+            row[0], row[1] = -1, clock()
+
+    def _message(self, instruction: Instruction | None, error: Exception) -> str:
+        if instruction is None:
+            return f"lane {self.lane}: {type(error).__name__}: {error}"
+        action = instruction.action
+        where = (
+            f"lane {self.lane}, stage {action.stage}, micro-batch {action.mb}, action {action} ({action.kind.words})"
+        )
+        return f"{where}: {type(error).__name__}: {error} {line_of(error)}".rstrip()
+
+    # ---- one handler a kind
+
+    def _forward(self, i: Instruction) -> None:
+        run, step, mb = self.stages[i.stage], self._step, i.mb
+        arrived = {edge.source: self._arrived.pop((edge.source, i.stage, mb)) for edge in run.into}
+        key = (i.stage, mb)
+        recomputes = key in self.program.recomputed
+        if self.versions is not None:
+            self.versions.use(i.stage, i.version)
+        record = run.forward(step, mb, arrived, is_split=key in self.program.split, recomputes=recomputes)
+        if run.is_last and record.loss is not None:
+            step.losses[mb] = record.loss.detach()
+        for edge in run.out_of:
+            values = run.outgoing(record, edge, recomputes=recomputes)
+            if (edge.target, mb) in self._local:
+                self._arrived[i.stage, edge.target, mb] = values
+            else:
+                self._leaving[Key("F", i.stage, edge.target, mb)] = values
+        if step.mode.has_backward:
+            if recomputes:
+                record.made, record.loss = (), None
+            record.version = i.version
+            self._records[key] = record
+
+    def _recompute(self, i: Instruction) -> None:
+        key = (i.stage, i.mb)
+        record = self._records[key]
+        if self.versions is not None:
+            self.versions.use(i.stage, record.version)
+        self.stages[i.stage].recompute(self._step, i.mb, record, is_split=key in self.program.split)
+
+    def _backward(self, i: Instruction) -> None:
+        run, mb = self.stages[i.stage], i.mb
+        key = (i.stage, mb)
+        record = self._records.pop(key)
+        gradients = {edge.target: self._gradients.pop((edge.target, i.stage, mb)) for edge in run.out_of}
+        made = run.backward(self._step, mb, record, gradients)
+        for edge in run.into:
+            if (edge.source, mb) in self._local:
+                self._gradients[i.stage, edge.source, mb] = made[edge.source]
+            else:
+                self._leaving[Key("B", i.stage, edge.source, mb)] = made[edge.source]
+        if record.pending is not None:
+            record.leaves = {}
+            self._records[key] = record
+
+    def _weight_grad(self, i: Instruction) -> None:
+        pending = self._records.pop((i.stage, i.mb)).pending
+        if pending is not None:
+            pending.run()
+
+    def _update(self, i: Instruction) -> None:
+        if self.versions is None:
+            raise LaneError(f"lane {self.lane}: {i.action} updates weights, but there is no optimizer")
+        self.versions.update(i.stage, i.version, int(self._row[0]))
+
+    def _send(self, i: Instruction) -> None:
+        key = Key.of(i.kind, i.stage, i.peer, i.mb)
+        values = self._leaving.pop(key, None)
+        if values is not None:  # two stages may have nothing to say to each other
+            self.transport.send(key, i.lane, values)
+
+    def _receive_activation(self, i: Instruction) -> None:
+        if any(edge.source == i.peer for edge in self.stages[i.stage].into):
+            key = Key.of(i.kind, i.stage, i.peer, i.mb)
+            self._arrived[i.peer, i.stage, i.mb] = list(self.transport.receive(key, i.lane))
+
+    def _receive_gradient(self, i: Instruction) -> None:
+        if any(edge.target == i.peer for edge in self.stages[i.stage].out_of):
+            key = Key.of(i.kind, i.stage, i.peer, i.mb)
+            self._gradients[i.peer, i.stage, i.mb] = list(self.transport.receive(key, i.lane))
+
+    def _offload(self, i: Instruction) -> None:
+        saved = self._records[i.stage, i.mb].saved
+        if saved is not None:
+            saved.offload()
+
+    def _fetch(self, i: Instruction) -> None:
+        saved = self._records[i.stage, i.mb].saved
+        if saved is not None:
+            saved.fetch()
+
+
+_HANDLERS: dict[Kind, Callable[[Executor, Instruction], None]] = {
+    Kind.F: Executor._forward,
+    Kind.B: Executor._backward,
+    Kind.I: Executor._backward,
+    Kind.W: Executor._weight_grad,
+    Kind.U: Executor._update,
+    Kind.SEND_F: Executor._send,
+    Kind.SEND_B: Executor._send,
+    Kind.RECV_F: Executor._receive_activation,
+    Kind.RECV_B: Executor._receive_gradient,
+    Kind.RECOMPUTE: Executor._recompute,
+    Kind.OFFLOAD: Executor._offload,
+    Kind.FETCH: Executor._fetch,
+}
+if missing := [kind for kind in Kind if kind not in _HANDLERS]:  # fails at import, not in the middle of a run
+    raise RuntimeError(f"the executor has no handler for: {missing}")

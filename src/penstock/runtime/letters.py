@@ -1,0 +1,163 @@
+"""Letters: how a message between processes is written: a head of numbers, and a description the first time only.
+
+What a message holds (types, shapes, which values want a gradient) is described once and numbered; from then on the
+number stands for it, so that in the steady state nothing but numbers goes with the values.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import LaneError
+from penstock.runtime.transport import Key
+
+__all__ = ["Description", "Head", "Known", "describe"]
+
+_ALIGN = 64
+_KINDS = ("F", "B", "R")
+HEAD = struct.Struct("<IBIIIIIQ")  # step, kind, source, target, mb, description, segment, bytes
+
+INLINE = 0xFFFFFFFF  # the values stand behind the head
+BY_TORCH = 0xFFFFFFFE  # the values come by torch.distributed
+
+
+@dataclass(frozen=True)
+class Part:
+    """One value of a message: a tensor's type, shape and place; or a plain value."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+    wants_grad: bool = False
+    offset: int = 0
+    num_bytes: int = 0
+    plain: Any = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All values of a message, and how many bytes they take."""
+
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+    def to_json(self) -> bytes:
+        """Return it as text."""
+        rows = [
+            [str(p.dtype).removeprefix("torch."), list(p.shape), p.wants_grad]
+            if p.dtype is not None
+            else [None, p.plain]
+            for p in self.parts
+        ]
+        return json.dumps(rows).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Description:
+        """Read it back."""
+        found: list[Part] = []
+        for row in json.loads(text):
+            if row[0] is None:
+                found.append(Part(None, plain=row[1]))
+                continue
+            dtype = getattr(torch, row[0], None)
+            if not isinstance(dtype, torch.dtype):
+                raise LaneError(f"a message of a type that torch does not have: {row[0]!r:.40}")
+            found.append(Part(dtype, tuple(map(int, row[1])), bool(row[2])))
+        return _placed(found)
+
+    def write(self, values: Sequence[Any], room: torch.Tensor) -> None:
+        """Copy the values into bytes."""
+        for part, value in zip(self.parts, values, strict=True):
+            if part.dtype is not None and part.num_bytes:
+                room[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape).copy_(value)
+
+    def read(self, room: torch.Tensor, device: torch.device) -> list[Any]:
+        """Return the values, as views of the bytes where they stay on the CPU."""
+        found: list[Any] = []
+        for part in self.parts:
+            if part.dtype is None:
+                found.append(part.plain)
+                continue
+            if part.num_bytes:
+                value = room[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)
+            else:
+                value = torch.empty(part.shape, dtype=part.dtype)
+            if device.type != "cpu":
+                value = value.to(device)
+            found.append(value.requires_grad_(True) if part.wants_grad else value)
+        return found
+
+
+def _placed(parts: Sequence[Part]) -> Description:
+    """Return the parts with their places in one stretch of bytes."""
+    placed, at = [], 0
+    for part in parts:
+        num_bytes = 0
+        if part.dtype is not None:
+            num_bytes = part.dtype.itemsize
+            for size in part.shape:
+                num_bytes *= size
+        placed.append(Part(part.dtype, part.shape, part.wants_grad, at, num_bytes, part.plain))
+        at += -(-num_bytes // _ALIGN) * _ALIGN
+    return Description(tuple(placed), at)
+
+
+def describe(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a description follows from: two messages of the same kind have the same."""
+    return tuple((v.dtype, v.shape, v.requires_grad) if isinstance(v, torch.Tensor) else (None, v) for v in values)
+
+
+class Known:
+    """The descriptions that one receiver knows already, by number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], tuple[int, Description]] = {}
+
+    def number(self, values: Sequence[Any]) -> tuple[int, Description, bool]:
+        """Return a message's description, its number, and whether it is new."""
+        key = describe(values)
+        known = self._numbers.get(key)
+        if known is not None:
+            return *known, False
+        parts = []
+        for dtype, *rest in key:
+            if dtype is None:
+                if not isinstance(rest[0], (int, float, bool, str, type(None))):
+                    raise LaneError(
+                        f"a stage hands on {type(rest[0]).__name__}, which cannot travel to another process"
+                    )
+                parts.append(Part(None, plain=rest[0]))
+            else:
+                parts.append(Part(dtype, tuple(rest[0]), rest[1]))
+        made = (len(self._numbers), _placed(parts))
+        self._numbers[key] = made
+        return *made, True
+
+
+@dataclass(frozen=True)
+class Head:
+    """The numbers at the front of a message."""
+
+    step: int
+    key: Key
+    description: int
+    segment: int
+    num_bytes: int
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        k = self.key
+        return HEAD.pack(
+            self.step, _KINDS.index(k.kind), k.source, k.target, k.mb, self.description, self.segment, self.num_bytes
+        )
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Head:
+        """Read it back."""
+        step, kind, source, target, mb, description, segment, num_bytes = HEAD.unpack_from(body)
+        return cls(step, Key(_KINDS[kind], source, target, mb), description, segment, num_bytes)

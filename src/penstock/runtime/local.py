@@ -1,0 +1,84 @@
+"""LocalTransport: lanes of one process hand each other the tensors themselves."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+from penstock.runtime.transport import Key, Payload, Stopped
+
+__all__ = ["LocalTransport", "Mailboxes"]
+
+_LOOK_SECONDS = 0.2  # how often a lane that waits looks whether it was stopped
+
+
+class Mailboxes:
+    """A queue a lane, and the one switch that stops them all."""
+
+    def __init__(
+        self, num_lanes: int, *, timeout_seconds: float, on_hang: Callable[[int, int, Key], Exception]
+    ) -> None:
+        self.queues: list[queue.SimpleQueue[tuple[int, Key | None, Payload]]] = [
+            queue.SimpleQueue() for _ in range(num_lanes)
+        ]
+        self.timeout_seconds, self.on_hang = timeout_seconds, on_hang
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        """Wake all lanes that wait; they end."""
+        self.is_stopped = True
+        for box in self.queues:
+            box.put((-1, None, ()))
+
+    def reset(self) -> None:
+        """Let lanes run again."""
+        self.is_stopped = False
+
+
+class LocalTransport:
+    """One lane's end of the mailboxes."""
+
+    def __init__(self, lane: int, boxes: Mailboxes) -> None:
+        self.lane, self._boxes = lane, boxes
+        self._step = -1
+        self._queue = boxes.queues[lane]
+        self._here: dict[Key, Payload] = {}
+
+    def start(self, step: int) -> None:
+        """Begin a step: what is left of earlier ones is thrown away."""
+        self._step = step
+        self._here.clear()
+
+    def send(self, key: Key, to_lane: int, payload: Payload) -> None:
+        """Hand values to a lane."""
+        self._boxes.queues[to_lane].put((self._step, key, payload))
+
+    def has(self, key: Key) -> bool:
+        """Return whether values are there already."""
+        while key not in self._here and not self._queue.empty():
+            self._take(0.0)
+        return key in self._here
+
+    def receive(self, key: Key, from_lane: int) -> Payload:
+        """Return values from a lane, when they are there."""
+        here = self._here
+        if key not in here:
+            end = time.monotonic() + self._boxes.timeout_seconds
+            while key not in here:
+                if self._boxes.is_stopped:
+                    raise Stopped
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise self._boxes.on_hang(self.lane, from_lane, key)
+                self._take(min(left, _LOOK_SECONDS))
+        return here.pop(key)
+
+    def _take(self, seconds: float) -> None:
+        """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""
+        try:
+            step, key, payload = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
+        except queue.Empty:
+            return
+        if key is not None and step == self._step:
+            self._here[key] = payload

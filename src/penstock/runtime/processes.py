@@ -1,0 +1,291 @@
+"""ProcessCompany: each lane a process, as torchrun starts them; what they decide and share together."""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.errors import HangError, PenstockError, UsageError
+from penstock.runtime import segments
+from penstock.runtime.board import Board, describe
+from penstock.runtime.distributed import BOARD, PING, DistributedTransport
+from penstock.runtime.executor import Executor, Spans
+from penstock.runtime.links import Links, Store
+from penstock.runtime.point_to_point import PointToPoint
+from penstock.runtime.step import Step
+from penstock.runtime.transport import Key
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["ProcessCompany"]
+
+_NUMBER = count()  # pipelines of this process: all processes make theirs in the same order
+_PINGS = 8
+
+
+class ProcessCompany:
+    """The lane that is this process, and its links to the others.
+
+    Args:
+        devices: of each lane.
+        timeout_seconds: the longest a lane waits for a value.
+        transport: "auto", "shared", "gloo" or "nccl".
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, transport: str) -> None:
+        self._joined = _join(timeout_seconds)
+        self.lane, self.num_lanes = dist.get_rank(), dist.get_world_size()
+        if self.num_lanes != len(devices):
+            raise UsageError(f"there are {self.num_lanes} processes, each a lane; lanes asked for: {len(devices)}")
+        self._timeout_seconds = timeout_seconds
+        store = Store(dist.distributed_c10d._get_default_store(), f"penstock/{next(_NUMBER)}")
+        hosts, address = _hosts(store, self.lane, self.num_lanes)
+        self._links = Links(self.lane, self.num_lanes, store=store, hosts=hosts, address=address)
+        device = devices[self.lane]
+        by_torch = _choose(transport, devices, is_one_machine=len(set(hosts)) == 1)
+        self._transport = DistributedTransport(
+            self._links, device=device, timeout_seconds=timeout_seconds,
+            by_torch=None if by_torch is None else PointToPoint(by_torch, device), on_hang=self._hang,
+        )  # fmt: skip
+        self._board = self._make_board(is_one_machine=len(set(hosts)) == 1)
+        self.lanes = (self.lane,)
+        self.transports = {self.lane: self._transport}
+        self.rows = {self.lane: self._board.row(self.lane)}
+        self._executor: Executor | None = None
+        self._told: dict[str, int] = {}
+        self._has_failed = False
+        self._is_closed = False
+        atexit.register(self.close)
+
+    # ---- a step
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let lanes wait so long for a value, and no longer."""
+        self._timeout_seconds = self._transport.timeout_seconds = seconds
+
+    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
+        """Run this lane's part of a step; when one lane fails, all raise."""
+        (executor,) = executors
+        self._executor = executor
+        if self._has_failed:  # lanes may have stopped in different steps: go on from the latest
+            self._transport.recover()
+            step.number = max(self.gather(step.number))
+            self._has_failed = False
+        try:
+            self._transport.check()
+            executor.run(step, None if spans is None else spans[0])
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._has_failed = True
+        if not getattr(error, "was_told", False):
+            self._transport.abort(error)
+
+    def _hang(self, lane: int, from_lane: int, what: str) -> HangError:
+        if self._executor is None:
+            doing = "not ready"
+        else:
+            doing = describe(self._board, from_lane, self._board.place(lane).step, self._executor.program_of)
+        return HangError(
+            f"lane {lane} has waited {self._timeout_seconds:g} s for {what} from lane {from_lane}, which is {doing}"
+        )
+
+    # ---- together
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Compare the settings of all processes; let the first choose for all.
+
+        Raises:
+            UsageError: listing the settings that differ.
+        """
+        everyone = self.gather(dict(settings))
+        differing = [
+            f"{name}: " + ", ".join(f"{given.get(name)} (lane {lane})" for lane, given in enumerate(everyone))
+            for name in settings
+            if len({str(given.get(name)) for given in everyone}) > 1
+        ]
+        if differing:
+            raise UsageError("the processes were not given the same pipeline: " + "; ".join(differing))
+        chosen: dict[str, Any] = {}
+        failure: PenstockError | None = None
+        if self.lane == 0:
+            try:
+                chosen = {"chosen": choose()}
+            except PenstockError as error:
+                chosen, failure = {"error": f"{type(error).__name__}: {error}"}, error
+        found: dict[str, Any] = self.gather(chosen)[0]
+        if failure is not None:
+            raise failure
+        if "error" in found:
+            raise UsageError(f"lane 0 could not decide: {found['error']}")
+        plan: dict[str, Any] = found["chosen"]
+        return plan
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave, in the order of their lanes."""
+        name = self._next("gather")
+        for other in self._links.peers:
+            self._transport.tell(other, name, thing)
+        return [thing if lane == self.lane else self._transport.hear(lane, name) for lane in range(self.num_lanes)]
+
+    def _next(self, what: str) -> str:
+        self._told[what] = self._told.get(what, 0) + 1
+        return f"{what} {self._told[what]}"
+
+    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:
+        """Return what each of some lanes gave, in order; called by all of them under the same number."""
+        plain = [None if tensor is None else tensor.detach() for tensor in tensors]
+        for lane in lanes:
+            if lane != self.lane:
+                self._transport.send(Key("R", self.lane, number, 0), lane, plain)
+        return [
+            list(plain) if lane == self.lane else list(self._transport.receive(Key("R", lane, number, 0), lane))
+            for lane in lanes
+        ]
+
+    def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
+        """Return the loss of every micro-batch: the lanes that end the model tell all others."""
+        ends = sorted({schedule.home(schedule.num_stages - 1, mb) for mb in range(step.batch.num_mbs)})
+        name = f"losses {step.number}"
+        if self.lane in ends:
+            told = {mb: [float(loss), str(loss.dtype).removeprefix("torch.")] for mb, loss in step.losses.items()}
+            for other in self._links.peers:
+                self._transport.tell(other, name, told)
+        found = dict(step.losses)
+        for lane in ends:
+            if lane != self.lane:
+                for mb, (loss, dtype) in self._transport.hear(lane, name).items():
+                    found[int(mb)] = torch.tensor(loss, dtype=getattr(torch, dtype))
+        return found
+
+    def share_outputs(
+        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
+        """Return the results of every micro-batch: of those that end on several lanes, all get all."""
+        lane_of = {mb: schedule.home(schedule.num_stages - 1, mb) for mb in range(num_mbs)}
+        ends = set(lane_of.values())
+        wanted_by = set(range(self.num_lanes)) if to_all else ends
+        found = dict(outputs)
+        for mb, values in outputs.items():
+            for other in wanted_by - {self.lane}:
+                self._transport.send(Key("R", lane_of[mb], schedule.num_stages, mb), other, values)
+        if self.lane not in wanted_by:
+            return None
+        for mb, lane in lane_of.items():
+            if mb not in found:
+                received = self._transport.receive(Key("R", lane, schedule.num_stages, mb), lane)
+                found[mb] = [value.clone() for value in received]  # the user may keep them for long
+        return found
+
+    def clock_offset(self) -> float:
+        """Return what to add to this process's clock to get lane 0's: half of the quickest way there and back.
+
+        All processes call it; lane 0 answers the others, one after the other.
+        """
+        if self.lane == 0:
+            for other in range(1, self.num_lanes):
+                self._transport.hear(other, self._name_of_clock(other))
+            return 0.0
+        best = (float("inf"), 0.0)
+        for _ in range(_PINGS):
+            self._links.send(0, PING, f"{time.monotonic_ns()},".encode())
+            sent, theirs, back = self._transport.hear(0, "pong")
+            best = min(best, (back - sent, theirs - (sent + back) / 2))
+        self._transport.tell(0, self._name_of_clock(self.lane), True)
+        return best[1] / 1e9
+
+    def _name_of_clock(self, lane: int) -> str:
+        return self._next(f"clock of {lane}")
+
+    # ---- beginning and end
+
+    def _make_board(self, *, is_one_machine: bool) -> Board:
+        """Return a board that all processes of this machine see; between machines each sees its own row only."""
+        if not (is_one_machine and segments.are_there()):
+            return Board.empty(self.num_lanes)
+        size = self.num_lanes * 3 * 8
+        if self.lane == 0:
+            descriptor = os.memfd_create("penstock-board")
+            os.ftruncate(descriptor, size)
+            for other in self._links.peers:
+                self._links.send(other, BOARD, b"", (descriptor,))
+        else:
+            self._transport.hear(0, "board")
+            descriptor = self._links.descriptor(0)
+        memory = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        rows = np.frombuffer(memory, dtype=np.int64).reshape(self.num_lanes, 3)
+        rows[self.lane] = -1
+        return Board(rows)
+
+    def close(self) -> None:
+        """Say goodbye to the others, and leave torch.distributed if it was joined here."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._transport.close()
+        if self._joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(timeout_seconds: float) -> bool:
+    """Join the processes that torchrun started, unless the user's script has; return whether it was done here."""
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=max(60.0, timeout_seconds)))
+    return True
+
+
+def _hosts(store: Store, lane: int, num_lanes: int) -> tuple[list[str], str]:
+    """Return a name for the machine of each process, and this machine's address."""
+    boot = "/proc/sys/kernel/random/boot_id"
+    own = f"{platform.node()} {_first_line(boot) or uuid.getnode()}"
+    store.set(f"host/{lane}", own)
+    hosts = [store.get(f"host/{other}") for other in range(num_lanes)]
+    if len(set(hosts)) == 1:
+        return hosts, "127.0.0.1"
+    return hosts, socket.gethostbyname(socket.gethostname())
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _choose(transport: str, devices: Sequence[torch.device], *, is_one_machine: bool) -> str | None:
+    """Return the backend that moves values, or None for shared memory.
+
+    Raises:
+        UsageError: when the one that was asked for cannot work here.
+    """
+    can_share = is_one_machine and segments.are_there()
+    on_gpus = all(device.type == "cuda" for device in devices)
+    has_own_gpus = on_gpus and len({(device.index) for device in devices}) == len(devices)
+    if transport == "shared" and not can_share:
+        raise UsageError("transport: the processes cannot share memory: they are on several machines, or not on Linux")
+    if transport == "nccl" and not has_own_gpus:
+        raise UsageError("transport: nccl needs a GPU of its own for each process")
+    if transport == "auto":
+        if has_own_gpus and dist.is_nccl_available():
+            return "nccl"
+        return None if can_share else "gloo"
+    return None if transport == "shared" else transport

@@ -1,0 +1,96 @@
+"""LaneProgram: one lane of a lowered schedule as what the executor does, one instruction after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.schedule.actions import KINDS, Action, Kind
+from penstock.schedule.lower import Lowered
+
+__all__ = ["Instruction", "LaneProgram", "make_program"]
+
+_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+
+
+class Instruction(NamedTuple):
+    """One action of a lane.
+
+    Attributes:
+        place: in the lowered lanes, which is its name in a timeline.
+        kind: what to do.
+        stage: for which stage.
+        mb: and which micro-batch.
+        peer: of a transfer the stage at the other end.
+        lane: and its lane.
+        version: of the weights that it uses, or for an update makes.
+    """
+
+    place: int
+    kind: Kind
+    stage: int
+    mb: int
+    peer: int
+    lane: int
+    version: int
+
+    @property
+    def action(self) -> Action:
+        """The action that it is."""
+        return Action(self.kind, self.stage, self.mb)
+
+
+@dataclass(frozen=True)
+class LaneProgram:
+    """What one lane does in a step.
+
+    Attributes:
+        lane: which lane.
+        instructions: in order.
+        split: (stage, micro-batch) whose backward is in two parts.
+        recomputed: (stage, micro-batch) whose forward is run again.
+        last_use: for each (stage, version of weights) the index of the last instruction that needs it.
+    """
+
+    lane: int
+    instructions: tuple[Instruction, ...]
+    split: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]]
+    last_use: dict[tuple[int, int], int]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that it runs."""
+        return tuple(sorted({i.stage for i in self.instructions}))
+
+
+def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> LaneProgram:
+    """Return the program of one lane; with `forward_only` just its forwards and what they send and receive."""
+    rows, schedule = lowered.rows, lowered.schedule
+    begin, end = (int(n) for n in rows.starts[lane : lane + 2])
+    columns = (rows.kind, rows.stage, rows.mb, rows.peer)
+    versions = iter(_versions(lowered, lane))
+    made: list[Instruction] = []
+    for place, (kind, stage, mb, peer) in enumerate(zip(*(c[begin:end].tolist() for c in columns), strict=True), begin):
+        what = KINDS[kind]
+        version = next(versions) if what in _BUILT else 0
+        if not forward_only or what in _FORWARD:
+            to_lane = schedule.home(peer, mb) if peer >= 0 else -1
+            made.append(Instruction(place, what, stage, mb, peer, to_lane, version))
+    return LaneProgram(
+        lane,
+        tuple(made),
+        frozenset((i.stage, i.mb) for i in made if i.kind is Kind.W),
+        frozenset((i.stage, i.mb) for i in made if i.kind is Kind.RECOMPUTE),
+        {(i.stage, i.version): at for at, i in enumerate(made) if i.kind in _BUILT},
+    )
+
+
+_BUILT = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+
+
+def _versions(lowered: Lowered, lane: int) -> list[int]:
+    """Return the version of the weights for each compute action of a lane, in the order of the lowered lane."""
+    schedule = lowered.schedule
+    count = len(schedule.lanes[lane])
+    return [0] * count if schedule.versions is None else schedule.versions[lane].tolist()

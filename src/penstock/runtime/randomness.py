@@ -1,0 +1,332 @@
+"""Randomness: a micro-batch draws numbers of its own, the same in every run of it, whatever other threads draw."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import CheckpointFunction
+
+from penstock.errors import UsageError
+
+__all__ = ["Seeded", "mix"]
+
+_WORD = 2**64 - 1
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+
+Operation = torch._ops.OpOverload[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+# the default generators are the process's, so who borrows one must be alone in the process
+_BORROWING = threading.Lock()
+
+
+def mix(seed: int, stage: int, mb: int) -> int:
+    """Return a seed for one micro-batch on one stage: 63 bits that look unrelated to those of any other.
+
+    >>> mix(0, 1, 2) == mix(0, 1, 2), mix(0, 1, 2) == mix(0, 2, 1)
+    (True, False)
+    """
+    mixed = 0
+    for word in (seed, stage, mb):  # splitmix64, one round a word
+        mixed = ((mixed ^ word) + 0x9E3779B97F4A7C15) & _WORD
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, every random operation of this thread draws from generators of its own.
+
+    Operations that the user gives a generator keep that one. The default generators stay as they are.
+
+    Attributes:
+        was_drawn: whether any random operation ever ran under it.
+
+    >>> seeded = Seeded(7, "cpu")
+    >>> with seeded:
+    ...     first = torch.nn.functional.dropout(torch.ones(64))
+    >>> seeded.reseed(7)
+    >>> with seeded:
+    ...     bool((first == torch.nn.functional.dropout(torch.ones(64))).all())
+    True
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.was_drawn = False
+        self._seed = seed
+        self._generator_of: dict[torch.device, torch.Generator] = {}
+        self._has_gradients = False
+        self.generator(torch.device(device))
+
+    def reseed(self, seed: int) -> None:
+        """Begin another micro-batch."""
+        self._seed = seed
+        for generator in self._generator_of.values():
+            generator.manual_seed(seed)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator that it draws from on a device."""
+        found = self._generator_of.get(device)
+        if found is None:
+            device = _with_index(device)
+            found = self._generator_of.get(device)
+        if found is None:
+            found = self._generator_of[device] = torch.Generator(device).manual_seed(self._seed)
+        return found
+
+    # TorchDispatchMode also sets flags of the process, which threads that enter and leave at will would leave wrong
+    def __enter__(self) -> Seeded:
+        self._has_gradients = torch.is_grad_enabled()
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Make it active in its own rules, where it is not: for operations that are done by others."""
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            _pop_mode()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: stages are compiled as if it were not there; compiled code draws its seeds through it."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing here would be compiled; the wrapper that makes sure imports the compiler, and costs 1 µs an operation
+        return False
+
+    def __torch_dispatch__(
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        """Do an operation; a random one by its rule."""
+        rule = _rule_of(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(self, func, args, kwargs or {})
+
+    def draw_on(self, device: torch.device) -> torch.Generator:
+        """Return the generator to draw from now.
+
+        Raises:
+            UsageError: in torch.utils.checkpoint, which would draw other numbers when it runs again in the backward.
+        """
+        hooks = _top_saved_tensors_default_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
+            raise UsageError(_CHECKPOINTED)
+        if self._has_gradients and not torch.is_grad_enabled() and _is_called_by(CheckpointFunction.forward):
+            raise UsageError(_CHECKPOINTED)
+        self.was_drawn = True
+        return self.generator(device)
+
+
+_CHECKPOINTED = (
+    "the model draws random numbers (dropout, perhaps) inside torch.utils.checkpoint, whose second run in the backward"
+    " would draw others and give wrong gradients. Turn checkpointing off in the model, in transformers by"
+    " gradient_checkpointing_disable(), and let the pipeline recompute whole stages instead"
+)
+
+Rule = Callable[[Seeded, Operation, Args, Kwargs], object]
+
+
+@cache
+def _rule_of(func: object) -> Rule | None:
+    """Return how to do an operation, or None if it draws nothing."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return _run_inside
+    takes_generator = "generator" in _names(func)
+    if func._schema.name.endswith("_backward"):  # it is told which numbers the forward drew
+        return None
+    if not takes_generator and torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    if func in _RULES:
+        return _RULES[func]
+    if takes_generator or _overload_with_generator(func) is not None:
+        return _give_generator if takes_generator else _call_overload
+    # those that are made of others come whole in inference mode only
+    return _decompose if func._can_decompose() else _borrow_default
+
+
+def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation that takes a generator."""
+    place = _names(func).index("generator")
+    given = args[place] if place < len(args) else kwargs.get("generator")
+    device = _device_of(args, kwargs)
+    if given is not None or device.type == "meta" or not _is_on(func, args, kwargs):
+        return func(*args, **kwargs)
+    generator = mode.draw_on(device)
+    if place < len(args):
+        return func(*args[:place], generator, *args[place + 1 :], **kwargs)
+    return func(*args, **{**kwargs, "generator": generator})
+
+
+def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation by its other form, which takes a generator."""
+    device = _device_of(args, kwargs)
+    if device.type == "meta":
+        return func(*args, **kwargs)
+    other = _overload_with_generator(func)
+    assert other is not None
+    return other(*args, **kwargs, generator=mode.draw_on(device))
+
+
+def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do a dropout that takes no generator: the same result, and the mask that its backward takes."""
+    value, p = args[0], args[1]
+    if value.is_meta or not _is_on(func, args, kwargs):
+        return func(*args, **kwargs)
+    generator = mode.draw_on(value.device)
+    if value.is_cuda and p < 1:
+        dropped, mask = _aten._fused_dropout(value, 1 - p, generator)
+        return dropped, mask.view(torch.bool)
+    mask = torch.empty_like(value, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return value.mul(mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do a recurrent network of cuDNN, which draws from a state in device memory that the whole process shares."""
+    if not _is_on(func, args, kwargs):
+        return func(*args, **kwargs)
+    # the seed is drawn on the host: a number of the device would have to be waited for
+    seed = torch.randint(2**62, (), generator=mode.draw_on(_CPU)).item()
+    given = dict(zip(_names(func), args, strict=False)) | kwargs
+    device = given["input"].device
+    state = _aten._cudnn_init_dropout_state(given["dropout"], True, seed, dtype=torch.uint8, device=device)
+    return func(**{**given, "dropout_state": state})
+
+
+def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation that knows only the default generator: put our state into it for that while."""
+    device = _device_of(args, kwargs)
+    if device.type == "meta" or not _is_on(func, args, kwargs):
+        return func(*args, **kwargs)
+    own = mode.draw_on(device)
+    if device.type == "cpu":
+        with _BORROWING:
+            default = torch.default_generator
+            before = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(before)
+    with _BORROWING:
+        default = torch.get_device_module(device).default_generators[own.device.index]
+        # these hand the state itself over: nothing is copied, and CUDA graphs may record it
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(own)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            default.graphsafe_set_state(before)
+
+
+def _decompose(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation by the smaller ones that it is made of."""
+    with mode.again():
+        # not func.decompose(), which has other code for some: that of lstm forgets its dropout
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _run_inside(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation that calls functions it is given, as torch.cond: these draw under the mode too."""
+
+    def wrapped(value: Any) -> Any:  # noqa: ANN401
+        if not callable(value) or isinstance(value, (torch.Tensor, type)):
+            return value
+
+        def inside(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with mode.again():
+                return value(*args, **kwargs)
+
+        return inside
+
+    return func(*map(wrapped, args), **{key: wrapped(value) for key, value in kwargs.items()})
+
+
+_RULES: dict[Operation, Rule] = {_aten.native_dropout.default: _native_dropout, _aten._cudnn_rnn.default: _cudnn_rnn}
+
+
+@cache
+def _names(func: Operation) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def _overload_with_generator(func: Operation) -> Operation | None:
+    """Return the form of an operation that takes the same arguments and a generator."""
+
+    def signature(operation: Operation) -> list[tuple[str, str]]:
+        arguments = operation._schema.arguments
+        return [(argument.name, str(argument.type)) for argument in arguments if argument.name != "generator"]
+
+    packet = func.overloadpacket
+    others: list[Operation] = [getattr(packet, overload) for overload in packet.overloads()]
+    fitting = (other for other in others if "generator" in _names(other) and signature(other) == signature(func))
+    return next(fitting, None)
+
+
+@cache
+def _switches(func: Operation) -> tuple[tuple[str, int, object], ...]:
+    """Return the arguments that say whether an operation draws at all: their names, places and defaults."""
+    known = ("dropout_p", "dropout", "train", "training")
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        (argument.name, place, argument.default_value) for place, argument in arguments if argument.name in known
+    )
+
+
+def _is_on(func: Operation, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an operation draws with these arguments; None stands for training."""
+    switches = _switches(func)
+    values = (args[place] if place < len(args) else kwargs.get(name, default) for name, place, default in switches)
+    return all(value is None or bool(value) for value in values)
+
+
+def _device_of(args: Args, kwargs: Kwargs) -> torch.device:
+    """Return where an operation runs."""
+    asked = kwargs.get("device")
+    if asked is not None:
+        return torch.device(asked)
+    return next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), _CPU)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device that is meant: "cuda" is the current one."""
+    if device.type == "cpu":
+        return _CPU
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _is_called_by(function: Callable[..., Any]) -> bool:
+    """Return whether a function is running, further up in this thread."""
+    frame = sys._getframe(1)
+    code = function.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

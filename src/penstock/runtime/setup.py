@@ -1,0 +1,129 @@
+"""Setup: from stages and a schedule to executors that can run, for training or for the forward alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from penstock.model.stages import Chain, Stage
+from penstock.runtime.batch_norm import DeferredStatistics
+from penstock.runtime.executor import Executor
+from penstock.runtime.offload import HostPool
+from penstock.runtime.program import LaneProgram, make_program
+from penstock.runtime.stage_run import StageRun
+from penstock.runtime.transport import Transport
+from penstock.runtime.versions import Versions
+from penstock.runtime.wiring import Wiring, wire
+from penstock.schedule.lower import Keep, Lowered, lower
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Setup", "stage_on"]
+
+
+@dataclass
+class Setup:
+    """What does not change from step to step.
+
+    Attributes:
+        chains: the stages, once for each way of the schedule: two lanes that share a stage run copies of its program.
+        schedule: what the lanes run.
+        keep: what each stage does with saved values.
+        devices: of each lane.
+        transports: of the lanes that run here.
+        rows: where each lane says what it is doing.
+        optimizers: of each stage, for schedules that update weights within the step.
+        defers_batch_norm: batch norm's statistics are those of the whole batch.
+    """
+
+    chains: Sequence[Chain]
+    schedule: Schedule
+    keep: tuple[Keep, ...]
+    devices: Sequence[torch.device]
+    transports: Mapping[int, Transport]
+    rows: Mapping[int, memoryview]
+    optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
+    defers_batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        self._made: dict[tuple[bool, bool], list[Executor]] = {}
+        self._lowered: dict[bool, Lowered] = {}
+        self._host = {lane: HostPool() for lane in self.transports}
+        self._locks: dict[int, threading.Lock] = {}
+        self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
+        if self.defers_batch_norm:
+            for lane in self.transports:
+                for index in self.schedule.stages_of(lane):
+                    statistics = DeferredStatistics(stage_on(self.chains, self.schedule, lane, index))
+                    if statistics.has_any:
+                        self._statistics[index, lane] = statistics
+
+    def end_step(self, *, is_done: bool) -> None:
+        """Update batch norm's running statistics once, if they were put off; forget them if the step failed."""
+        of_stage: dict[int, list[DeferredStatistics]] = {}
+        for (index, _), statistics in self._statistics.items():
+            of_stage.setdefault(index, []).append(statistics)
+        for first, *others in of_stage.values():
+            if is_done:
+                first.commit(*others)
+            else:
+                for statistics in (first, *others):
+                    statistics.reset()
+
+    def wiring(self, training: bool) -> Wiring:
+        """Return how values pass between stages in a mode."""
+        chain = self.chains[0]
+        results = chain.results(training)
+        has_rest = any(getattr(getattr(s.program, "part", None), "is_dynamic", False) for s in chain.stages)
+        return wire(chain.stages, () if results.takes_all else results.names, has_rest=has_rest)
+
+    def lowered(self, training: bool) -> Lowered:
+        """Return the schedule with all that lanes do, in a mode: what skips stages may differ."""
+        if training not in self._lowered:
+            self._lowered[training] = lower(self.schedule, keep=self.keep, skips=self.wiring(training).skips)
+        return self._lowered[training]
+
+    def executors(self, *, training: bool, has_backward: bool) -> list[Executor]:
+        """Return the executors of the lanes that run here."""
+        key = (training, has_backward)
+        if key not in self._made:
+            wiring, lowered = self.wiring(training), self.lowered(training)
+            program_of = partial(make_program, lowered, forward_only=not has_backward)
+            self._made[key] = [self._executor(lane, program_of, wiring) for lane in self.transports]
+        return self._made[key]
+
+    def _executor(self, lane: int, program_of: Callable[[int], LaneProgram], wiring: Wiring) -> Executor:
+        program = program_of(lane)
+        stages = {index: stage_on(self.chains, self.schedule, lane, index) for index in self.schedule.stages_of(lane)}
+        runs = {index: self._stage_run(stage, wiring, lane) for index, stage in stages.items()}
+        versions = None
+        if self.schedule.versions is not None:
+            versions = Versions(stages, self.optimizers, program.last_use)
+        return Executor(
+            program, runs, self.transports[lane], self.rows[lane],
+            program_of=program_of, versions=versions,
+        )  # fmt: skip
+
+    def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:
+        lock = None
+        is_shared = len({way[stage.index] for way in self.schedule.ways}) > 1
+        if is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
+            lock = self._locks.setdefault(stage.index, threading.Lock())
+        return StageRun(
+            stage,
+            wiring,
+            device=self.devices[lane],
+            keep=self.keep[stage.index],
+            lock=lock,
+            statistics=self._statistics.get((stage.index, lane)),
+            host=self._host[lane],
+        )
+
+
+def stage_on(chains: Sequence[Chain], schedule: Schedule, lane: int, stage: int) -> Stage:
+    """Return the copy of a stage that a lane runs."""
+    way = next(w for w, lanes in enumerate(schedule.ways) if lanes[stage] == lane)
+    return chains[way].stages[stage]

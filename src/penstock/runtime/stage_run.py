@@ -1,0 +1,257 @@
+"""StageRun: one stage's forwards and backwards, a micro-batch at a time, with what its keep policy asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from penstock.model.stages import Stage
+from penstock.runtime.batch_norm import DeferredStatistics
+from penstock.runtime.deferred import Deferring, Pending
+from penstock.runtime.offload import HostPool, Saved, StorageSet
+from penstock.runtime.randomness import Seeded, mix
+from penstock.runtime.step import Step
+from penstock.runtime.wiring import Edge, Wiring
+from penstock.schedule.lower import Keep
+
+__all__ = ["Record", "StageRun"]
+
+Values = list[Any]
+
+
+class Record:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        leaves: for each edge into the stage the values that came over it, cut off from what made them.
+        given: what came with the batch.
+        made: what the stage made, with the graph of how; empty until a recompute where nothing is held.
+        loss: of the last stage.
+        pending: the weight gradients that are put off.
+        saved: what the backward needs, where it goes to host memory.
+    """
+
+    __slots__ = ("buffers", "given", "leaves", "loss", "made", "pending", "saved", "version")
+
+    def __init__(self, leaves: dict[int, Values]) -> None:
+        self.leaves = leaves
+        self.given: Values = []
+        self.made: Sequence[Any] = ()
+        self.loss: torch.Tensor | None = None
+        self.pending: Pending | None = None
+        self.saved: Saved | None = None
+        self.buffers: dict[str, torch.Tensor] | None = None
+        self.version = 0
+
+
+class StageRun:
+    """One stage on one lane.
+
+    Args:
+        stage: the module.
+        wiring: how values come and go.
+        device: where it runs.
+        keep: what to do with saved values.
+        lock: held while a forward runs, where two lanes share the stage's buffers.
+        statistics: of batch norm, where they are put off to the end of the step.
+    """
+
+    def __init__(
+        self, stage: Stage, wiring: Wiring, *, device: torch.device, keep: Keep = "hold",
+        lock: AbstractContextManager[Any] | None = None, statistics: DeferredStatistics | None = None,
+        host: HostPool | None = None,
+    ) -> None:  # fmt: skip
+        self.stage, self.device, self.keep = stage, device, keep
+        self.index = stage.index
+        self.is_last = self.index == len(wiring.feeds) - 1
+        self.feeds, self.results = wiring.feeds[self.index], wiring.results
+        self.into: tuple[Edge, ...] = wiring.into[self.index]
+        self.out_of: tuple[Edge, ...] = wiring.out_of[self.index]
+        self._rest_from = next((edge.source for edge in self.into if edge.has_rest), None)
+        self._num_named = {edge.source: len(edge.names) for edge in self.into}
+        self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
+        self._random: Seeded | None = None
+        self._has_drawn = False
+        self._first_step: int | None = None
+        self._changing: list[str] | None = None  # buffers that a forward changes
+        self._has_gradients = self.index > 0 or any(p.requires_grad for p in stage.parameters())
+
+    # ---- forward
+
+    def forward(
+        self, step: Step, mb: int, incoming: Mapping[int, Values], *, is_split: bool, recomputes: bool
+    ) -> Record:
+        """Run the forward of a micro-batch; what arrives is cut off from what made it."""
+        leaves = {source: [_cut_off(value, self.device) for value in values] for source, values in incoming.items()}
+        record = Record(leaves)
+        given = step.batch.inputs[mb]
+        record.given = [_cut_off(given[feed.given], self.device) if feed.given else None for feed in self.feeds]
+        if not step.mode.has_backward:
+            with torch.no_grad():
+                self._compute(step, mb, record)
+        elif recomputes:
+            before = self._copy_buffers()
+            with torch.no_grad():
+                self._compute(step, mb, record)
+            if self._changing is None:
+                self._note_changes(before)
+            record.buffers = {name: before[name] for name in self._changing or ()}
+        else:
+            self._compute_for_backward(step, mb, record, is_split=is_split)
+        return record
+
+    def recompute(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
+        """Run the forward again, now with what the backward needs; random numbers and buffers as they were."""
+        after: dict[str, torch.Tensor] = {}
+        if record.buffers:
+            after = self._copy_buffers()
+            self._put_buffers(record.buffers)
+        if self._statistics is not None:
+            self._statistics.collecting = False
+        try:
+            self._compute_for_backward(step, mb, record, is_split=is_split)
+        finally:
+            record.buffers = None
+            if after:
+                self._put_buffers(after)
+            if self._statistics is not None:
+                self._statistics.collecting = True
+
+    def _compute_for_backward(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
+        with ExitStack() as around:
+            if self.keep == "offload":
+                record.saved = Saved(self._host, keep_storages=self._kept_storages())
+                around.enter_context(record.saved.collecting())
+            if is_split:
+                record.pending = Pending()
+                around.enter_context(Deferring(record.pending, own_hooks=int(self.keep == "offload")))
+            self._compute(step, mb, record)
+
+    def _compute(self, step: Step, mb: int, record: Record) -> None:
+        values = [
+            record.leaves[feed.source][feed.place] if given is None else given
+            for feed, given in zip(self.feeds, record.given, strict=True)
+        ]
+        if self._rest_from is not None:
+            values += record.leaves[self._rest_from][self._num_named[self._rest_from] :]
+        with self._lock, self._around(step, mb), step.mode.cast(self.device):
+            record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
+            if self.is_last:
+                record.loss = step.finish(self._results(record), mb)
+
+    @contextmanager
+    def _around(self, step: Step, mb: int) -> Iterator[None]:
+        """Draw this micro-batch's own random numbers; put batch norm's statistics off, if asked."""
+        statistics = self._statistics if step.mode.is_training and step.mode.has_backward else None
+        if not step.mode.is_training or not self._may_draw(step):
+            with statistics or nullcontext():
+                yield
+            return
+        if self._random is None:
+            self._random = Seeded(0, self.device)
+        self._random.reseed(mix(step.seed, self.index, mb))
+        with statistics or nullcontext(), self._random:
+            yield
+        self._has_drawn |= self._random.was_drawn
+
+    def _may_draw(self, step: Step) -> bool:
+        """Return whether random numbers must be watched: where a whole step drew none, the next is taken to draw none.
+
+        A recompute must draw as its forward did, so there only operations that are known beforehand are trusted.
+        """
+        if self._first_step is None:
+            self._first_step = step.number
+        is_known = self.keep != "recompute" or getattr(self.stage.program, "is_fixed", False)
+        return self._has_drawn or self._first_step == step.number or not is_known
+
+    def _results(self, record: Record) -> Values:
+        if not self.results:
+            return list(record.made)
+        found: Values = []
+        for feed in self.results:
+            if feed.given:
+                found.append(record.given[[f.given for f in self.feeds].index(feed.given)])
+            elif feed.source == self.index:
+                found.append(record.made[feed.place])
+            else:
+                found.append(record.leaves[feed.source][feed.place])
+        return found
+
+    def made_for(self, record: Record, edge: Edge) -> Values:
+        """Return what was made for an edge, with the graph of how it was made."""
+        values = [record.made[place] for place in edge.places]
+        return [*values, *record.made[len(self.stage.outputs) :]] if edge.has_rest else values
+
+    def outgoing(self, record: Record, edge: Edge, *, recomputes: bool) -> Values:
+        """Return what goes over an edge: cut off, with the mark of whether a gradient is wanted.
+
+        A forward that will be run again has no graph to tell: any value with a fraction may want a gradient.
+        """
+        return [_marked(value, may_want=recomputes and self._has_gradients) for value in self.made_for(record, edge)]
+
+    # ---- backward
+
+    def backward(self, step: Step, mb: int, record: Record, gradients: Mapping[int, Values]) -> dict[int, Values]:
+        """Run the backward: B, or I where weight gradients are put off. Return the gradients for each edge into it."""
+        outputs: list[torch.Tensor] = []
+        seeds: list[torch.Tensor | None] = []
+        for edge in self.out_of:
+            for value, gradient in zip(self.made_for(record, edge), gradients[edge.target], strict=True):
+                if gradient is not None and value.requires_grad:
+                    outputs.append(value)
+                    seeds.append(gradient.to(value.dtype) if gradient.dtype != value.dtype else gradient)
+        if record.loss is not None and record.loss.requires_grad:
+            outputs.append(record.loss)
+            seeds.append(torch.full_like(record.loss, step.scales[mb]))
+        record.made, record.loss = (), None
+        if outputs:
+            torch.autograd.backward(outputs, seeds)
+        if record.saved is not None:
+            record.saved.clear()
+            record.saved = None
+        return {source: [_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
+
+    # ---- buffers
+
+    def _copy_buffers(self) -> dict[str, torch.Tensor]:
+        names = [name for name, _ in self.stage.named_buffers()] if self._changing is None else self._changing
+        return {name: self.stage.held.get(name).detach().clone() for name in names}
+
+    def _note_changes(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Remember which buffers a forward changed."""
+        self._changing = [name for name, old in before.items() if not torch.equal(self.stage.held.get(name), old)]
+
+    def _put_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in buffers.items():
+                # never in place: the backward of another micro-batch may still need what is there
+                self.stage.held.set(name, tensor)
+
+    def _kept_storages(self) -> StorageSet:
+        return StorageSet([*self.stage.parameters(), *self.stage.buffers()])
+
+
+def _marked(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+    if not isinstance(value, torch.Tensor):
+        return value
+    wants = value.requires_grad or (may_want and value.is_floating_point())
+    return value.detach().requires_grad_(wants)
+
+
+def _cut_off(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+    if not isinstance(value, torch.Tensor):
+        return value
+    leaf = value.detach()
+    if leaf.device != device:
+        leaf = leaf.to(device, non_blocking=True)
+    return leaf.requires_grad_(value.requires_grad)
+
+
+def _gradient(leaf: Any) -> torch.Tensor | None:  # noqa: ANN401 - a tensor, or a plain number
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient

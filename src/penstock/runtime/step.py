@@ -1,0 +1,72 @@
+"""Step: what one call of a pipeline brings to all lanes: the batch in pieces, the loss, and how to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Batch", "Mode", "Step"]
+
+# Of the last stage: from the model's results for a micro-batch to its loss (None where there is none).
+Finish = Callable[[Sequence[Any], int], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How stages run: in training or evaluation, with gradients or without, under which autocast."""
+
+    is_training: bool
+    has_backward: bool
+    autocast: torch.dtype | None = None
+    autocast_cache: bool = True
+
+    def cast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the autocast to run a stage's forward under."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch cut into micro-batches.
+
+    Attributes:
+        inputs: for each micro-batch the tensors that the model is called with, by name.
+        sizes: the samples of each.
+    """
+
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    sizes: Sequence[int]
+
+    @property
+    def num_mbs(self) -> int:
+        """How many micro-batches the batch makes; fewer than the schedule has where samples are few."""
+        return len(self.sizes)
+
+
+@dataclass
+class Step:
+    """Everything that lanes share in one step; `finish` and `scales` are for the lanes that end the model.
+
+    Attributes:
+        number: counts steps.
+        batch: the micro-batches.
+        mode: how to run.
+        finish: from results to a loss.
+        scales: for each micro-batch what its loss counts in the gradient.
+        seed: random numbers of a stage and micro-batch follow from it.
+        losses: for each micro-batch its loss, once it is known.
+    """
+
+    number: int
+    batch: Batch
+    mode: Mode
+    finish: Finish
+    scales: Sequence[float] = ()
+    seed: int = 0
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)

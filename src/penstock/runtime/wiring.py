@@ -1,0 +1,139 @@
+"""Wiring: which value goes from which stage to which, read off what the stages need and make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from penstock.errors import GraphError
+
+__all__ = ["Edge", "Feed", "Wiring", "wire"]
+
+_GIVEN = "input:"  # the names of what the model is called with
+
+
+class Ends(Protocol):
+    """What a stage needs and makes, by name."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the values it needs."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the values it makes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The values that one stage hands to another; `places` are theirs among the outputs of the first.
+
+    With `has_rest` it carries also what the first makes beyond the outputs that have a name.
+    """
+
+    source: int
+    target: int
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    has_rest: bool = False
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Where one input of a stage comes from: the batch (by name), or a place in what comes over an edge."""
+
+    given: str = ""
+    source: int = -1
+    place: int = -1
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How values pass between stages in one mode.
+
+    Attributes:
+        edges: all pairs of stages that hand values on.
+        feeds: for each stage, where each of its inputs comes from.
+        results: where each result of the model comes from; a source that is the last stage means its own output.
+    """
+
+    edges: tuple[Edge, ...]
+    feeds: tuple[tuple[Feed, ...], ...]
+    results: tuple[Feed, ...]
+
+    @cached_property
+    def into(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage the edges that lead to it, from near to far."""
+        found: list[list[Edge]] = [[] for _ in self.feeds]
+        for edge in self.edges:
+            found[edge.target].append(edge)
+        return tuple(tuple(edges) for edges in found)
+
+    @cached_property
+    def out_of(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage the edges that lead from it."""
+        found: list[list[Edge]] = [[] for _ in self.feeds]
+        for edge in self.edges:
+            found[edge.source].append(edge)
+        return tuple(tuple(edges) for edges in found)
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The edges that jump over stages."""
+        return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
+
+    @property
+    def carrying(self) -> frozenset[tuple[int, int]]:
+        """The pairs of stages between which there is something to carry."""
+        return frozenset((e.source, e.target) for e in self.edges)
+
+
+def wire(stages: Sequence[Ends], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
+    """Return how values pass between stages.
+
+    Args:
+        stages: in order.
+        results: the names of what the model returns; what an earlier stage makes of it goes to the last.
+        has_rest: stages make, beyond what has names, values for the next one only.
+    """
+    maker_of: dict[str, int] = {}
+    wanted: list[dict[str, int]] = [{} for _ in stages]  # for each stage: name -> maker
+    last = len(stages) - 1
+    for index, stage in enumerate(stages):
+        for name in stage.inputs:
+            if not name.startswith(_GIVEN):
+                wanted[index][name] = _maker(maker_of, name, index)
+        maker_of.update(dict.fromkeys(stage.outputs, index))
+    for name in results:
+        if not name.startswith(_GIVEN) and (maker := _maker(maker_of, name, last)) != last:
+            wanted[last].setdefault(name, maker)
+    edges: dict[tuple[int, int], Edge] = {}
+    for target, names in enumerate(wanted):
+        for source in sorted(set(names.values()) | ({target - 1} if has_rest and target else set()), reverse=True):
+            carried = tuple(name for name, maker in names.items() if maker == source)
+            places = tuple(stages[source].outputs.index(name) for name in carried)
+            edges[source, target] = Edge(source, target, carried, places, has_rest and source == target - 1)
+
+    def feed(name: str, stage: int) -> Feed:
+        if name.startswith(_GIVEN):
+            return Feed(given=name.removeprefix(_GIVEN))
+        source = wanted[stage].get(name, stage)
+        if source == stage:  # a result that the last stage makes itself
+            return Feed(source=stage, place=stages[stage].outputs.index(name))
+        return Feed(source=source, place=edges[source, stage].names.index(name))
+
+    return Wiring(
+        edges=tuple(edges.values()),
+        feeds=tuple(tuple(feed(name, index) for name in stage.inputs) for index, stage in enumerate(stages)),
+        results=tuple(feed(name, last) for name in results),
+    )
+
+
+def _maker(maker_of: dict[str, int], name: str, user: int) -> int:
+    if name not in maker_of:
+        raise GraphError(f"stage {user} needs {name}, which no stage before it makes")
+    return maker_of[name]

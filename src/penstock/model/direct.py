@@ -219,7 +219,9 @@ class DirectProgram:
         for module in self._modules:
             result = module(*args, **kwargs)
             args, kwargs = self._direct._next(result)
-        tensors, _ = flatten((args, kwargs))
+        # one tensor is by far the most common, and taking it apart would cost more than a small stage
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        tensors = [args[0]] if is_plain else flatten((args, kwargs))[0]
         for place, key, name in self._places:  # buffers that a module gave another tensor
             if place[key] is not held.get(name):
                 held.set(name, place[key])

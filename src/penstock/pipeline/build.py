@@ -71,7 +71,7 @@ class Request:
             None if has_counts else self.micro_batches,
             stages_per_lane=None if has_counts else self.stages_per_lane,
             cuts=self.cuts,
-            keep=self.keep if self.keep != "offload" else "hold",
+            keep="hold" if self.keep == "offload" else self.keep,
             memory_limit=self.memory_limit,
             cluster=self.cluster,
         )

@@ -242,9 +242,10 @@ class Pipeline:
         if recording is None:
             self._company.run(executors, step, None)
             return
+        step.measures_memory = recording.measures_memory
         spans = recording.begin(step, self._setup.lowered(step.mode.is_training), len(executors))
         self._company.run(executors, step, spans)
-        recording.end(self._company)
+        recording.end(self._company, executors)
 
     def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
@@ -333,11 +334,15 @@ class Pipeline:
     # ---- seeing
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Measure the steps inside; what is yielded is the timeline of the last of them, once it is left."""
+    def record(self, *, memory: bool = False) -> Iterator[Recording]:
+        """Measure the steps inside; what is yielded is the timeline of the last of them, once it has run.
+
+        Args:
+            memory: also count, after each action, what each lane holds; that makes the step itself slower.
+        """
         if self._recording is not None:
             raise UsageError("record() is open already")
-        recording = Recording(self.schedule, self._held_bytes)
+        recording = Recording(self.schedule, self._held_bytes, memory=memory)
         self._recording = recording
         try:
             yield recording

@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 from penstock.planning.causes import find_causes
 from penstock.report.timeline import Timeline
 from penstock.runtime.company import Company
-from penstock.runtime.executor import Spans
+from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.step import Step
 from penstock.schedule.actions import KIND_INDEX, Kind
 from penstock.schedule.lower import Lowered
@@ -26,10 +26,18 @@ _SENDS = (KIND_INDEX[Kind.SEND_F], KIND_INDEX[Kind.SEND_B])
 
 
 class Recording:
-    """What was measured. It has all that a Timeline has: `bubble`, `to_html` and so on are those of the last step."""
+    """What was measured. It has all that a Timeline has: `bubble`, `to_html` and so on are those of the last step.
 
-    def __init__(self, schedule: Schedule, bytes_of: Callable[[], dict[str, NDArray[np.float64]]]) -> None:
-        self._schedule, self._bytes_of = schedule, bytes_of
+    Attributes:
+        timelines: of all steps that were recorded.
+        measured_bytes: for each lane the most that saved and pending values took in the last step, where it was asked.
+    """
+
+    def __init__(
+        self, schedule: Schedule, bytes_of: Callable[[], dict[str, NDArray[np.float64]]], *, memory: bool = False
+    ) -> None:
+        self._schedule, self._bytes_of, self.measures_memory = schedule, bytes_of, memory
+        self.measured_bytes: tuple[int, ...] = ()
         self._lowered: Lowered | None = None
         self._spans: list[Spans] = []
         self._is_whole = False
@@ -42,15 +50,30 @@ class Recording:
         self._is_whole = step.mode.has_backward and step.batch.num_mbs == self._schedule.num_mbs
         return self._spans
 
-    def end(self, company: Company) -> None:
+    def end(self, company: Company, executors: Sequence[Executor]) -> None:
         """Put the timeline of the step together."""
+        held = self._bytes_of()
+        if self.measures_memory:
+            held = self._measured(company, executors)
         assert self._lowered is not None
         offset = company.clock_offset()
         own = [
             [(place, start / 1e9 + offset, end / 1e9 + offset) for place, start, end in spans] for spans in self._spans
         ]
         everyone = [span for process in company.gather(own) for lane in process for span in lane]
-        self.timelines.append(_timeline(self._lowered, everyone, self._bytes_of(), is_whole=self._is_whole))
+        self.timelines.append(_timeline(self._lowered, everyone, held, is_whole=self._is_whole))
+
+    def _measured(self, company: Company, executors: Sequence[Executor]) -> dict[str, NDArray[np.float64]]:
+        """Return what each stage was seen to hold for a micro-batch; note what each lane held at most."""
+        peaks = [max(executor.held_bytes, default=0) for executor in executors]
+        stages = [[value, stage, size] for e in executors for (value, stage), size in e.stage_bytes.items()]
+        everyone = company.gather([peaks, stages])
+        self.measured_bytes = tuple(peak for own, _ in everyone for peak in own)
+        held = {f"{value}_bytes": np.zeros(self._schedule.num_stages) for value in ("saved", "pending", "input")}
+        for value, stage, size in (row for _, rows in everyone for row in rows):
+            column = held[f"{value}_bytes"]
+            column[stage] = max(column[stage], size)
+        return held
 
     @property
     def timeline(self) -> Timeline:

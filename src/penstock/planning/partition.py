@@ -21,13 +21,14 @@ from penstock.planning.partition_lanes import solve_lanes
 from penstock.planning.partition_memory import Holding, LaneMemory, ParameterBytes, holdings_of
 from penstock.planning.partition_problem import Problem, Transfers
 from penstock.planning.partition_rules import Group, find_places
+from penstock.schedule.lower import RECOMPUTING
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["KEEPS", "Partition", "partition"]
 
 # Schedules whose lanes wait for each other's transfers in every micro-batch; a test holds this against the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
-KEEPS = ("hold", "recompute")
+KEEPS = ("hold", *RECOMPUTING)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def partition(
         cluster: speeds and links of the lanes.
         memory_limit: bytes that each lane has for weights, gradients, optimizer state and saved values.
         in_flight: micro-batches that each stage holds, where no schedule says so; by default 1.
-        keep: "hold" what the forward saves, or "recompute" it.
+        keep: "hold" what the forward saves, or "recompute" it, or so "except_last" for the last micro-batch.
         transfers: whether lanes wait for transfers ("waited") or work meanwhile ("hidden"); by default as the schedule
             does, and "waited" without one.
         cuts_at: where a cut must lie: a number, or the node or module that it lies before.

@@ -12,6 +12,7 @@ from penstock.planning.partition_lanes import lightest, solve_lanes
 from penstock.planning.partition_memory import Holding, LaneMemory
 from penstock.planning.partition_problem import Problem
 from penstock.report.format import show_bytes
+from penstock.schedule.lower import RECOMPUTING
 
 __all__ = ["Trial", "refuse"]
 
@@ -118,7 +119,7 @@ def held_by(counts: Sequence[float], lane_of: Sequence[int], keep: str) -> tuple
         stages = tuple(s for s, home in enumerate(lane_of) if home == lane)
         flight = np.array([counts[s] for s in stages])
         none = np.zeros(len(stages))
-        if keep == "recompute":  # the inputs of all, and what one of them saves, one after the other
+        if keep in RECOMPUTING:  # the inputs of all, and what one of them saves, one after the other
             moments = [np.stack([row, none, flight]) for row in np.eye(len(stages))]
         else:
             moments = [np.stack([flight, none, none])]

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
-from penstock.schedule.actions import Kind
 from penstock.schedule.flow import Rows
-from penstock.schedule.lower import lower
-from penstock.schedule.memory import changes
+from penstock.schedule.lower import RECOMPUTING, lower
+from penstock.schedule.memory import changes_of
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["Holding", "LaneMemory", "ParameterBytes", "holdings_of"]
@@ -42,10 +41,12 @@ class Holding:
 
 def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
     """Return what each lane holds, counted along its own order of actions by the rules of `schedule.memory`."""
-    rows = lower(schedule, keep="recompute").rows if keep == "recompute" else Rows.of(schedule)
+    rows = lower(schedule, keep=keep).rows if keep in RECOMPUTING else Rows.of(schedule)
     one, none = np.ones(schedule.num_stages), np.zeros(schedule.num_stages)
-    recomputes = np.full(schedule.num_stages, bool(rows.where(Kind.RECOMPUTE).size))
-    steps = [changes(*given, recomputes) for given in ((one, none, none), (none, one, none), (none, none, one))]
+    steps = [
+        changes_of(rows.kind, rows.stage, rows.mb, saved=saved, pending=pending, kept_input=kept)
+        for saved, pending, kept in ((one, none, none), (none, one, none), (none, none, one))
+    ]
     return tuple(_holding(rows, lane, schedule.stages_of(lane), steps) for lane in range(schedule.num_lanes))
 
 
@@ -55,8 +56,8 @@ def _holding(rows: Rows, lane: int, stages: tuple[int, ...], steps: list[tuple[F
     is_of = stage[:, None] == np.array(stages, dtype=np.int64)
     columns = []
     for at_start, at_end in steps:
-        begun = np.cumsum(at_start[kind, stage][:, None] * is_of, axis=0)
-        ended = np.cumsum(at_end[kind, stage][:, None] * is_of, axis=0)
+        begun = np.cumsum(at_start[here][:, None] * is_of, axis=0)
+        ended = np.cumsum(at_end[here][:, None] * is_of, axis=0)
         columns.append(begun + np.concatenate([np.zeros((1, len(stages))), ended[:-1]]) if len(kind) else begun)
     moments = np.stack(columns, axis=1).reshape(len(kind), -1)
     return Holding(stages, _fullest(moments).reshape(-1, 3, len(stages)))

@@ -15,6 +15,7 @@ from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.partition_chain import Chain, longest_mean
 from penstock.planning.partition_memory import LaneMemory, Span
+from penstock.schedule.lower import RECOMPUTING
 
 __all__ = ["Problem", "Transfers"]
 
@@ -37,7 +38,7 @@ class Problem:
         num_lanes: how many lanes there are.
         cluster: the lanes' speeds and links.
         transfers: whether lanes wait for each other's transfers.
-        keep: "hold" or "recompute".
+        keep: "hold", "recompute" or "except_last".
         memory: what lanes hold; None where nothing is limited.
     """
 
@@ -66,7 +67,7 @@ class Problem:
     def seconds(self) -> Floats:
         """Running sum of what a micro-batch takes on a lane of speed 1; who recomputes runs the forward twice."""
         profile = self.profile
-        each = profile.forward * (2 if self.keep == "recompute" else 1) + profile.input_grad + profile.weight_grad
+        each = profile.forward * (2 if self.keep in RECOMPUTING else 1) + profile.input_grad + profile.weight_grad
         return np.concatenate([[0.0], np.cumsum(each)])[self.positions]
 
     @cached_property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.report.causes import Causes
 from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
-from penstock.schedule.memory import HELD, changes
+from penstock.schedule.memory import HELD, changes_of
 from penstock.schedule.rules import RULES, Where
 
 __all__ = ["Memory", "Span", "Stretches", "Timeline"]
@@ -206,8 +206,8 @@ class Timeline:
             order = np.lexsort((*self._ranks(out, own, back), when))
 
         def curve(at_start: Floats, at_end: Floats) -> Floats:
-            lane_changes = np.stack([_look_up(at_start, self, own), _look_up(at_end, self, own)], axis=1).ravel()
-            changes = np.concatenate([_look_up(at_end, self, out), lane_changes, _look_up(at_start, self, back)])
+            lane_changes = np.stack([at_start[own], at_end[own]], axis=1).ravel()
+            changes = np.concatenate([at_end[out], lane_changes, at_start[back]])
             return np.cumsum(changes[order])
 
         held_bytes, held = curve(*self._byte_changes), np.rint(curve(*self._count_changes)).astype(np.int32)
@@ -231,23 +231,16 @@ class Timeline:
 
     @cached_property
     def _byte_changes(self) -> tuple[Floats, Floats]:
-        return changes(self.saved_bytes, self.pending_bytes, self.input_bytes, self._recomputes)
+        return self._changes(self.saved_bytes, self.pending_bytes, self.input_bytes)
 
     @cached_property
     def _count_changes(self) -> tuple[Floats, Floats]:
         ones = np.ones_like(self.saved_bytes)
-        return changes(ones, 0 * ones, 0 * ones, self._recomputes)
+        return self._changes(ones, 0 * ones, 0 * ones)
 
-    @cached_property
-    def _recomputes(self) -> NDArray[np.bool_]:
-        flags = np.zeros(len(self.saved_bytes), dtype=np.bool_)
-        flags[self.stage[self.kind == KIND_INDEX[Kind.RECOMPUTE]]] = True
-        return flags
+    def _changes(self, saved: Floats, pending: Floats, kept_input: Floats) -> tuple[Floats, Floats]:
+        return changes_of(self.kind, self.stage, self.mb, saved=saved, pending=pending, kept_input=kept_input)
 
 
 def _flags(where: Where) -> NDArray[np.bool_]:
     return np.array([RULES[kind].where is where for kind in KINDS], dtype=np.bool_)
-
-
-def _look_up(table: Floats, timeline: Timeline, at: NDArray[np.int64]) -> Floats:
-    return table[timeline.kind[at], timeline.stage[at]]

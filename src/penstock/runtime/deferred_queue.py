@@ -93,18 +93,22 @@ class Pending:
         Autograd lets a parameter's `.grad` share memory with a gradient that it passed through views; the next
         micro-batch adds to it in place.
         """
-        ids_of: dict[int, set[int]] = {}
+        fresh, self._num_checked = range(self._num_checked, len(self._entries)), len(self._entries)
+        shared = [at for at in fresh if _num_holders(self._entries[at].gradient) > 1]
+        if not shared:
+            return
+        ours: dict[int, set[int]] = {}
         for entry in self._entries:
-            for tensor in (entry.x, entry.gradient):
-                ids_of.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+            for tensor in (entry.x, entry.gradient, entry.x._base, entry.gradient._base):  # a view holds its base
+                if tensor is not None:
+                    ours.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
         copies: dict[int, Tensor] = {}
-        for at in range(self._num_checked, len(self._entries)):
+        for at in shared:
             gradient = self._entries[at].gradient
-            storage = gradient.untyped_storage()._cdata
-            if torch._C._storage_Use_Count(storage) - 1 > len(ids_of[storage]):  # one is Python's own
-                copy = copies.setdefault(id(gradient), gradient.clone())
-                self._entries[at] = self._entries[at]._replace(gradient=copy)
-        self._num_checked = len(self._entries)
+            if _num_holders(gradient) > len(ours[gradient.untyped_storage()._cdata]):
+                if id(gradient) not in copies:
+                    copies[id(gradient)] = gradient.clone()
+                self._entries[at] = self._entries[at]._replace(gradient=copies[id(gradient)])
 
     def run(self) -> None:
         """Compute what waits and add it to the gradients of the parameters, by autograd: hooks run as usual."""
@@ -122,6 +126,11 @@ class Pending:
             if not groups or num_bytes > _MANY_BYTES:
                 torch.autograd.backward(weights, gradients)
                 weights, gradients, num_bytes = [], [], 0
+
+
+def _num_holders(tensor: Tensor) -> int:
+    """Return how many tensors share this one's memory, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is Python's own
 
 
 def _by_leaves(entries: Iterable[_Entry]) -> list[list[_Entry]]:

@@ -14,8 +14,12 @@ from penstock.runtime.step import Step
 from penstock.runtime.transport import Key, Stopped, Transport
 from penstock.runtime.versions import Versions
 from penstock.schedule.actions import Kind
+from penstock.schedule.rules import Value
 
 __all__ = ["Executor"]
+
+# what a stage's micro-batch holds once an action has run
+_HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.PENDING}
 
 Spans = list[tuple[int, int, int]]  # place, start and end in nanoseconds
 
@@ -41,7 +45,10 @@ class Executor:
         self.versions = versions
         self._row = board_row
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
+        self._recomputing = {stage for stage, _ in program.recomputed}
         self._do = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
+        self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
         self._clear()
 
     def _clear(self) -> None:
@@ -58,6 +65,7 @@ class Executor:
             Stopped: when another lane failed.
         """
         self._step = step
+        self.held_bytes, self.stage_bytes = [], {}
         self.transport.start(step.number)
         row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
         row[2] = step.number
@@ -70,6 +78,8 @@ class Executor:
                 do(instruction)
                 if spans is not None:
                     spans.append((instruction.place, row[1], clock()))
+                    if step.measures_memory:
+                        self._weigh(instruction)
         except (Stopped, LaneError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -79,6 +89,21 @@ class Executor:
             if self.versions is not None:
                 self.versions.end()
             row[0], row[1] = -1, clock()
+
+    def _weigh(self, i: Instruction) -> None:
+        """Count what the lane holds after an action."""
+        held = {key: record.held_bytes() for key, record in self._records.items()}
+        self.held_bytes.append(sum(held.values()))
+        key = (i.stage, i.mb)
+        if key not in held:
+            return
+        size, value = held[key], _HELD_AFTER.get(i.kind)
+        if key in self.program.recomputed and i.kind is Kind.F:
+            value = Value.INPUT
+        elif value is Value.SAVED and i.stage in self._recomputing:  # on top of its input, which counts by itself
+            size -= self._records[key].arrived_bytes()
+        if value is not None:
+            self.stage_bytes[value, i.stage] = max(size, self.stage_bytes.get((value, i.stage), 0))
 
     def _message(self, instruction: Instruction | None, error: Exception) -> str:
         if instruction is None:
@@ -132,7 +157,7 @@ class Executor:
             else:
                 self._leaving[Key("B", i.stage, edge.source, mb)] = made[edge.source]
         if record.pending is not None:
-            record.leaves = {}
+            record.leaves, record.is_pending = {}, True
             self._records[key] = record
 
     def _weight_grad(self, i: Instruction) -> None:

@@ -15,7 +15,7 @@ from penstock.runtime.offload import HostPool, Saved, StorageSet
 from penstock.runtime.randomness import Seeded, mix
 from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
-from penstock.schedule.lower import Keep
+from penstock.schedule.lower import RECOMPUTING, Keep
 
 __all__ = ["Record", "StageRun"]
 
@@ -34,7 +34,7 @@ class Record:
         saved: what the backward needs, where it goes to host memory.
     """
 
-    __slots__ = ("buffers", "given", "leaves", "loss", "made", "pending", "saved", "version")
+    __slots__ = ("buffers", "given", "is_pending", "leaves", "loss", "made", "pending", "saved", "version")
 
     def __init__(self, leaves: dict[int, Values]) -> None:
         self.leaves = leaves
@@ -45,6 +45,23 @@ class Record:
         self.saved: Saved | None = None
         self.buffers: dict[str, torch.Tensor] | None = None
         self.version = 0
+        self.is_pending = False  # the input gradient has run, the weight gradient has not
+
+
+    def held_bytes(self) -> int:
+        """Return what it holds on the device: what is saved, or pending, or the input to recompute from."""
+        if self.is_pending:
+            return 0 if self.pending is None else self.pending.num_bytes()
+        saved = 0 if self.saved is None else self.saved.num_bytes(on="device")
+        return saved + self.arrived_bytes()
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Return what came from other stages, which stays until the backward."""
+        return [leaf for values in self.leaves.values() for leaf in values if isinstance(leaf, torch.Tensor)]
+
+    def arrived_bytes(self) -> int:
+        """Return the memory of what came from other stages."""
+        return sum(leaf.numel() * leaf.element_size() for leaf in self.arrived())
 
 
 class StageRun:
@@ -122,12 +139,15 @@ class StageRun:
 
     def _compute_for_backward(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
         with ExitStack() as around:
-            if self.keep == "offload":
-                record.saved = Saved(self._host, keep_storages=self._kept_storages())
+            if self.keep == "offload" or step.measures_memory:
+                # the batch is the user's own, and no micro-batch has its memory to itself; what arrived stays anyhow
+                given = [value for value in record.given if isinstance(value, torch.Tensor)]
+                stays = StorageSet([*self._own_tensors, *given, *record.arrived()])
+                record.saved = Saved(self._host, keep_storages=stays)
                 around.enter_context(record.saved.collecting())
             if is_split:
                 record.pending = Pending()
-                around.enter_context(Deferring(record.pending, own_hooks=int(self.keep == "offload")))
+                around.enter_context(Deferring(record.pending, own_hooks=int(record.saved is not None)))
             self._compute(step, mb, record)
 
     def _compute(self, step: Step, mb: int, record: Record) -> None:
@@ -164,7 +184,7 @@ class StageRun:
         """
         if self._first_step is None:
             self._first_step = step.number
-        is_known = self.keep != "recompute" or getattr(self.stage.program, "is_fixed", False)
+        is_known = self.keep not in RECOMPUTING or getattr(self.stage.program, "is_fixed", False)
         return self._has_drawn or self._first_step == step.number or not is_known
 
     def _results(self, record: Record) -> Values:
@@ -230,8 +250,9 @@ class StageRun:
                 # never in place: the backward of another micro-batch may still need what is there
                 self.stage.held.set(name, tensor)
 
-    def _kept_storages(self) -> StorageSet:
-        return StorageSet([*self.stage.parameters(), *self.stage.buffers()])
+    @property
+    def _own_tensors(self) -> list[torch.Tensor]:
+        return [*self.stage.parameters(), *self.stage.buffers()]
 
 
 def _marked(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number

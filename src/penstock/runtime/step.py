@@ -60,6 +60,7 @@ class Step:
         finish: from results to a loss.
         scales: for each micro-batch what its loss counts in the gradient.
         seed: random numbers of a stage and micro-batch follow from it.
+        measures_memory: forwards count what they save, whatever their keep policy.
         losses: for each micro-batch its loss, once it is known.
     """
 
@@ -69,4 +70,5 @@ class Step:
     finish: Finish
     scales: Sequence[float] = ()
     seed: int = 0
+    measures_memory: bool = False
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

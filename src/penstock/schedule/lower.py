@@ -20,9 +20,12 @@ from penstock.schedule.rules import Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.slots import Slots, assign_slots
 
-__all__ = ["Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
+__all__ = ["RECOMPUTING", "Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
 
-Keep = Literal["hold", "recompute", "offload"]
+# hold: what the forward saves stays. recompute: the forward is run again before the backward; except_last: not for the
+# last micro-batch, whose backward comes soon. offload: it goes to host memory and back.
+Keep = Literal["hold", "recompute", "except_last", "offload"]
+RECOMPUTING: tuple[Keep, ...] = ("recompute", "except_last")
 # tagged: a receive names its message. ordered: one queue from lane to lane, nothing blocks.
 # blocking: as ordered, and a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]
@@ -243,16 +246,16 @@ def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lane
 def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
     """Return the recompute, offload and fetch actions that the policies ask for."""
     parts: list[_Part] = []
-    for policy in ("recompute", "offload"):
+    for policy in (*RECOMPUTING, "offload"):
         stages = np.array([s for s, chosen in enumerate(keep) if chosen == policy], dtype=np.int32)
         if not stages.size:
             continue
-        forward = flow.made[Value.SAVED][stages].astype(np.int64).ravel()
-        backward = flow.made[Value.GRADIENT][stages].astype(np.int64).ravel()
-        num_mbs = flow.made[Value.SAVED].shape[1]
+        num_mbs = flow.made[Value.SAVED].shape[1] - (policy == "except_last")
+        forward = flow.made[Value.SAVED][stages, :num_mbs].astype(np.int64).ravel()
+        backward = flow.made[Value.GRADIENT][stages, :num_mbs].astype(np.int64).ravel()
         stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
         peer = np.full(len(mb), NONE, dtype=np.int32)
-        if policy == "recompute":
+        if policy in RECOMPUTING:
             # before the receive: it needs no gradient, so it runs while that is still on its way
             parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
         else:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import KINDS, Kind
+from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["HELD", "MemoryLimit", "changes", "find_over_limit"]
+__all__ = ["HELD", "MemoryLimit", "changes", "changes_of", "find_over_limit"]
 
 Floats = NDArray[np.float64]
 
@@ -51,19 +51,41 @@ def changes(
     return at_start, at_end
 
 
+def changes_of(
+    kind: NDArray[np.int8], stage: Ints, mb: Ints, *, saved: Floats, pending: Floats, kept_input: Floats
+) -> tuple[Floats, Floats]:
+    """Return what each action adds at its start, and at its end.
+
+    A stage that recomputes holds its inputs from forward to backward, and what is saved on top of them: from the
+    recompute on, or from the forward on for a micro-batch that is not recomputed.
+    """
+    again = kind == KIND_INDEX[Kind.RECOMPUTE]
+    is_recomputed = np.zeros((len(saved), int(mb.max(initial=0)) + 1), dtype=np.bool_)
+    is_recomputed[stage[again], mb[again]] = True
+    is_again = is_recomputed[stage, mb]
+    keeps_input = np.where(is_recomputed.any(axis=1), kept_input, 0.0)
+    every = np.ones(len(saved), dtype=np.bool_)
+    held = changes(saved + keeps_input, pending)
+    again_held = changes(saved, pending, kept_input, every)
+    at_start, at_end = (
+        np.where(is_again, b[kind, stage], a[kind, stage]) for a, b in zip(held, again_held, strict=True)
+    )
+    return at_start, at_end
+
+
 def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Iterator[tuple[int, int, str]]:
     """Yield (lane, index, message) for the first action of each lane that goes over its limit.
 
     This follows the lanes' own order: copies to host memory count as done where they stand. How much they hold
     while they run depends on the host link, which `simulate` knows.
     """
-    recomputes = np.zeros(schedule.num_stages, dtype=np.bool_)
-    recomputes[rows.stage[rows.where(Kind.RECOMPUTE)]] = True
     kept_input = np.zeros(schedule.num_stages) if limit.input_bytes is None else limit.input_bytes
-    at_start, at_end = changes(limit.saved_bytes, limit.pending_bytes, kept_input, recomputes)
+    at_start, at_end = changes_of(
+        rows.kind, rows.stage, rows.mb, saved=limit.saved_bytes, pending=limit.pending_bytes, kept_input=kept_input
+    )
     for lane in range(schedule.num_lanes):
         here = slice(*rows.starts[lane : lane + 2].tolist())
-        starts, ends = at_start[rows.kind[here], rows.stage[here]], at_end[rows.kind[here], rows.stage[here]]
+        starts, ends = at_start[here], at_end[here]
         held = np.cumsum(starts) + np.concatenate([[0.0], np.cumsum(ends)[:-1]]) if len(starts) else starts
         # sums of many floats: a limit that is met exactly is not passed
         over = np.flatnonzero(held > limit.limit_bytes[lane] * (1 + 1e-9))

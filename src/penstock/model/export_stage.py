@@ -20,10 +20,13 @@ class ExportProgram:
     """The operations of one stage.
 
     Attributes:
+        is_fixed: it runs the same operations for every micro-batch.
         held_names: the parameters, buffers and constants that it uses.
         inputs: the names of the values it needs.
         outputs: the names of the values it makes.
     """
+
+    is_fixed = True
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.held = Held(self)
-        self.batch_size: int | None = None
+        self.runner: Any = None  # of a stage of several pieces: what runs those that are run in a way of their own
         self._program_of = program_of
         hidden = set(unsaved)
         for name, tensor in tensors.items():
@@ -152,6 +152,17 @@ class Chain:
         """Run all stages on a batch."""
         call = self.read(*args, **kwargs)
         return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+
+    def with_stages(self, stages: Sequence[Stage]) -> Chain:
+        """Return a chain of the same model with other stages."""
+        return Chain(
+            stages,
+            example=self.example,
+            parameter_names=self._parameter_names,
+            results_of=self._results_of,
+            aliases=self.aliases,
+            has_fixed_shapes=self.has_fixed_shapes,
+        )
 
     def results(self, training: bool) -> Results:
         """Return what the model returns in a mode."""

@@ -15,7 +15,11 @@ from torch import nn
 from penstock.decide import Ask, Progress, Source, explanation_of, name_of
 from penstock.errors import UsageError
 from penstock.model.capture import Captured, capture
+from penstock.model.compound import compound_chain
 from penstock.model.example import read_example
+from penstock.model.stages import Chain
+from penstock.planning.select import select_recomputed
+from penstock.runtime.again import Again
 from penstock.runtime.company import Company
 from penstock.schedule.plain import from_json, to_json
 from penstock.schedule.schedule import Schedule
@@ -71,7 +75,7 @@ class Request:
             None if has_counts else self.micro_batches,
             stages_per_lane=None if has_counts else self.stages_per_lane,
             cuts=self.cuts,
-            keep="hold" if self.keep == "offload" else self.keep,
+            keep={"offload": "hold", "fit": "recompute"}.get(self.keep, self.keep),
             memory_limit=self.memory_limit,
             cluster=self.cluster,
         )
@@ -86,6 +90,22 @@ class Decision:
     schedule: Schedule
     explain: Callable[[], Explanation]
     predicted: Callable[[], Timeline | None]
+    recomputed: tuple[tuple[range, ...], ...] | None = None
+
+    def split(self) -> Chain:
+        """Return the stages; those of which parts are recomputed are made of pieces."""
+        if self.recomputed is None or not any(self.recomputed):
+            return self.captured.split(self.cuts)
+        bounds = {bound for runs in self.recomputed for run in runs for bound in (run.start, run.stop)}
+        inner = sorted((bounds | set(self.cuts)) - {0, len(self.captured.graph.nodes)})
+        starts = [0, *inner]
+        groups = [
+            [number for number, start in enumerate(starts) if start in nodes]
+            for nodes in self.captured.graph.stages(self.cuts)
+        ]
+        again = {run.start for runs in self.recomputed for run in runs}
+        special = {number for number, start in enumerate(starts) if start in again}
+        return compound_chain(self.captured.split(inner), groups, special, Again)
 
 
 def decide(request: Request, company: Company) -> Decision:
@@ -117,9 +137,18 @@ def decide(request: Request, company: Company) -> Decision:
         only = _only_cuts(ask, first, captured)
         if only is not None:
             captured.graph.check_cuts(only)
-            return {"cuts": list(only), "schedule": to_json(first)}
+            return {"cuts": list(only), "schedule": to_json(first), "recomputed": select(only, first)}
         found = explain()
-        return {"cuts": list(found.partition.cuts), "schedule": to_json(found.schedule)}
+        cuts = list(found.partition.cuts)
+        return {"cuts": cuts, "schedule": to_json(found.schedule), "recomputed": select(cuts, found.schedule)}
+
+    def select(cuts: Sequence[int], schedule: Schedule) -> list[list[list[int]]] | None:
+        """Return the nodes to recompute, where only as much is to be as memory asks for."""
+        if request.keep != "fit":
+            return None
+        assert request.memory_limit is not None
+        runs = select_recomputed(explain().profile, cuts, schedule, request.memory_limit)
+        return [[[run.start, run.stop] for run in stage] for stage in runs]
 
     chosen = company.decide(choose, _settings(request, captured, first))
     return Decision(
@@ -128,7 +157,12 @@ def decide(request: Request, company: Company) -> Decision:
         from_json(chosen["schedule"]),
         explain,
         lambda: kept[0].timeline if kept else None,
+        None if chosen["recomputed"] is None else _ranges(chosen["recomputed"]),
     )
+
+
+def _ranges(plain: list[list[list[int]]]) -> tuple[tuple[range, ...], ...]:
+    return tuple(tuple(range(*run) for run in stage) for stage in plain)
 
 
 def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[str, Any]:

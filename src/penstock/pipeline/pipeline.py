@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ class Pipeline:
         lanes: how many; by default as devices or processes, else 2.
         stages_per_lane: for schedules that leave it open.
         cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
-        keep: what stages do with saved values: "hold", "recompute" or "offload"; one, or one a stage.
+        keep: what stages do with saved values: "hold", "recompute", "except_last" or "offload"; one, or one a stage.
+            "fit" recomputes only the nodes that must be, for lanes to stay within `memory_limit`.
         weight: what the loss averages over in a micro-batch, `weight(batch, target)`, where that is not its samples,
             as the tokens that are not ignored; "sum" for a loss that adds up.
         autocast: a dtype to run forwards in; by default as the autocast around `step`.
@@ -101,7 +102,7 @@ class Pipeline:
         lanes: int | None = None,
         stages_per_lane: int | None = None,
         cuts: Sequence[int | str] = (),
-        keep: Keep | Sequence[Keep] = "hold",
+        keep: Keep | Literal["fit"] | Sequence[Keep] = "hold",
         weight: Weight = None,
         autocast: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -118,6 +119,8 @@ class Pipeline:
     ) -> None:
         num_lanes = choose_lanes(lanes, devices, schedule)
         self.devices = check_devices(devices, num_lanes)
+        if keep == "fit" and memory_limit is None:
+            raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
         if callable(loss) is False and loss is not None:
             raise UsageError(f"loss: give a function loss(output, target); given: {type(loss).__name__}")
         request = Request(
@@ -136,13 +139,13 @@ class Pipeline:
         weakref.finalize(self, self._company.close)
         decision = decide(request, self._company)
         self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
-        self._chains = [decision.captured.split(decision.cuts) for _ in self.schedule.ways]
+        self._chains = [decision.split() for _ in self.schedule.ways]
         self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._setup = Setup(
             self._chains,
             self.schedule,
-            check_keep(keep, self.schedule.num_stages),
+            check_keep("hold" if keep == "fit" else keep, self.schedule.num_stages),
             self.devices,
             self._company.transports,
             self._company.rows,

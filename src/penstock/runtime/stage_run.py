@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.model.stages import Stage
+from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.deferred import Deferring, Pending
 from penstock.runtime.offload import HostPool, Saved, StorageSet
@@ -46,7 +48,6 @@ class Record:
         self.buffers: dict[str, torch.Tensor] | None = None
         self.version = 0
         self.is_pending = False  # the input gradient has run, the weight gradient has not
-
 
     def held_bytes(self) -> int:
         """Return what it holds on the device: what is saved, or pending, or the input to recompute from."""
@@ -90,6 +91,7 @@ class StageRun:
         self._rest_from = next((edge.source for edge in self.into if edge.has_rest), None)
         self._num_named = {edge.source: len(edge.names) for edge in self.into}
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
+        self._again: Again | None = stage.runner
         self._random: Seeded | None = None
         self._has_drawn = False
         self._first_step: int | None = None
@@ -157,6 +159,8 @@ class StageRun:
         ]
         if self._rest_from is not None:
             values += record.leaves[self._rest_from][self._num_named[self._rest_from] :]
+        if self._again is not None:
+            self._again.begin(partial(self._part, step, mb, record.pending))
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last:
@@ -177,6 +181,17 @@ class StageRun:
             yield
         self._has_drawn |= self._random.was_drawn
 
+    @contextmanager
+    def _part(self, step: Step, mb: int, pending: Pending | None, number: int) -> Iterator[None]:
+        """Run a part of the stage within the same things, now and when it is run again: its numbers are its own."""
+        with ExitStack() as around:
+            around.enter_context(step.mode.cast(self.device))
+            if pending is not None:
+                around.enter_context(Deferring(pending))
+            if self._may_draw(step):
+                around.enter_context(Seeded(mix(mix(step.seed, self.index, mb), number, 1), self.device))
+            yield
+
     def _may_draw(self, step: Step) -> bool:
         """Return whether random numbers must be watched: where a whole step drew none, the next is taken to draw none.
 
@@ -184,7 +199,9 @@ class StageRun:
         """
         if self._first_step is None:
             self._first_step = step.number
-        is_known = self.keep not in RECOMPUTING or getattr(self.stage.program, "is_fixed", False)
+        is_known = (self.keep not in RECOMPUTING and self._again is None) or getattr(
+            self.stage.program, "is_fixed", False
+        )
         return self._has_drawn or self._first_step == step.number or not is_known
 
     def _results(self, record: Record) -> Values:

@@ -81,6 +81,7 @@ class Links:
         self.lane, self.num_lanes = lane, num_lanes
         self.peers: dict[int, _Peer] = {}
         self._selector = selectors.DefaultSelector()
+        self._reader = threading.get_ident()  # only one thread reads: that of the lane
         if lane == 0:
             store.set("token", os.urandom(_TOKEN_BYTES).hex())
         self._token = bytes.fromhex(store.get("token"))
@@ -144,8 +145,7 @@ class Links:
                 except (BlockingIOError, InterruptedError):
                     self._wait_to_write(to)
                     continue
-                except OSError:
-                    to.is_open = False
+                except OSError:  # what it said before it left is still to be read
                     raise LostError(f"lane {peer} is gone") from None
                 rights, data = [], data[sent:]
 
@@ -153,12 +153,13 @@ class Links:
         with selectors.DefaultSelector() as ready:
             ready.register(to.link, selectors.EVENT_WRITE)
             # both may be sending: what comes meanwhile is read, or neither would go on
-            if not ready.select(0.01) and threading.current_thread() is threading.main_thread():
+            if not ready.select(0.01) and threading.get_ident() == self._reader:
                 for peer in self.peers.values():
                     self._fill(peer)
 
     def read(self, seconds: float) -> list[Frame]:
         """Return the frames that are there, or that come within so many seconds."""
+        self._reader = threading.get_ident()
         frames = [frame for other, peer in self.peers.items() if peer.unread for frame in self._frames(other, peer)]
         if frames:
             return frames

@@ -104,7 +104,7 @@ def faults_of(model, name, lanes, keep, *, sizes=(8, 10, 3), path="auto", **opti
     def batch_of(x):
         return (x, scale) if is_knotty else x
 
-    build.capture = once
+    before, build.capture = build.capture, once
     captured = once(model, batch_of(data(8)[0]), training=True, path=path, num_stages=schedule.num_stages)
     cuts = cuts_of(captured.graph, schedule.num_stages)
     found = []
@@ -121,5 +121,7 @@ def faults_of(model, name, lanes, keep, *, sizes=(8, 10, 3), path="auto", **opti
                 found += [f"{name} {lanes} {keep} batch {size}: {d}" for d in differences(pipe, loss, wanted)]
     except PenstockError as error:
         found.append(f"{name} {lanes} {keep}: {type(error).__name__}: {error}")
+    finally:
+        build.capture = before
     model.zero_grad(set_to_none=True)
     return found

@@ -53,7 +53,7 @@ def in_process(transport):
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_that_share_the_gpu(transport):
-    """Values go through host memory: shared, or gloo's, pinned; gloo cannot send CUDA tensors, NCCL wants a GPU each."""
+    """Values go through host memory: shared, or pinned for gloo, which cannot send CUDA tensors."""
     assert processes.run(in_process, 2, transport) == [[], []]
 
 

@@ -62,7 +62,9 @@ def test_it_computes_the_same_and_holds_less(schedule, share):
     for keep in ("hold", "fit"):
         with pipeline(model, x, schedule=schedule) as holding:
             cuts = holding.cuts
-        options = {"keep": keep, "memory_limit": some_limit(model, x, share, schedule=schedule)} if keep == "fit" else {}
+        options = (
+            {"keep": keep, "memory_limit": some_limit(model, x, share, schedule=schedule)} if keep == "fit" else {}
+        )
         with pipeline(model, x, schedule=schedule, cuts=cuts, **options) as pipe:
             value = pipe.step(x)
             assert not list(differences(pipe, value, wanted))

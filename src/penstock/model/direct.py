@@ -55,7 +55,12 @@ class _Between:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
         self.tensors, self.template = flatten((args, dict(kwargs)), apart=apart)
-        self.is_changed = [False] * len(self.tensors)
+        self.count = len(self.tensors)
+        self.is_changed = [False] * self.count
+
+    def forget(self) -> None:
+        """Let the tensors of the example go: with their graphs they are the whole model's activations."""
+        self.tensors = []
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = rebuild(self.template, tensors)
@@ -74,12 +79,20 @@ class Direct:
         self._places_of: dict[bool, list[_Between]] = {}
         places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
         self.graph = self._graph(places, others)
+        self._forget()
 
     def _places(self, training: bool) -> list[_Between]:
         if training not in self._places_of:
             with in_mode(self.model, training=training):
                 self._places_of[training] = self._run(self.call)
+            if hasattr(self, "graph"):  # which is all that they were for
+                self._forget()
         return self._places_of[training]
+
+    def _forget(self) -> None:
+        for places in self._places_of.values():
+            for place in places:
+                place.forget()
 
     def _run(self, call: Call) -> list[_Between]:
         """Run all modules once and return what stood before each of them, and after the last."""
@@ -164,7 +177,7 @@ class Direct:
         def results(training: bool) -> Results:
             last = self._places(training)[-1]
             template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the one argument of a next module
-            count = len(last.tensors)
+            count = last.count
             return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
         first = self.model.get_submodule(self.paths[0]) if self.spreads else self.model
@@ -195,8 +208,8 @@ class DirectProgram:
         # what a module changes in place may be a view of what came in before the modules ahead of it
         self._is_changing = any(any(places[index].is_changed) for index in nodes)
         self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
-        self.inputs = _names(direct, nodes.start, len(self._place.tensors))
-        self.outputs = _names(direct, nodes.stop, len(self._end.tensors))
+        self.inputs = _names(direct, nodes.start, self._place.count)
+        self.outputs = _names(direct, nodes.stop, self._end.count)
         first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
         self._places = [
             (getattr(module, kind), key, first_of[f"{path}.{key}"])

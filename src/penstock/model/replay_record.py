@@ -198,7 +198,8 @@ class _Recorder(Walk):
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
         tensors = []
         for index, tensor in enumerate(call.tensors):
-            alias = tensor.detach().view_as(tensor.detach()).requires_grad_(tensor.requires_grad)
+            # a copy: the model may change what it is given, and the example is the user's
+            alias = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.mark(alias, ("", -1, index))
             tensors.append(alias)
         args, kwargs = call.arguments(tensors)

@@ -49,33 +49,43 @@ def flatten(
         drop: says of an object that it is to be left out: None stands in its place.
         apart: count a tensor that is there twice as two.
     """
-    tensors: list[torch.Tensor] = []
-    slot_of: dict[int, Slot] = {}
-    open_now: set[int] = set()
+    walker = _Walker(drop, apart=apart)
+    template = walker.walk(thing, 0)
+    return walker.tensors, template
 
-    def walk(item: object, depth: int) -> object:
+
+class _Walker:
+    """Walks through a thing; not a function in a function, which would refer to itself and so keep the tensors."""
+
+    def __init__(self, drop: Callable[[object], bool] | None, *, apart: bool) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._drop, self._apart = drop, apart
+        self._slot_of: dict[int, Slot] = {}
+        self._open_now: set[int] = set()
+
+    def walk(self, item: object, depth: int) -> object:
+        """Return the template of an item."""
+        tensors, slot_of = self.tensors, self._slot_of
         if isinstance(item, torch.Tensor):
-            if apart or id(item) not in slot_of:
+            if self._apart or id(item) not in slot_of:
                 slot_of[id(item)] = Slot(len(tensors))
                 tensors.append(item)
             return slot_of[id(item)]
-        if isinstance(item, _PLAIN) or id(item) in open_now:
+        if isinstance(item, _PLAIN) or id(item) in self._open_now:
             return item
-        if drop is not None and drop(item):
+        if self._drop is not None and self._drop(item):
             return None
         taken = _take_apart(item) if depth < _DEEPEST else None
         if taken is None:
             return item
         parts, build = taken
-        open_now.add(id(item))
+        self._open_now.add(id(item))
         before = len(slot_of), len(tensors)
-        walked = tuple(walk(part, depth + 1) for part in parts)
-        open_now.discard(id(item))
+        walked = tuple(self.walk(part, depth + 1) for part in parts)
+        self._open_now.discard(id(item))
         if all(new is old for new, old in zip(walked, parts, strict=True)) and before == (len(slot_of), len(tensors)):
             return item  # nothing to put in anywhere below
         return _Built(walked, build)
-
-    return tensors, walk(thing, 0)
 
 
 def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever was taken apart

@@ -118,6 +118,8 @@ def decide(request: Request, company: Company) -> Decision:
     tell = request.progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
     call = read_example(request.example, _called(request.model))
+    if _is_on_meta(request.model):
+        call = call.map(lambda tensor: tensor.to("meta"))
     captured = capture(request.model, call, training=True, path=request.capture_path, num_stages=first.num_stages)
     size = -(-call.batch_size // min(call.batch_size, first.num_mbs))
     kept: list[Explanation] = []
@@ -196,6 +198,12 @@ def _only_cuts(ask: Ask, schedule: Schedule, captured: Captured) -> tuple[int, .
     if captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages:
         return tuple(range(1, schedule.num_stages))
     return None
+
+
+def _is_on_meta(model: Model) -> bool:
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    tensors = [p for module in modules if isinstance(module, nn.Module) for p in module.parameters()]
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
 def _called(model: Model) -> nn.Module | None:

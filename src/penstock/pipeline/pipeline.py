@@ -16,7 +16,7 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.model.capture import plain_module
 from penstock.model.structure import rebuild
-from penstock.pipeline.batch import BatchReader
+from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
@@ -173,17 +173,17 @@ class Pipeline:
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
         self._weights.check()
         ready = self._reader.read(batch, _given(target), groups=self._weights.groups)
-        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        step = self._step(ready.batch, Mode(True, True, self._cast()), ready.targets)
-        step.scales = [share * scale for share in ready.shares]
-        step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
+        # scale() rather than get_scale(): the scaler makes what it needs in its first call
+        scale = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones((), device=self.devices[0])))
+        step = self._step(ready, Mode(True, True, self._cast()), scale=scale)
         is_done = False
         try:
             with self._weights.gathering(is_scaled=self._scaler is not None):
                 self._run(step)
             is_done = True
         finally:
-            self._setup.end_step(is_done=is_done)
+            self._setup.end_step(self._company, is_done=is_done)
+        self._weights.agree_on_buffers()
         return self._total(step, ready.shares)
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class Pipeline:
         self._weights.check()
         ready = self._reader.read(batch, _given(target))
         with self._in_mode(False):
-            step = self._step(ready.batch, Mode(False, False, self._cast()), ready.targets)
+            step = self._step(ready, Mode(False, False, self._cast()))
             self._run(step)
         return self._total(step, ready.shares)
 
@@ -209,9 +209,7 @@ class Pipeline:
         self._weights.check()
         ready = self._reader.read(batch, ())
         outputs: dict[int, list[Any]] = {}
-        step = self._step(ready.batch, Mode(self.training, False, self._cast()), None, outputs)
-        if self.training:
-            step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
+        step = self._step(ready, Mode(self.training, False, self._cast()), outputs=outputs)
         self._run(step)
         made = self._company.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
@@ -222,21 +220,23 @@ class Pipeline:
     __call__ = forward
 
     def _step(
-        self, batch: Any, mode: Mode, targets: Sequence[Any] | None, outputs: dict[int, list[Any]] | None = None  # noqa: ANN401
-    ) -> Step:  # fmt: skip
+        self, ready: Ready, mode: Mode, *, scale: float = 1.0, outputs: dict[int, list[Any]] | None = None
+    ) -> Step:
         results = self._chains[0].results(mode.is_training)
+        loss, shares, targets = self._loss, ready.shares, ready.targets
 
         def finish(tensors: Sequence[Any], mb: int) -> torch.Tensor | None:
             if outputs is not None:
                 outputs[mb] = [tensor.detach() for tensor in tensors]
                 return None
-            assert targets is not None
-            if step.scales and step.scales[mb] == 0:  # nothing counts, and a mean over nothing is not a number
+            if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(()))
-            return find_loss(rebuild(results.template(), tensors), self._loss, targets[mb])
+            return find_loss(rebuild(results.template(), tensors), loss, targets[mb])
 
         self._number += 1
-        step = Step(self._number, batch, mode, finish)
+        step = Step(self._number, ready.batch, mode, finish, scales=[share * scale for share in shares])
+        if mode.is_training:
+            step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         return step
 
     def _run(self, step: Step) -> None:

@@ -17,6 +17,8 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["Weights"]
 
+_BUFFERS = 1 << 20  # numbers of exchanges: those of parameters and statistics come before
+
 
 class Weights:
     """What the lanes hold.
@@ -54,13 +56,13 @@ class Weights:
     def _place(self) -> None:
         """Put each stage's parameters on its lane's device; one that another device holds already gets a copy."""
         home_of: dict[int, torch.device] = {}
-        self._is_empty = False
+        self._empty: set[str] = set()  # what was on meta and has no values yet
         for (lane, _), stage in self._stages.items():
             device = self._devices[lane]
             for name in list(stage.held):
                 tensor = stage.held.get(name)
                 if tensor.is_meta:
-                    self._is_empty = True
+                    self._empty.add(name)
                     stage.held.set(name, _materialised(tensor, device))
                 elif id(tensor) in home_of and home_of[id(tensor)] != device:
                     stage.held.set(name, _copied(tensor, device))
@@ -75,9 +77,8 @@ class Weights:
         """Return the parameters that more than one lane holds, and these lanes."""
         lanes_of: dict[str, set[int]] = {}
         for s, stage in enumerate(chain.stages):
-            for name, parameter in stage.named_parameters():
-                if parameter.requires_grad:
-                    lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
+            for name, _ in stage.named_parameters():  # also what is frozen now: it may be unfrozen later
+                lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
         return {name: tuple(sorted(lanes)) for name, lanes in lanes_of.items() if len(lanes) > 1}
 
     def check(self) -> None:
@@ -86,9 +87,11 @@ class Weights:
         Raises:
             UsageError: when the model was on meta and no state was loaded.
         """
-        if self._is_empty:
+        if self._empty:
+            names = ", ".join(sorted(self._empty)[:5])
             raise UsageError(
-                "the model was on meta, so its parameters have no values yet: call load_state_dict() first"
+                f"the model was on meta, and these have no values before load_state_dict(): {names}. A buffer that is "
+                "no part of a state dict has none from there either: add it to the state under its own name"
             )
 
     def _own(self, name: str) -> list[nn.Parameter]:
@@ -119,19 +122,31 @@ class Weights:
         return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy values into parameters and buffers.
+        """Copy values into parameters and buffers; all processes do, or none.
 
         Raises:
             UsageError: listing what is missing, not in the model, or of another shape; nothing was copied then.
         """
         own: dict[str, list[torch.Tensor]] = {}
         for stage in self._stages.values():
-            for name, tensor in stage.state_dict(keep_vars=True).items():
+            named = stage.state_dict(keep_vars=True)
+            named |= {name: stage.held.get(name) for name in self._empty if name in stage.held and name in state}
+            for name, tensor in named.items():
                 if all(tensor is not other for other in own.setdefault(name, [])):
                     own[name].append(tensor)
-        known = {
-            n for stage in self._chain.stages for n in stage.state_dict(keep_vars=True)
-        } | self._chain.aliases.keys()
+        fault = self._misfit(state, own, strict=strict)
+        faults = [told for told in self._company.gather(fault) if told]
+        if faults:
+            raise UsageError(f"the state does not fit the model; {' and '.join(dict.fromkeys(faults))}")
+        with torch.no_grad():
+            for name, tensors in own.items():
+                for tensor in tensors if name in state else ():
+                    tensor.copy_(state[name])
+        self._empty -= state.keys()
+
+    def _misfit(self, state: Mapping[str, torch.Tensor], own: Mapping[str, list[torch.Tensor]], *, strict: bool) -> str:
+        """Return what is wrong with a state, for the lanes that run here; nothing if it fits."""
+        known = {name for stage in self._chain.stages for name in stage.held} | self._chain.aliases.keys()
         missing = [name for name in own if name not in state]
         unknown = [name for name in state if name not in known]
         wrong = [
@@ -139,16 +154,12 @@ class Weights:
             for name, tensors in own.items()
             if name in state and state[name].shape != tensors[0].shape
         ]
-        if wrong or (strict and (missing or unknown)):
-            raise UsageError(
-                f"the state does not fit the model; missing: {', '.join(missing) or 'none'}; "
-                f"not in the model: {', '.join(unknown) or 'none'}; of another shape: {', '.join(wrong) or 'none'}"
-            )
-        with torch.no_grad():
-            for name, tensors in own.items():
-                for tensor in tensors if name in state else ():
-                    tensor.copy_(state[name])
-        self._is_empty = self._is_empty and bool(missing)
+        if not (wrong or (strict and (missing or unknown))):
+            return ""
+        return (
+            f"missing: {', '.join(missing) or 'none'}; not in the model: {', '.join(unknown) or 'none'}; "
+            f"of another shape: {', '.join(wrong) or 'none'}"
+        )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget all gradients."""
@@ -207,6 +218,7 @@ class Weights:
             name
             for name, lanes in self._holders.items()
             if mine & set(lanes) and (not set(lanes) <= mine or len(self._own(name)) > 1)
+            if self._own(name)[0].requires_grad
         ]
 
     def _sum(self, names: Sequence[str]) -> None:
@@ -241,6 +253,24 @@ class Weights:
                     first = self._company.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
                     for parameter in own:
                         parameter.copy_(first)
+
+    def agree_on_buffers(self) -> None:
+        """Let lanes of several processes that run the same stage go on with the same buffers: the mean of theirs.
+
+        Each has seen its own micro-batches only. In one process they share the tensors.
+        """
+        mine = set(self._company.lanes)
+        with torch.no_grad():
+            for (_, index), stage in self._stages.items():
+                lanes = sorted({way[index] for way in self._schedule.ways})
+                names = [] if set(lanes) <= mine else [name for name, _ in stage.named_buffers()]
+                if names:
+                    own = [stage.held.get(name) for name in names]
+                    given = self._company.exchange(_BUFFERS + index, own, lanes)
+                    for buffer, *copies in zip(own, *given, strict=True):
+                        together = torch.stack([copy.to(buffer.device) for copy in copies])
+                        is_float = buffer.is_floating_point() or buffer.is_complex()
+                        buffer.copy_(together.mean(0) if is_float else together.amax(0))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all lanes is at most so much; return the norm as it was."""

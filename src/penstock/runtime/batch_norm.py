@@ -148,6 +148,25 @@ class DeferredStatistics(TorchFunctionMode):
                 torch._foreach_maximum_(counters, statistics._peak)
             statistics._forget()
 
+    def letter(self) -> list[Any]:
+        """Return what was collected as names and tensors, to be sent to a lane in another process."""
+        found: list[Any] = []
+        for (name, call), one in self._sums.items():
+            numbers = torch.tensor([one.factor, *one.counts], dtype=torch.float64)
+            found += [name, call, numbers, torch.stack(one.means), torch.stack(one.variances)]
+        return found
+
+    def take(self, letter: list[Any]) -> None:
+        """Add what the lane of another process collected for the same stage."""
+        for at in range(0, len(letter), 5):
+            name, call, numbers, means, variances = letter[at : at + 5]
+            if (name, call) not in self._sums:
+                twin = f"{name.removesuffix('mean')}var"
+                self._sums[name, call] = _Sum(self._buffers[name], self._buffers[twin])
+            factor, *counts = numbers.tolist()
+            for count, mean, variance in zip(counts, means, variances, strict=True):
+                self._sums[name, call].add(int(count), mean, variance, factor=factor)
+
     def reset(self) -> None:
         """Give the step up: running statistics and counters stay as they were before it."""
         self._forget()

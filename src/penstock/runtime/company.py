@@ -59,7 +59,7 @@ class Company(Protocol):
         """Return what each process gave, in the order of their lanes."""
         ...
 
-    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
         """Return what each of some lanes gave, in order; called by all of them under the same number."""
         ...
 
@@ -107,7 +107,7 @@ class LocalCompany:
         """Return what this process gave."""
         return [thing]
 
-    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
         """Return what was given: lanes of one process hold the same parameters."""
         return [list(tensors)]
 

@@ -86,6 +86,7 @@ class Executor:
             raise LaneError(self._message(instruction, error)) from error
         finally:
             self._clear()
+            del self._step  # and with it the user's batch
             if self.versions is not None:
                 self.versions.end()
             row[0], row[1] = -1, clock()

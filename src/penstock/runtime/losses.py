@@ -80,7 +80,8 @@ def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], tar
     if getattr(loss, "reduction", "mean") != "mean":
         return False
     ignored = getattr(loss, "ignore_index", _IGNORED)
-    things = batches if loss is None else targets
+    has_target = any(target is not None for target in targets)
+    things = targets if has_target else batches
     counts = [[int((tensor != ignored).sum()) for tensor in _labels(thing)] for thing in things]
     for place, of_each in enumerate(zip(*counts, strict=False)):
         sizes = [tensors[place].numel() for tensors in map(list, map(_labels, things))]

@@ -9,7 +9,8 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -84,17 +85,20 @@ class ProcessCompany:
             self._transport.recover()
             step.number = max(self.gather(step.number))
             self._has_failed = False
-        try:
+        with self._telling():
             self._transport.check()
             executor.run(step, None if spans is None else spans[0])
-        except BaseException as error:
-            self._fail(error)
-            raise
 
-    def _fail(self, error: BaseException) -> None:
-        self._has_failed = True
-        if not getattr(error, "was_told", False):
-            self._transport.abort(error)
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Do something with the others; where it fails here, tell them, and agree on a new start before the next."""
+        try:
+            yield
+        except BaseException as error:
+            self._has_failed = True
+            if not getattr(error, "was_told", False):
+                self._transport.abort(error)
+            raise
 
     def _hang(self, lane: int, from_lane: int, what: str) -> HangError:
         if self._executor is None:
@@ -147,19 +151,24 @@ class ProcessCompany:
         self._told[what] = self._told.get(what, 0) + 1
         return f"{what} {self._told[what]}"
 
-    def exchange(self, number: int, tensors: Sequence[torch.Tensor | None], lanes: Sequence[int]) -> list[list[Any]]:
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
         """Return what each of some lanes gave, in order; called by all of them under the same number."""
-        plain = [None if tensor is None else tensor.detach() for tensor in tensors]
-        for lane in lanes:
-            if lane != self.lane:
-                self._transport.send(Key("R", self.lane, number, 0), lane, plain)
-        return [
-            list(plain) if lane == self.lane else list(self._transport.receive(Key("R", lane, number, 0), lane))
-            for lane in lanes
-        ]
+        plain = [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in tensors]
+        with self._telling():
+            for lane in lanes:
+                if lane != self.lane:
+                    self._transport.send(Key("R", self.lane, number, 0), lane, plain)
+            return [
+                list(plain) if lane == self.lane else list(self._transport.receive(Key("R", lane, number, 0), lane))
+                for lane in lanes
+            ]
 
     def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
         """Return the loss of every micro-batch: the lanes that end the model tell all others."""
+        with self._telling():
+            return self._share_losses(step, schedule)
+
+    def _share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
         ends = sorted({schedule.home(schedule.num_stages - 1, mb) for mb in range(step.batch.num_mbs)})
         name = f"losses {step.number}"
         if self.lane in ends:
@@ -177,6 +186,12 @@ class ProcessCompany:
         self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
     ) -> Mapping[int, list[Any]] | None:
         """Return the results of every micro-batch: of those that end on several lanes, all get all."""
+        with self._telling():
+            return self._share_outputs(outputs, num_mbs, schedule, to_all=to_all)
+
+    def _share_outputs(
+        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
         lane_of = {mb: schedule.home(schedule.num_stages - 1, mb) for mb in range(num_mbs)}
         ends = set(lane_of.values())
         wanted_by = set(range(self.num_lanes)) if to_all else ends

@@ -11,6 +11,7 @@ import torch
 
 from penstock.model.stages import Chain, Stage
 from penstock.runtime.batch_norm import DeferredStatistics
+from penstock.runtime.company import Company
 from penstock.runtime.executor import Executor
 from penstock.runtime.offload import HostPool
 from penstock.runtime.program import LaneProgram, make_program
@@ -22,6 +23,8 @@ from penstock.schedule.lower import Keep, Lowered, lower
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["Setup", "stage_on"]
+
+_STATISTICS = 1 << 16  # numbers of exchanges: those of parameters come before, those of buffers behind
 
 
 @dataclass
@@ -61,8 +64,19 @@ class Setup:
                     if statistics.has_any:
                         self._statistics[index, lane] = statistics
 
-    def end_step(self, *, is_done: bool) -> None:
-        """Update batch norm's running statistics once, if they were put off; forget them if the step failed."""
+    def end_step(self, company: Company, *, is_done: bool) -> None:
+        """Update batch norm's running statistics once, if they were put off; forget them if the step failed.
+
+        Lanes of several processes that run the same stage tell each other what they collected.
+        """
+        if is_done:
+            for (index, lane), statistics in self._statistics.items():
+                lanes = sorted({way[index] for way in self.schedule.ways})
+                if not set(lanes) <= set(company.lanes):
+                    letters = company.exchange(_STATISTICS + index, statistics.letter(), lanes)
+                    for other, letter in zip(lanes, letters, strict=True):
+                        if other != lane:
+                            statistics.take(letter)
         of_stage: dict[int, list[DeferredStatistics]] = {}
         for (index, _), statistics in self._statistics.items():
             of_stage.setdefault(index, []).append(statistics)

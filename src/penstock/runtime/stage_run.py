@@ -96,7 +96,6 @@ class StageRun:
         self._has_drawn = False
         self._first_step: int | None = None
         self._changing: list[str] | None = None  # buffers that a forward changes
-        self._has_gradients = self.index > 0 or any(p.requires_grad for p in stage.parameters())
 
     # ---- forward
 
@@ -164,7 +163,7 @@ class StageRun:
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last:
-                record.loss = step.finish(self._results(record), mb)
+                record.loss = step.finish(self._results(step, mb, record), mb)
 
     @contextmanager
     def _around(self, step: Step, mb: int) -> Iterator[None]:
@@ -204,13 +203,13 @@ class StageRun:
         )
         return self._has_drawn or self._first_step == step.number or not is_known
 
-    def _results(self, record: Record) -> Values:
+    def _results(self, step: Step, mb: int, record: Record) -> Values:
         if not self.results:
             return list(record.made)
         found: Values = []
         for feed in self.results:
             if feed.given:
-                found.append(record.given[[f.given for f in self.feeds].index(feed.given)])
+                found.append(_cut_off(step.batch.inputs[mb][feed.given], self.device))
             elif feed.source == self.index:
                 found.append(record.made[feed.place])
             else:
@@ -227,7 +226,8 @@ class StageRun:
 
         A forward that will be run again has no graph to tell: any value with a fraction may want a gradient.
         """
-        return [_marked(value, may_want=recomputes and self._has_gradients) for value in self.made_for(record, edge)]
+        may_want = recomputes and (self.index > 0 or any(p.requires_grad for p in self.stage.parameters()))
+        return [_marked(value, may_want=may_want) for value in self.made_for(record, edge)]
 
     # ---- backward
 

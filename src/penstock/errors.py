@@ -77,6 +77,7 @@ class LaneError(PenstockError, RuntimeError):
     """An action of a lane failed; the message names lane, stage, micro-batch, action and the line in the model."""
 
     was_told = False  # it came from another process, which has told all others
+    was_refused = False  # another process did not begin the step
 
 
 class HangError(LaneError):

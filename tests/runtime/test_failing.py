@@ -293,6 +293,38 @@ def test_processes_that_were_given_different_pipelines_are_refused():
         assert "micro_batches: 2 (lane 0), 4 (lane 1)" in text
 
 
+def refusing_process():
+    """One process gets a wrong batch, then another batch than the others; then all get the same."""
+    model = sequence(4)
+    x, target = data(8)
+    pipe = penstock.Pipeline(model, example=x, loss=nn.functional.mse_loss, cuts=[4], micro_batches=4, timeout=30)
+    told = []
+    for wrong in (x.float(), x[:5]):
+        try:
+            pipe.step(wrong if dist.get_rank() else x, target[: len(wrong)] if dist.get_rank() else target)
+            told.append("no error")
+        except (LaneError, UsageError) as error:
+            told.append(str(error))
+    try:  # all refuse
+        pipe.step(x.float(), target)
+    except UsageError as error:
+        told.append(str(error))
+    pipe.zero_grad()
+    loss = pipe.step(x, target)
+    left = list(differences(pipe, loss, expected(model, x, target)))
+    pipe.close()
+    return told, left
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_batch_that_one_process_refuses_is_refused_by_all():
+    for told, left in processes.run(refusing_process, 2):
+        assert "captured as torch.float64" in told[0]
+        assert "give all processes the same batch" in told[1]
+        assert "captured as torch.float64" in told[2]
+        assert not left
+
+
 INTERRUPTED = """
     import os, signal, sys, threading, time
     import torch

@@ -171,8 +171,7 @@ class Pipeline:
         """
         if not self.training:
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
-        self._weights.check()
-        ready = self._reader.read(batch, _given(target), groups=self._weights.groups)
+        ready = self._read(batch, _given(target), groups=self._weights.groups)
         # scale() rather than get_scale(): the scaler makes what it needs in its first call
         scale = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones((), device=self.devices[0])))
         step = self._step(ready, Mode(True, True, self._cast()), scale=scale)
@@ -189,8 +188,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
         """Return the loss of a batch in evaluation; gradients and the mode stay as they are."""
-        self._weights.check()
-        ready = self._reader.read(batch, _given(target))
+        ready = self._read(batch, _given(target))
         with self._in_mode(False):
             step = self._step(ready, Mode(False, False, self._cast()))
             self._run(step)
@@ -206,8 +204,7 @@ class Pipeline:
         """
         if gather not in ("all", "last"):
             raise UsageError(f"gather: {gather!r} is not one of all, last")
-        self._weights.check()
-        ready = self._reader.read(batch, ())
+        ready = self._read(batch, ())
         outputs: dict[int, list[Any]] = {}
         step = self._step(ready, Mode(self.training, False, self._cast()), outputs=outputs)
         self._run(step)
@@ -218,6 +215,16 @@ class Pipeline:
         return rebuild(self._chains[0].results(self.training).template(), joined)
 
     __call__ = forward
+
+    def _read(self, batch: object, target: tuple[Any, ...], groups: Sequence[Sequence[int]] | None = None) -> Ready:
+        """Return a batch that can run; tell the other processes if this one cannot."""
+        try:
+            self._weights.check()
+            return self._reader.read(batch, target, groups=groups)
+        except Exception as error:
+            self._number += 1
+            self._company.refuse(self._number, error)
+            raise
 
     def _step(
         self, ready: Ready, mode: Mode, *, scale: float = 1.0, outputs: dict[int, list[Any]] | None = None

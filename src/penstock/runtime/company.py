@@ -51,6 +51,10 @@ class Company(Protocol):
         """
         ...
 
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell the others that this process does not begin a step."""
+        ...
+
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
         """Let one process choose for all; `settings` must be the same everywhere."""
         ...
@@ -98,6 +102,9 @@ class LocalCompany:
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         """Run a step on all lanes."""
         self._crew.run(executors, step, spans)
+
+    def refuse(self, step: int, error: BaseException) -> None:
+        """There are no others."""
 
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Choose."""

@@ -22,7 +22,7 @@ from penstock.runtime.transport import Key, Payload
 __all__ = ["ABORT", "BOARD", "GOODBYE", "JSON", "PING", "PONG", "DistributedTransport"]
 
 # types of frames
-DATA, DESCRIPTION, SEGMENT, JSON, ABORT, GOODBYE, PING, PONG, BOARD = range(9)
+DATA, DESCRIPTION, SEGMENT, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD = range(10)
 
 HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
 HEAD_OF_TAG = struct.Struct("<I")
@@ -38,6 +38,7 @@ class _Letter(NamedTuple):
 
     key: Key
     step: int
+    num_samples: int
     to_lane: int
     payload: Payload
     number: int
@@ -68,15 +69,17 @@ class DistributedTransport:
         self._incoming = {other: segments.Incoming() for other in links.peers}
         self._here: dict[tuple[int, Key], Any] = {}
         self._letters: dict[tuple[int, str], Any] = {}
-        self._step = 0
+        self._step = self._num_samples = 0
+        self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._aside: _Aside | None = None
 
     # ---- values
 
-    def start(self, step: int) -> None:
-        """Begin a step: what is left of earlier ones is thrown away."""
-        self._step = step
+    def start(self, step: int, num_samples: int) -> None:
+        """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
+        self._step, self._num_samples = step, num_samples
+        self._refusals = {number: told for number, told in self._refusals.items() if number >= step}
         for name in [name for name in self._here if name[0] < step]:
             del self._here[name]
         if self._by_torch is not None:
@@ -98,18 +101,22 @@ class DistributedTransport:
         if size <= _INLINE_BYTES:
             room = torch.empty(size, dtype=torch.uint8)
             description.write(payload, room)
-            body = Head(self._step, key, number, INLINE, size).pack() + room.numpy().tobytes()
+            body = Head(self._step, self._num_samples, key, number, INLINE, size).pack() + room.numpy().tobytes()
             self.links.send(to_lane, DATA, body)
         elif self._by_torch is not None:
             tag = self._by_torch.next_tag()
-            self.links.send(to_lane, DATA, Head(self._step, key, number, BY_TORCH, size).pack() + HEAD_OF_TAG.pack(tag))
+            self.links.send(
+                to_lane,
+                DATA,
+                Head(self._step, self._num_samples, key, number, BY_TORCH, size).pack() + HEAD_OF_TAG.pack(tag),
+            )
             self._by_torch.send(to_lane, tag, description, payload)
         elif size < _ASIDE_BYTES:
-            self._send_shared(_Letter(key, self._step, to_lane, payload, number, description))
+            self._send_shared(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
         else:
             if self._aside is None:
                 self._aside = _Aside(self._send_shared)
-            self._aside.put(_Letter(key, self._step, to_lane, payload, number, description))
+            self._aside.put(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
 
     def _send_shared(self, letter: _Letter) -> None:
         """Copy values into memory that the receiver sees, and tell it."""
@@ -118,7 +125,9 @@ class DistributedTransport:
         if is_new:
             body = HEAD_OF_SEGMENT.pack(segment.number, segment.num_bytes)
             self.links.send(letter.to_lane, SEGMENT, body, (segment.descriptor,))
-        head = Head(letter.step, letter.key, letter.number, segment.number, letter.description.num_bytes)
+        head = Head(
+            letter.step, letter.num_samples, letter.key, letter.number, segment.number, letter.description.num_bytes
+        )
         self.links.send(letter.to_lane, DATA, head.pack())
 
     def has(self, key: Key) -> bool:
@@ -132,6 +141,11 @@ class DistributedTransport:
         if name not in self._here:
             self._wait(lambda: name in self._here, from_lane, str(key))
         head, body = self._here.pop(name)
+        if head.num_samples != self._num_samples:
+            raise LaneError(
+                f"lane {self.lane} was given a batch of {self._num_samples} samples, lane {from_lane} one of "
+                f"{head.num_samples}; give all processes the same batch"
+            )
         description = self._descriptions[from_lane, head.description]
         if head.segment == INLINE:
             room = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
@@ -165,6 +179,13 @@ class DistributedTransport:
                 except LostError:
                     continue
 
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell all others that this lane will not run a step: its batch is wrong."""
+        body = json.dumps([step, str(error)]).encode()
+        for other, peer in self.links.peers.items():
+            if peer.is_open:
+                self.links.send(other, REFUSAL, body)
+
     def recover(self) -> None:
         """Forget a failure that has been raised: the next step may run."""
         self._failure = None
@@ -194,6 +215,10 @@ class DistributedTransport:
             error = kind(message if step == self._step else f"in step {step}, which this lane had ended: {message}")
             error.was_told = True
             raise error
+        if self._step in self._refusals:
+            refused = LaneError(self._refusals.pop(self._step))
+            refused.was_told = refused.was_refused = True
+            raise refused
         gone = self.links.lost
         if gone:
             raise LostError(f"lane {gone[0]} is gone: its process ended without a word (killed, or out of memory?)")
@@ -205,39 +230,52 @@ class DistributedTransport:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        peer, kind, body, _ = frame
-        if kind == DATA:
-            head = Head.unpack(body)
-            rest: Any = body[HEAD.size :]
-            if head.segment == BY_TORCH:  # posted at once, in the order of the sends
-                assert self._by_torch is not None
-                (tag,) = HEAD_OF_TAG.unpack(rest)
-                rest = self._by_torch.post(peer, tag, head.num_bytes)
-            if head.step >= self._step:
-                self._here[head.step, head.key] = (head, rest)
-            elif head.segment not in (INLINE, BY_TORCH):
-                self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
-        elif kind == DESCRIPTION:
-            (number,) = HEAD_OF_DESCRIPTION.unpack_from(body)
-            self._descriptions[peer, number] = Description.from_json(body[HEAD_OF_DESCRIPTION.size :])
-        elif kind == SEGMENT:
-            number, num_bytes = HEAD_OF_SEGMENT.unpack(body)
-            self._incoming[peer].add(number, self.links.descriptor(peer), num_bytes)
-        elif kind == JSON:
-            name, thing = json.loads(body)
-            self._letters[peer, name] = thing
-        elif kind == ABORT:
-            step, name, message = json.loads(body)
-            self._failure = self._failure or (peer, step, name, message)
-        elif kind == GOODBYE:
-            self.links.peers[peer].said_goodbye = True
-        elif kind == BOARD:
-            self._letters[peer, "board"] = True
-        elif kind == PING:
-            self.links.send(peer, PONG, body + str(time.monotonic_ns()).encode())
-        elif kind == PONG:
-            sent, theirs = body.split(b",")
-            self._letters[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
+        _TAKERS[frame.type](self, frame.peer, frame.body)
+
+    def _take_data(self, peer: int, body: bytes) -> None:
+        head = Head.unpack(body)
+        rest: Any = body[HEAD.size :]
+        if head.segment == BY_TORCH:  # posted at once, in the order of the sends
+            assert self._by_torch is not None
+            (tag,) = HEAD_OF_TAG.unpack(rest)
+            rest = self._by_torch.post(peer, tag, head.num_bytes)
+        if head.step >= self._step:
+            self._here[head.step, head.key] = (head, rest)
+        elif head.segment not in (INLINE, BY_TORCH):
+            self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
+
+    def _take_description(self, peer: int, body: bytes) -> None:
+        (number,) = HEAD_OF_DESCRIPTION.unpack_from(body)
+        self._descriptions[peer, number] = Description.from_json(body[HEAD_OF_DESCRIPTION.size :])
+
+    def _take_segment(self, peer: int, body: bytes) -> None:
+        number, num_bytes = HEAD_OF_SEGMENT.unpack(body)
+        self._incoming[peer].add(number, self.links.descriptor(peer), num_bytes)
+
+    def _take_json(self, peer: int, body: bytes) -> None:
+        name, thing = json.loads(body)
+        self._letters[peer, name] = thing
+
+    def _take_abort(self, peer: int, body: bytes) -> None:
+        step, name, message = json.loads(body)
+        self._failure = self._failure or (peer, step, name, message)
+
+    def _take_refusal(self, peer: int, body: bytes) -> None:
+        step, message = json.loads(body)
+        self._refusals[step] = f"lane {peer} could not begin: {message}"
+
+    def _take_goodbye(self, peer: int, _: bytes) -> None:
+        self.links.peers[peer].said_goodbye = True
+
+    def _take_board(self, peer: int, _: bytes) -> None:
+        self._letters[peer, "board"] = True
+
+    def _take_ping(self, peer: int, body: bytes) -> None:
+        self.links.send(peer, PONG, body + str(time.monotonic_ns()).encode())
+
+    def _take_pong(self, peer: int, body: bytes) -> None:
+        sent, theirs = body.split(b",")
+        self._letters[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
 
     def close(self) -> None:
         """Say goodbye, and close everything."""
@@ -252,6 +290,20 @@ class DistributedTransport:
         self.links.close()
         for outgoing in self._outgoing.values():
             outgoing.close()
+
+
+_TAKERS: dict[int, Callable[[DistributedTransport, int, bytes], None]] = {
+    DATA: DistributedTransport._take_data,
+    DESCRIPTION: DistributedTransport._take_description,
+    SEGMENT: DistributedTransport._take_segment,
+    JSON: DistributedTransport._take_json,
+    ABORT: DistributedTransport._take_abort,
+    REFUSAL: DistributedTransport._take_refusal,
+    GOODBYE: DistributedTransport._take_goodbye,
+    PING: DistributedTransport._take_ping,
+    PONG: DistributedTransport._take_pong,
+    BOARD: DistributedTransport._take_board,
+}
 
 
 class _Aside:

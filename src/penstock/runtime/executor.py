@@ -66,7 +66,7 @@ class Executor:
         """
         self._step = step
         self.held_bytes, self.stage_bytes = [], {}
-        self.transport.start(step.number)
+        self.transport.start(step.number, sum(step.batch.sizes))
         row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
         row[2] = step.number
         instruction = None

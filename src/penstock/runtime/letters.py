@@ -21,7 +21,7 @@ __all__ = ["Description", "Head", "Known", "describe"]
 
 _ALIGN = 64
 _KINDS = ("F", "B", "R")
-HEAD = struct.Struct("<IBIIIIIQ")  # step, kind, source, target, mb, description, segment, bytes
+HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, description, segment, bytes
 
 INLINE = 0xFFFFFFFF  # the values stand behind the head
 BY_TORCH = 0xFFFFFFFE  # the values come by torch.distributed
@@ -144,6 +144,7 @@ class Head:
     """The numbers at the front of a message."""
 
     step: int
+    num_samples: int
     key: Key
     description: int
     segment: int
@@ -153,11 +154,12 @@ class Head:
         """Return it as bytes."""
         k = self.key
         return HEAD.pack(
-            self.step, _KINDS.index(k.kind), k.source, k.target, k.mb, self.description, self.segment, self.num_bytes
-        )
+            self.step, self.num_samples, _KINDS.index(k.kind), k.source, k.target, k.mb,
+            self.description, self.segment, self.num_bytes,
+        )  # fmt: skip
 
     @classmethod
     def unpack(cls, body: bytes) -> Head:
         """Read it back."""
-        step, kind, source, target, mb, description, segment, num_bytes = HEAD.unpack_from(body)
-        return cls(step, Key(_KINDS[kind], source, target, mb), description, segment, num_bytes)
+        step, samples, kind, source, target, mb, description, segment, num_bytes = HEAD.unpack_from(body)
+        return cls(step, samples, Key(_KINDS[kind], source, target, mb), description, segment, num_bytes)

@@ -45,7 +45,7 @@ class LocalTransport:
         self._queue = boxes.queues[lane]
         self._here: dict[Key, Payload] = {}
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, num_samples: int) -> None:  # noqa: ARG002 - all lanes have the same batch
         """Begin a step: what is left of earlier ones is thrown away."""
         self._step = step
         self._here.clear()

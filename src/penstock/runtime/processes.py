@@ -89,13 +89,18 @@ class ProcessCompany:
             self._transport.check()
             executor.run(step, None if spans is None else spans[0])
 
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell the others that this process does not begin a step."""
+        self._transport.refuse(step, error)
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Do something with the others; where it fails here, tell them, and agree on a new start before the next."""
         try:
             yield
         except BaseException as error:
-            self._has_failed = True
+            # after a refusal all have come as far: none of them ran the step
+            self._has_failed = self._has_failed or not getattr(error, "was_refused", False)
             if not getattr(error, "was_told", False):
                 self._transport.abort(error)
             raise

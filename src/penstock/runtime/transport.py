@@ -39,8 +39,8 @@ class Stopped(Exception):  # noqa: N818 - not an error of this lane
 class Transport(Protocol):
     """One lane's end of it."""
 
-    def start(self, step: int) -> None:
-        """Begin a step: what is left of earlier ones is thrown away."""
+    def start(self, step: int, num_samples: int) -> None:
+        """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
         ...
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:

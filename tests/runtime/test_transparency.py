@@ -1,10 +1,13 @@
 """The first test of everything that runs: loss and every gradient are the plain model's."""
 
 import pytest
+import torch
+from torch import nn
 
+import penstock
 import processes
 from cases import NAMES
-from pipelines import Knotty, faults_of, sequence
+from pipelines import WIDTH, Knotty, data, differences, expected, faults_of, sequence
 
 SYNCHRONOUS = [name for name in NAMES if not name.startswith("pipedream")]
 KEEPS = ["hold", "recompute", "offload"]
@@ -51,3 +54,28 @@ def knotty_in_processes(lanes, path, transport):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_with_skips_and_tied_weights(path, transport):
     assert processes.run(knotty_in_processes, 2, 2, path, transport) == [[]] * 2
+
+
+def big_values(transport):
+    """Activations that travel through shared memory, or by gloo, and not with the head of their message."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(WIDTH, 4096).double(), nn.Tanh(), nn.Linear(4096, WIDTH).double()) for _ in "ab"]
+    wide = [nn.Linear(WIDTH, 2048).double(), nn.Linear(2048, WIDTH).double()]
+    found = []
+    for modules in (stages, wide):
+        x, target = data(128)
+        wanted = expected(nn.Sequential(*modules), x, target)
+        with penstock.Pipeline(
+            modules, example=x, loss=nn.functional.mse_loss, micro_batches=4, transport=transport, timeout=30
+        ) as pipe:
+            for _ in range(3):  # memory is used again from the second step on
+                pipe.zero_grad()
+                loss = pipe.step(x, target)
+            found += list(differences(pipe, loss, wanted))
+    return found
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_processes_with_big_values(transport):
+    assert processes.run(big_values, 2, transport) == [[], []]

@@ -31,6 +31,7 @@ HEAD_OF_SEGMENT = struct.Struct("<IQ")  # its number, and its bytes
 _INLINE_BYTES = 1 << 14  # smaller values travel with their head
 _ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
 _LOOK_SECONDS = 1.0
+_LISTEN_SECONDS = 0.2
 
 
 class _Letter(NamedTuple):
@@ -73,6 +74,10 @@ class DistributedTransport:
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._aside: _Aside | None = None
+        self._news = threading.Condition()
+        self._reader: _Reader | None = None
+        if by_torch is not None:  # a receive is to be posted while the lane computes, so somebody must be listening
+            self._reader = _Reader(self._listen)
 
     # ---- values
 
@@ -80,10 +85,9 @@ class DistributedTransport:
         """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
         self._step, self._num_samples = step, num_samples
         self._refusals = {number: told for number, told in self._refusals.items() if number >= step}
-        for name in [name for name in self._here if name[0] < step]:
-            del self._here[name]
-        if self._by_torch is not None:
-            self._by_torch.start()
+        with self._news:
+            for name in [name for name in self._here if name[0] < step]:
+                del self._here[name]
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
         """Hand values to a lane; big ones are copied beside compute."""
@@ -104,19 +108,25 @@ class DistributedTransport:
             body = Head(self._step, self._num_samples, key, number, INLINE, size).pack() + room.numpy().tobytes()
             self.links.send(to_lane, DATA, body)
         elif self._by_torch is not None:
-            tag = self._by_torch.next_tag()
-            self.links.send(
-                to_lane,
-                DATA,
-                Head(self._step, self._num_samples, key, number, BY_TORCH, size).pack() + HEAD_OF_TAG.pack(tag),
-            )
-            self._by_torch.send(to_lane, tag, description, payload)
+            self._hand_over(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
         elif size < _ASIDE_BYTES:
             self._send_shared(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
         else:
-            if self._aside is None:
-                self._aside = _Aside(self._send_shared)
-            self._aside.put(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
+            self._hand_over(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
+
+    def _hand_over(self, letter: _Letter) -> None:
+        """Let a thread of its own copy and send: one for all, so that messages stay in order."""
+        if self._aside is None:
+            self._aside = _Aside(self._send_shared if self._by_torch is None else self._send_by_torch)
+        self._aside.put(letter)
+
+    def _send_by_torch(self, letter: _Letter) -> None:
+        """Tell the receiver what comes, and send it."""
+        assert self._by_torch is not None
+        tag, size = self._by_torch.next_tag(), letter.description.num_bytes
+        head = Head(letter.step, letter.num_samples, letter.key, letter.number, BY_TORCH, size)
+        self.links.send(letter.to_lane, DATA, head.pack() + HEAD_OF_TAG.pack(tag))
+        self._by_torch.send(letter.to_lane, tag, letter.description, letter.payload)
 
     def _send_shared(self, letter: _Letter) -> None:
         """Copy values into memory that the receiver sees, and tell it."""
@@ -188,8 +198,11 @@ class DistributedTransport:
 
     def recover(self) -> None:
         """Forget a failure that has been raised: the next step may run."""
-        self._failure = None
-        self._here.clear()
+        with self._news:
+            self._failure = None
+            self._here.clear()
+        if self._by_torch is not None:
+            self._by_torch.forget()
 
     # ---- reading
 
@@ -200,7 +213,7 @@ class DistributedTransport:
             left = end - time.monotonic()
             if left <= 0:
                 raise self._on_hang(self.lane, from_lane, what)
-            self._read(min(left, _LOOK_SECONDS))
+            self._read(min(left, _LOOK_SECONDS), is_there)
 
     def check(self) -> None:
         """Raise what another lane has told of, or that one is gone."""
@@ -225,9 +238,24 @@ class DistributedTransport:
         if from_lane is not None and not self.links.peers[from_lane].is_open:
             raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
 
-    def _read(self, seconds: float) -> None:
-        for frame in self.links.read(seconds):
-            self._take(frame)
+    def _read(self, seconds: float, is_there: Callable[[], bool] | None = None) -> None:
+        """Take in what has come, or comes within so many seconds; or wait until the reader has."""
+        if self._reader is None:
+            for frame in self.links.read(seconds):
+                self._take(frame)
+        elif seconds:
+            with self._news:
+                if is_there is None or not is_there():
+                    self._news.wait(seconds)
+
+    def _listen(self) -> None:
+        """Take in what comes within a moment; run by the reader, over and over."""
+        frames = self.links.read(_LISTEN_SECONDS)
+        if frames or self.links.lost:
+            with self._news:
+                for frame in frames:
+                    self._take(frame)
+                self._news.notify_all()
 
     def _take(self, frame: Frame) -> None:
         _TAKERS[frame.type](self, frame.peer, frame.body)
@@ -281,6 +309,8 @@ class DistributedTransport:
         """Say goodbye, and close everything."""
         if self._aside is not None:
             self._aside.close()
+        if self._reader is not None:
+            self._reader.close()
         for other, peer in self.links.peers.items():
             if peer.is_open:
                 try:
@@ -331,4 +361,22 @@ class _Aside:
     def close(self) -> None:
         """End the thread when all is sent."""
         self._tasks.put(None)
+        self._thread.join(timeout=5.0)
+
+
+class _Reader:
+    """A thread that listens to the others while the lane computes."""
+
+    def __init__(self, listen: Callable[[], None]) -> None:
+        self._listen, self._is_closed = listen, False
+        self._thread = threading.Thread(target=self._work, name="penstock-read", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._is_closed:
+            self._listen()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
         self._thread.join(timeout=5.0)

@@ -18,6 +18,7 @@ from penstock.runtime.letters import Description
 __all__ = ["PointToPoint"]
 
 _TAGS = 1 << 30
+_MOST_ON_WAY = 4  # sends that may be under way before the thread that sends waits for the oldest
 
 
 class PointToPoint:
@@ -35,11 +36,9 @@ class PointToPoint:
         self._on_way: deque[tuple[Any, torch.Tensor]] = deque()
         self._count = 0
 
-    def start(self) -> None:
-        """Wait for what earlier steps have sent: their memory is free then."""
-        while self._on_way:
-            work, _ = self._on_way.popleft()
-            work.wait()
+    def forget(self) -> None:
+        """Let go of what was sent in a step that failed: who should have received it may never do so."""
+        self._on_way.clear()
 
     def next_tag(self) -> int:
         """Return a number for the next message, which its head carries to the receiver."""
@@ -48,11 +47,24 @@ class PointToPoint:
 
     def send(self, to_lane: int, tag: int, description: Description, values: Sequence[Any]) -> None:
         """Send all values as one; those of a GPU go through pinned memory where the backend is gloo."""
+        room = self._as_one(description, values)
+        work = dist.isend(room, dst=to_lane, group=self._group, tag=tag)
+        self._on_way.append((work, room))
+        while len(self._on_way) > _MOST_ON_WAY:  # their memory is free when they have been received
+            oldest, _ = self._on_way.popleft()
+            oldest.wait()
+
+    def _as_one(self, description: Description, values: Sequence[Any]) -> torch.Tensor:
+        """Return all values as one stretch of bytes; one tensor that lies so already is sent as it lies."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(tensors) == 1 and tensors[0].device == self._room and tensors[0].is_contiguous():
+            plain = tensors[0].detach().reshape(-1).view(torch.uint8)
+            if len(plain) == description.num_bytes:
+                return plain
         is_staged = self._room.type == "cpu" and self._device.type == "cuda"
         room = torch.empty(description.num_bytes, dtype=torch.uint8, device=self._room, pin_memory=is_staged)
         description.write(values, room)
-        work = dist.isend(room, dst=to_lane, group=self._group, tag=tag)
-        self._on_way.append((work, room))
+        return room
 
     def post(self, from_lane: int, tag: int, num_bytes: int) -> tuple[Any, torch.Tensor]:
         """Begin to receive a message that is on its way."""

@@ -12,7 +12,7 @@ SAY := @printf '\033[1m%s\033[0m\n'
 help: ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed ## the main job: simulate schedules, compare them, draw their timelines
+demo: $(VENV)/.installed ## the main job: train a small GPT over two lanes, and see its timeline
 	@$(BIN)/penstock demo
 
 test: lint types tests ## all checks: lint, types, tests

@@ -235,11 +235,15 @@ def test_the_deciding_half_does_not_import_torch():
 
 
 def test_demo_writes_its_page(tmp_path):
-    code, out, _ = penstock("demo", "--folder", str(tmp_path / "demo"), "--lanes", "2", "--micro-batches", "3")
+    code, out, _ = penstock(
+        "demo", "--simulate", "--folder", str(tmp_path / "demo"), "--lanes", "2", "--micro-batches", "3"
+    )
     assert code == 0
     assert (tmp_path / "demo" / "timelines.html").exists()
     assert "timelines.html" in out.replace("\n", "")
     (tmp_path / "file").write_text("")
-    code, _, err = penstock("demo", "--folder", str(tmp_path / "file" / "x"), "--lanes", "2", "--micro-batches", "2")
+    code, _, err = penstock(
+        "demo", "--simulate", "--folder", str(tmp_path / "file" / "x"), "--lanes", "2", "--micro-batches", "2"
+    )
     assert code == 2
     assert "cannot be made" in err

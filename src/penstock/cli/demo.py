@@ -1,44 +1,200 @@
-"""penstock demo: the main job in one go: simulate schedules, compare them, draw them."""
+"""penstock demo: the main job in one go: train a small GPT in a pipeline, and show what its lanes did."""
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.training import LANES, MICRO_BATCHES
+
+if TYPE_CHECKING:
+    from penstock.cli.training import Reading, Settings, Training
+    from penstock.report.timeline import Timeline
+
 __all__ = ["demo"]
 
-_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto")
+_STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
+_COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # where nothing is trained
+_STOPPED = 130  # what shells say of Ctrl-C
 
 
 def demo(
+    steps: Annotated[int | None, typer.Option(help=f"Steps to train; {_STEPS} if nothing is said.", min=1)] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A schedule's name (penstock simulate --list), or a CSV file; {_SCHEDULE} if nothing is said."
+        ),
+    ] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(help=f"Lanes; {LANES} if nothing is said, {_COMPARED_LANES} with --simulate.", min=1),
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help=f"Micro-batches a step; {MICRO_BATCHES} if nothing is said.", min=1)
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Train nothing: simulate several schedules and compare them.")
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Where to put the page and the trace.")] = Path("penstock-demo"),
-    lanes: Annotated[int, typer.Option(help="Lanes.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches a step.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Simulate and compare schedules, draw their timelines, and say where the page is."""
-    from penstock.cli import show
-    from penstock.cli.job import Job
-    from penstock.errors import OutputError
-    from penstock.report.html import write_html
+    """Train a small GPT in a pipeline, let it write, and draw what its lanes did beside what was predicted.
 
+    It takes about half a minute on two cores. The model is plain torch and knows
+    nothing of pipelines; the text that it learns comes with Penstock.
+
+    [bold]Examples[/bold]
+
+      penstock demo
+
+      penstock demo --schedule zb_h1 --steps 100
+
+      penstock demo --simulate --lanes 8
+    """
+    from penstock.cli.training import Settings
+    from penstock.errors import OutputError, UsageError
+
+    given = [name for name, value in {"--steps": steps, "--schedule": schedule}.items() if value is not None]
+    if simulate and given:
+        raise UsageError(f"{' and '.join(given)}: with --simulate nothing is trained; leave that out")
+    settings = Settings(steps or _STEPS, schedule or _SCHEDULE, lanes=lanes, micro_batches=micro_batches)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made: {error.strerror}") from error
-    show.note(f"{lanes} lanes, {micro_batches} micro-batches; F 10 ms, I 10 ms, W 8 ms, transfer 0.5 ms, saved 512 MiB")
+    if simulate:
+        _compare(folder, lanes or _COMPARED_LANES, micro_batches or MICRO_BATCHES, as_json=as_json)
+    else:
+        _train(folder, settings, as_json=as_json)
+
+
+# ---- training
+
+
+def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
+    from penstock.cli import show
+    from penstock.cli.live import show_training
+    from penstock.cli.options import check_outputs
+    from penstock.cli.training import open_training
+
+    page, trace = folder / "timelines.html", folder / "measured.json"
+    check_outputs([page, trace])
+    try:
+        with ExitStack() as stack:
+            with show.progress(quiet=as_json) as progress:
+                progress("load torch", 0, 1)
+                training = stack.enter_context(open_training(settings, progress=progress))
+            if not as_json:
+                _introduce(training)
+            readings = list(training.run()) if as_json else show_training(training.run(), settings)
+            text = training.write()
+    except KeyboardInterrupt:
+        typer.echo("Stopped by Ctrl-C; nothing was written.", err=True)
+        raise typer.Exit(_STOPPED) from None
+    training.timeline.to_html(page, compare=training.explanation.timeline)
+    training.timeline.to_chrome(trace)
+    if as_json:
+        written = {"page": str(page), "trace": str(trace)}
+        typer.echo(json.dumps({**_figures(training, readings, text), "written": written}, indent=2))
+        return
+    _conclude(training, text)
+    show.note(f"\nThe measured step above the predicted one, for any browser: {page}")
+    show.note(f"The measured step, for Perfetto: {trace}")
+
+
+def _introduce(training: Training) -> None:
+    """Say what is trained, and how it is cut."""
+    from penstock.cli import show
+    from penstock.cli.training import BATCH_SIZE, LENGTH
+    from penstock.report.format import printable, show_count, show_share
+
+    found, schedule = training.explanation, training.pipe.schedule
+    size = show_count(found.num_parameters, digits=3)
+    show.note(f"A GPT of {size} parameters learns to write, over {schedule.num_lanes} lanes")
+    name = printable(schedule.name)
+    typer.echo(f"schedule {name}, {schedule.num_mbs} micro-batches, {BATCH_SIZE} × {LENGTH} characters a step")
+    for stage in found.stages:
+        lanes = " and ".join(map(str, stage.lanes))
+        typer.echo(f"stage {stage.index} on lane {lanes} ({show_share(stage.share)}): {stage.modules_text}")
+
+
+def _conclude(training: Training, text: str) -> None:
+    """Show what the model writes, what the lanes did, and what was predicted."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from penstock.cli import show
+    from penstock.cli.training import PROMPT
+    from penstock.report.format import show_seconds, show_share
+    from penstock.report.text import draw_text
+
+    console = Console()
+    show.note("\nWhat it writes")
+    console.print(Text.assemble((PROMPT, "dim"), text))
+    show.note("\nA step as it was measured")
+    color = console.is_terminal and not console.no_color
+    typer.echo(draw_text(training.timeline, width=console.width, color=color))
+    predicted = training.explanation.timeline
+    typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
+
+
+def _figures(training: Training, readings: list[Reading], text: str) -> dict[str, Any]:
+    schedule = training.pipe.schedule
+    return {
+        "schedule": schedule.name,
+        "lanes": schedule.num_lanes,
+        "stages": schedule.num_stages,
+        "micro_batches": schedule.num_mbs,
+        "cuts": list(training.pipe.cuts),
+        "losses": [reading.loss for reading in readings],
+        "tokens_per_second": readings[-1].tokens_per_second,
+        "measured": _step_figures(training.timeline),
+        "predicted": _step_figures(training.explanation.timeline),
+        "text": text,
+    }
+
+
+def _step_figures(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "step_seconds": timeline.step_seconds,
+        "bubble_over_makespan": timeline.bubble,
+        "bubble_over_longest_lane_span": timeline.span_bubble,
+    }
+
+
+# ---- comparing
+
+
+def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
+    """Simulate and compare schedules, draw their timelines, and say where the page is."""
+    from penstock.cli import show
+    from penstock.cli.job import Job
+    from penstock.report.html import write_html
+
     job = Job(
-        schedules=_SCHEDULES,
+        schedules=_COMPARED,
         lanes=lanes,
         micro_batches=micro_batches,
         seconds={"forward": "10ms", "input_grad": "10ms", "weight_grad": "8ms"},
         transfer="0.5ms",
         held={"saved_bytes": "512MiB", "pending_bytes": "200MiB"},
     )
-    results = show.run_with_progress(job, quiet=False)
+    if not as_json:
+        costs = "F 10 ms, I 10 ms, W 8 ms, transfer 0.5 ms, saved 512 MiB"
+        show.note(f"{lanes} lanes, {micro_batches} micro-batches; {costs}")
+    results = show.run_with_progress(job, quiet=as_json)
+    page, trace = folder / "timelines.html", folder / "auto.json"
+    write_html([result.timeline for result in results], page)
+    results[-1].timeline.to_chrome(trace)
+    if as_json:
+        written = {"page": str(page), "trace": str(trace)}
+        typer.echo(json.dumps({"schedules": [result.figures() for result in results], "written": written}, indent=2))
+        return
     show.table(results)
     show.charts(results[:1] + results[3:])
-    write_html([result.timeline for result in results], folder / "timelines.html")
-    results[-1].timeline.to_chrome(folder / "auto.json")
-    show.note(f"\nOpen {folder / 'timelines.html'} in a browser, and {folder / 'auto.json'} in Perfetto.")
+    show.note(f"\nOpen {page} in a browser, and {trace} in Perfetto.")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Text", "load_text", "loss_of", "make_gpt"]
 
 
-def make_gpt(num_characters: int, *, width: int = 96, depth: int = 6, heads: int = 4, length: int = 64) -> nn.Module:
+def make_gpt(num_characters: int, *, width: int = 128, depth: int = 4, heads: int = 4, length: int = 32) -> nn.Module:
     """Return a GPT that takes `(batch, length)` characters, as numbers, and says for each which comes next."""
     import torch
     from torch import nn
@@ -76,10 +76,14 @@ class Text:
     @cached_property
     def numbers(self) -> Tensor:
         """The whole text as numbers."""
+        return self.read(self.content)
+
+    def read(self, text: str) -> Tensor:
+        """Return text as numbers."""
         import torch
 
         number_of = {character: number for number, character in enumerate(self.characters)}
-        return torch.tensor([number_of[character] for character in self.content])
+        return torch.tensor([number_of[character] for character in text])
 
     def write(self, numbers: list[int]) -> str:
         """Return numbers as text."""
@@ -93,18 +97,16 @@ class Text:
         pieces = self.numbers[starts + torch.arange(length + 1)]
         return pieces[:, :-1], pieces[:, 1:]
 
-    def sample(
-        self, forward: Callable[[Tensor], Tensor], *, length: int, count: int, generator: Generator
-    ) -> tuple[str, str]:
-        """Let a model write so many characters after a piece of the text that it is shown; return both."""
+    def write_on(self, forward: Callable[[Tensor], Tensor], *, prompt: str, count: int, generator: Generator) -> str:
+        """Let a model write so many characters after a prompt, which is as long as its batches; return them."""
         import torch
 
-        end = self.content.index("\n\n\n") - 1  # of the first chapter, in the middle of nothing
-        numbers = self.numbers[end - length : end].clone()
+        numbers = self.read(prompt)
         for _ in range(count):
-            chances = torch.softmax(forward(numbers[-length:][None])[0, -1] / 0.7, dim=-1)  # 0.7: rather the likely
+            scores = forward(numbers[None, -len(prompt) :])[0, -1].cpu()
+            chances = torch.softmax(scores / 0.5, dim=-1)  # 0.5: rather the likely ones
             numbers = torch.cat([numbers, torch.multinomial(chances, 1, generator=generator)])
-        return self.write(numbers[:length].tolist()), self.write(numbers[length:].tolist())
+        return self.write(numbers[len(prompt) :].tolist())
 
 
 def load_text() -> Text:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -56,6 +57,7 @@ class Request:
     capture_path: str
     device: torch.device
     progress: Progress | None
+    num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
 
     def ask(self) -> Ask:
         """Return it as the deciding half takes it."""
@@ -130,7 +132,8 @@ def decide(request: Request, company: Company) -> Decision:
             is_measured = rates is None and given is None
             source = Source(given, rates, device=request.device if is_measured else None, batch_size=size)
             source.check()
-            profile = source.profile_of(captured, tell)
+            with _threads(request.num_threads):
+                profile = source.profile_of(captured, tell)
             tell("cut and schedule", 0, 1)
             kept.append(explanation_of(name_of(request.model), request.model, captured, profile, ask))
         return kept[0]
@@ -161,6 +164,18 @@ def decide(request: Request, company: Company) -> Decision:
         lambda: kept[0].timeline if kept else None,
         None if chosen["recomputed"] is None else _ranges(chosen["recomputed"]),
     )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch have as many threads as it will have in a lane."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _ranges(plain: list[list[list[int]]]) -> tuple[tuple[range, ...], ...]:

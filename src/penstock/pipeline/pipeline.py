@@ -127,6 +127,7 @@ class Pipeline:
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
             memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
+            threads_per_lane(self.devices),
         )  # fmt: skip
         self._company: Company = found_company(
             num_lanes,

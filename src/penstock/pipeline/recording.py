@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.planning.causes import find_causes
-from penstock.report.timeline import Timeline
+from penstock.report.timeline import Span, Timeline
 from penstock.runtime.company import Company
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.step import Step
@@ -93,6 +93,9 @@ class Recording:
 
     def __len__(self) -> int:
         return len(self.timeline)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.timeline)
 
     def __repr__(self) -> str:
         return f"Recording({self.timelines[-1]!r})" if self.timelines else "Recording(nothing yet)"

@@ -1,0 +1,54 @@
+"""Penstock itself: the stage modules as they are, in threads or in the processes that are there."""
+
+from __future__ import annotations
+
+from tasks import Case, Task
+from torch import Tensor
+
+import penstock
+
+
+class Ours:
+    """A pipeline of a case's stages; all of it in one process, this process's lane otherwise."""
+
+    def __init__(self, case: Case, task: Task, *, transport: str = "auto") -> None:
+        self.case = case
+        self.pipe = penstock.Pipeline(
+            task.stages,
+            example=task.batch,
+            loss=task.loss,
+            micro_batches=case.micro_batches,
+            schedule=penstock.schedules.build(
+                case.schedule,
+                lanes=case.lanes,
+                micro_batches=case.micro_batches,
+                stages_per_lane=case.stages_per_lane if case.stages_per_lane > 1 else None,
+            ),
+            transport=transport,
+        )
+
+    def step(self, batch: Tensor, target: Tensor) -> Tensor:
+        return self.pipe.step(batch, target)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.pipe.named_parameters() if p.grad is not None}
+
+    def forget(self) -> None:
+        for parameter in self.pipe.parameters():
+            parameter.grad = None
+
+    def close(self) -> None:
+        self.pipe.close()
+
+
+def predict(case: Case, task: Task) -> float:
+    """Return the step that is predicted from a profile of the stages; the loss, which no stage has, is not in it."""
+    found = penstock.explain(
+        task.stages,
+        task.batch[: len(task.batch) // case.micro_batches],
+        lanes=case.lanes,
+        micro_batches=case.micro_batches,
+        schedule=case.schedule,
+        stages_per_lane=case.stages_per_lane if case.stages_per_lane > 1 else None,
+    )
+    return found.timeline.step_seconds

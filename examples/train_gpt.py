@@ -1,0 +1,82 @@
+"""Train a small GPT in a pipeline, in a loop of one's own.
+
+    python examples/train_gpt.py                         # two lanes, a thread each
+    torchrun --nproc-per-node 2 examples/train_gpt.py    # two lanes, a process each
+
+Both print the same losses. `--html step.html` writes the timeline of the last step, measured beside predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+
+import penstock
+from penstock.cli.gpt import load_text, loss_of, make_gpt
+
+BATCH_SIZE, LENGTH = 32, 32  # samples of a step, and characters of a sample
+PROMPT = "The wheel does not care how much"  # as long as a sample
+
+
+def main() -> None:
+    """Train, say how it goes, and let the model write."""
+    options = read_options()
+    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks for all
+    torch.set_num_threads(1)  # a thread for each lane: matrices as small as these are not worth more
+    torch.manual_seed(options.seed)  # in every process: all must start from the same weights
+    random = torch.Generator().manual_seed(options.seed)
+
+    text = load_text()
+    model = make_gpt(len(text.characters), length=LENGTH)  # plain torch, it knows of no pipeline
+    batch, target = text.batch(BATCH_SIZE, LENGTH, random)
+
+    with penstock.Pipeline(
+        model, example=batch, loss=loss_of, schedule=options.schedule, micro_batches=options.micro_batches
+    ) as pipe:
+        if is_first:
+            print(pipe.explain(), flush=True)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=4e-3, betas=(0.9, 0.95))
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=options.steps + 1, pct_start=0.1)
+
+        start = time.perf_counter()
+        for step in range(1, options.steps + 1):
+            loss = pipe.step(batch, target)  # forward and backward of all micro-batches
+            pipe.clip_grad_norm_(1.0)  # over all stages
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+            batch, target = text.batch(BATCH_SIZE, LENGTH, random)
+            if is_first and (step in (1, options.steps) or step % 20 == 0):
+                speed = step * BATCH_SIZE * LENGTH / (time.perf_counter() - start)
+                print(f"step {step}: loss {loss.item():.6f}, {speed:,.0f} tokens/s", flush=True)
+
+        with pipe.record() as timeline:
+            pipe.step(batch, target)
+        if is_first:
+            print(timeline.to_text())
+        if is_first and options.html:
+            timeline.to_html(options.html, compare=pipe.explain().timeline)
+            print(f"measured beside predicted: {options.html}")
+
+        written = text.write_on(pipe.eval().forward, prompt=PROMPT, count=options.characters, generator=random)
+        if is_first:
+            print(f"\n{PROMPT}{written}")
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--schedule", default="1f1b", help="a schedule's name: penstock simulate --list")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--characters", type=int, default=200, help="to write at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--html", help="where to put the timeline of the last step")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

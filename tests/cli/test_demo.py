@@ -1,0 +1,166 @@
+"""The demo: it trains, writes and draws, in a terminal and elsewhere; Ctrl-C ends it; nothing wrong gets far."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.gpt import load_text
+from penstock.cli.main import app
+from penstock.cli.training import BATCH_SIZE, LENGTH, PROMPT
+from penstock.errors import PenstockError
+
+COMMAND = [sys.executable, "-c", "from penstock.cli.main import run; run()", "demo"]
+ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"}
+
+
+def demo(*words):
+    result = CliRunner().invoke(app, ["demo", *map(str, words)])
+    if isinstance(result.exception, PenstockError):
+        return 2, "", str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_it_trains_and_says_so_line_by_line(tmp_path):
+    code, out, _ = demo("--steps", 12, "--folder", tmp_path / "new" / "folder")
+    assert code == 0
+    losses = [
+        float(loss) for loss in re.findall(r"^step +\d+ of 12: loss ([\d.]+), [\d,]+ tokens/s, bubble", out, re.M)
+    ]
+    assert losses[-1] < losses[0] < 5
+    for words in ("over 2 lanes", "schedule 1f1b", "stage 1 on lane 1", "What it writes", PROMPT, "predicted: step"):
+        assert words in out
+    page = (tmp_path / "new" / "folder" / "timelines.html").read_text()
+    assert "1f1b, measured" in page
+    assert "1f1b, predicted" in page
+    trace = json.loads((tmp_path / "new" / "folder" / "measured.json").read_text())
+    assert trace["traceEvents"]
+    assert str(tmp_path / "new" / "folder" / "timelines.html") in out.replace("\n", "")
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b", "pipedream_2bw"])
+def test_it_trains_with_other_schedules(schedule, tmp_path):
+    code, out, _ = demo("--steps", 6, "--schedule", schedule, "--micro-batches", 4, "--json", "--folder", tmp_path)
+    assert code == 0
+    figures = json.loads(out)
+    assert (figures["schedule"], figures["lanes"], figures["micro_batches"]) == (schedule, 2, 4)
+    assert len(figures["cuts"]) == figures["stages"] - 1
+    assert len(figures["losses"]) == 6
+    assert all(map(math.isfinite, figures["losses"]))
+    assert figures["losses"][-1] < figures["losses"][0]
+    for step in (figures["measured"], figures["predicted"]):
+        assert step["step_seconds"] > 0
+        assert 0 <= step["bubble_over_makespan"] < 1
+    assert len(figures["text"]) == 300
+    assert {path.name for path in tmp_path.iterdir()} == {"timelines.html", "measured.json"}
+    assert set(figures["written"].values()) == {str(path) for path in tmp_path.iterdir()}
+
+
+def test_a_schedule_of_ones_own_brings_its_lanes_and_micro_batches(tmp_path):
+    CliRunner().invoke(
+        app,
+        ["simulate", "--schedule", "gpipe", "--lanes", "3", "--micro-batches", "5", "--csv", str(tmp_path / "s.csv")],
+    )
+    code, out, _ = demo("--steps", 2, "--schedule", tmp_path / "s.csv", "--json", "--folder", tmp_path)
+    assert code == 0
+    assert (json.loads(out)["lanes"], json.loads(out)["micro_batches"]) == (3, 5)
+
+
+def test_the_first_losses_do_not_depend_on_the_lanes(tmp_path):
+    losses = [
+        json.loads(demo("--steps", 3, "--lanes", lanes, "--json", "--folder", tmp_path)[1])["losses"]
+        for lanes in (1, 2)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_it_still_compares_schedules(tmp_path):
+    code, out, _ = demo("--simulate", "--lanes", 2, "--micro-batches", 3, "--folder", tmp_path)
+    assert code == 0
+    assert "zb_v" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"timelines.html", "auto.json"}
+    code, out, _ = demo("--simulate", "--lanes", 2, "--micro-batches", 3, "--folder", tmp_path, "--json")
+    assert [row["schedule"] for row in json.loads(out)["schedules"]][:2] == ["1f1b", "interleaved_1f1b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--micro-batches", BATCH_SIZE + 1], "a batch has 32 samples"),
+        (["--schedule", "1f1bb"], "unknown schedule '1f1bb'"),
+        (
+            ["--simulate", "--steps", 3, "--schedule", "1f1b"],
+            "--steps and --schedule: with --simulate nothing is trained",
+        ),
+        (["--schedule", "no.csv"], "no.csv: cannot be read"),
+        (["--schedule", "dualpipe", "--lanes", 3], "must be even"),
+        (["--lanes", 1000], "ask for fewer stages"),
+    ],
+)
+def test_wrong_input_gets_one_message(words, message, tmp_path):
+    code, _, err = demo(*words, "--folder", tmp_path)
+    assert code == 2
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = demo("--folder", tmp_path / "file" / "x")
+    assert code == 2
+    assert "cannot be made" in err
+
+
+def in_terminal(*words, stop_at=None):
+    """Run the command with a terminal as its output; return its exit code and all it wrote. Ctrl-C it at some words."""
+    leader, follower = os.openpty()
+    process = subprocess.Popen([*COMMAND, *map(str, words)], stdout=follower, stderr=follower, env=ENVIRONMENT)
+    os.close(follower)
+    seen = b""
+    try:
+        while chunk := os.read(leader, 1 << 16):
+            seen += chunk
+            if stop_at is not None and stop_at in seen.decode(errors="ignore"):
+                process.send_signal(signal.SIGINT)
+                stop_at = None
+    except OSError:  # how a terminal says that nobody writes any more
+        pass
+    finally:
+        os.close(leader)
+    return process.wait(60), seen.decode()
+
+
+def test_a_terminal_sees_a_table_lanes_and_a_bar(tmp_path):
+    code, out = in_terminal("--steps", 12, "--folder", tmp_path)
+    assert code == 0
+    plain = re.sub(r"\033\[[\d;?]*\w", "", out)
+    for words in ("tokens/s", "lane 1 ", "forward", "/12 steps", "to go", "What it writes"):
+        assert words in plain
+    assert out.rindex("\033[?25h") > out.rindex("\033[?25l")  # the cursor is back
+
+
+def test_ctrl_c_ends_it(tmp_path):
+    code, out = in_terminal("--steps", 100_000, "--folder", tmp_path, stop_at="to go")
+    assert code == 130
+    assert out.endswith("Stopped by Ctrl-C; nothing was written.\r\n")
+    assert "Traceback" not in out
+    assert out.rindex("\033[?25h") > out.rindex("\033[?25l")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_text_is_fit_to_learn_from():
+    text = load_text()
+    assert text.content.isascii()
+    assert len(text.content) > 20_000
+    lines = [line for line in text.content.splitlines() if line]
+    assert len(set(lines)) == len(lines)
+    assert len(PROMPT) == LENGTH
+    assert text.write(text.read(PROMPT).tolist()) == PROMPT

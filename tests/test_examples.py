@@ -1,0 +1,123 @@
+"""Every example runs as its first lines say, as a user would start it, in a small configuration."""
+
+import importlib.util
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "120"}
+
+
+def start(name, *words, folder, launcher=()):
+    command = [sys.executable, *launcher, EXAMPLES / name, *words]
+    return subprocess.run(
+        list(map(str, command)), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def run(name, *words, folder, launcher=()):
+    """Return what an example prints."""
+    done = start(name, *words, folder=folder, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbers(pattern, text):
+    found = [float(number) for number in re.findall(pattern, text, re.M)]
+    assert found, text
+    assert all(map(math.isfinite, found))
+    return found
+
+
+def test_train_gpt(tmp_path):
+    out = run("train_gpt.py", "--steps", 20, "--characters", 20, "--html", "step.html", folder=tmp_path)
+    first, last = numbers(r"^step \d+: loss ([\d.]+)", out)
+    assert last < first - 1
+    assert "1f1b, measured" in out
+    assert "predicted" in (tmp_path / "step.html").read_text()
+    assert "\nThe wheel does not care how much" in out
+
+
+@pytest.mark.xdist_group("processes")
+def test_train_gpt_has_the_same_losses_with_a_process_a_lane(tmp_path):
+    words = ("train_gpt.py", "--steps", 5, "--characters", 40, "--html", "step.html")
+    threads = run(*words, folder=tmp_path)
+    (tmp_path / "step.html").unlink()
+    processes = run(*words, folder=tmp_path, launcher=TORCHRUN)
+    losses = r"^step \d+: loss ([\d.]+)"
+    assert numbers(losses, processes) == pytest.approx(numbers(losses, threads), rel=1e-6)
+    assert len(numbers(losses, processes)) == 2  # of the first step and the last, told by one process
+    assert processes.splitlines()[-1] == threads.splitlines()[-1]  # what they write
+    assert (tmp_path / "step.html").exists()
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    """Pictures that are brighter the higher their class, in CIFAR-10's binary form."""
+    source = random.Random(0)
+    for name, count in {"data_batch_1.bin": 160, "data_batch_2.bin": 80, "test_batch.bin": 50}.items():
+        labels = [number % 10 for number in range(count)]
+        records = (bytes([label, *(25 * label + source.randrange(25) for _ in range(3072))]) for label in labels)
+        (tmp_path / name).write_bytes(b"".join(records))
+    return tmp_path
+
+
+def test_train_cnn_on_cifar(cifar):
+    out = run("train_cnn.py", "--data", cifar, "--epochs", 4, "--batch-size", 32, folder=cifar)
+    assert "240 images to train with, 50 to test with" in out
+    losses = numbers(r"^epoch \d+: loss ([\d.]+)", out)
+    assert losses[-1] < losses[0]
+    assert all(0 <= share <= 100 for share in numbers(r"([\d.]+)% of the test images right", out))
+
+
+def test_train_cnn_on_digits_or_how_to_get_them(tmp_path):
+    done = start("train_cnn.py", "--epochs", 2, folder=tmp_path)
+    if importlib.util.find_spec("sklearn") is None:
+        assert done.returncode == 1
+        assert "pip install scikit-learn" in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert numbers(r"^epoch 2: loss .* ([\d.]+)% of the test", done.stdout)[0] > 50
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "test_batch.bin").rename(folder / "test_batch"), "has no test_batch.bin"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\0" * 4000), "4000 bytes, and a picture has 3073"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\n" + b"\0" * 3072), "a class of 10"),
+    ],
+    ids=["the python version", "cut off", "another set"],
+)
+def test_train_cnn_says_what_is_wrong_with_its_data(cifar, damage, message):
+    damage(cifar)
+    done = start("train_cnn.py", "--data", cifar, folder=cifar)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_resnet50_halves(tmp_path):
+    small = ("--size", 32, "--batch-size", 8, "--micro-batches", 2, "--steps", 2, "--cut", "layer3")
+    out = run("resnet50_halves.py", *small, "--html", "halves.html", folder=tmp_path)
+    assert "layer3–4" in out  # the second half
+    plain, halves = numbers(r"^(?:plain|in two halves): .* loss ([\d.]+), after", out)
+    assert halves == pytest.approx(plain, rel=1e-3)
+    assert (tmp_path / "halves.html").exists()
+
+
+def test_every_example_is_tested():
+    tested = Path(__file__).read_text()
+    scripts = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) == 3
+    assert all(f'"{path.name}"' in tested for path in scripts)
+    assert all("pickle" not in re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M) for path in scripts)

@@ -103,10 +103,8 @@ class DistributedTransport:
             self.links.send(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
         size = description.num_bytes
         if size <= _INLINE_BYTES:
-            room = torch.empty(size, dtype=torch.uint8)
-            description.write(payload, room)
-            body = Head(self._step, self._num_samples, key, number, INLINE, size).pack() + room.numpy().tobytes()
-            self.links.send(to_lane, DATA, body)
+            head = Head(self._step, self._num_samples, key, number, INLINE, size)
+            self.links.send(to_lane, DATA, head.pack() + description.to_bytes(payload))
         elif self._by_torch is not None:
             self._hand_over(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
         elif size < _ASIDE_BYTES:
@@ -158,8 +156,8 @@ class DistributedTransport:
             )
         description = self._descriptions[from_lane, head.description]
         if head.segment == INLINE:
-            room = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
-        elif head.segment == BY_TORCH:
+            return description.from_bytes(body, self.device)
+        if head.segment == BY_TORCH:
             work, room = body
             work.wait()
         else:

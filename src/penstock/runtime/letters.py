@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, d
 
 INLINE = 0xFFFFFFFF  # the values stand behind the head
 BY_TORCH = 0xFFFFFFFE  # the values come by torch.distributed
+
+# what numpy knows too, whose way to bytes is the shortest
+_OF_NUMPY = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool})
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ class Description:
         for part, value in zip(self.parts, values, strict=True):
             if part.dtype is not None and part.num_bytes:
                 room[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape).copy_(value)
+
+    def to_bytes(self, values: Sequence[Any]) -> bytes:
+        """Return the values as bytes, for messages that are small."""
+        if len(self.parts) == 1 and self.parts[0].dtype in _OF_NUMPY and self.num_bytes == self.parts[0].num_bytes:
+            plain: bytes = values[0].detach().cpu().numpy().tobytes()
+            return plain
+        room = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.write(values, room)
+        return room.numpy().tobytes()
+
+    def from_bytes(self, data: bytes, device: torch.device) -> list[Any]:
+        """Return the values that were written as bytes."""
+        room = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return self.read(room, device)
 
     def read(self, room: torch.Tensor, device: torch.device) -> list[Any]:
         """Return the values, as views of the bytes where they stay on the CPU."""
@@ -139,8 +156,7 @@ class Known:
         return *made, True
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The numbers at the front of a message."""
 
     step: int

@@ -23,6 +23,8 @@ __all__ = ["Record", "StageRun"]
 
 Values = list[Any]
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
 
 class Record:
     """What a forward leaves for its backward.
@@ -139,6 +141,9 @@ class StageRun:
                 self._statistics.collecting = True
 
     def _compute_for_backward(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
+        if self.keep != "offload" and not is_split and not step.measures_memory:
+            self._compute(step, mb, record)
+            return
         with ExitStack() as around:
             if self.keep == "offload" or step.measures_memory:
                 # the batch is the user's own, and no micro-batch has its memory to itself; what arrived stays anyhow
@@ -165,18 +170,19 @@ class StageRun:
             if self.is_last:
                 record.loss = step.finish(self._results(step, mb, record), mb)
 
-    @contextmanager
-    def _around(self, step: Step, mb: int) -> Iterator[None]:
-        """Draw this micro-batch's own random numbers; put batch norm's statistics off, if asked."""
+    def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
+        """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""
         statistics = self._statistics if step.mode.is_training and step.mode.has_backward else None
-        if not step.mode.is_training or not self._may_draw(step):
-            with statistics or nullcontext():
-                yield
-            return
+        if step.mode.is_training and self._may_draw(step):
+            return self._drawing(step, mb, statistics or _NOTHING)
+        return statistics or _NOTHING
+
+    @contextmanager
+    def _drawing(self, step: Step, mb: int, statistics: AbstractContextManager[Any]) -> Iterator[None]:
         if self._random is None:
             self._random = Seeded(0, self.device)
         self._random.reseed(mix(step.seed, self.index, mb))
-        with statistics or nullcontext(), self._random:
+        with statistics, self._random:
             yield
         self._has_drawn |= self._random.was_drawn
 
@@ -198,9 +204,8 @@ class StageRun:
         """
         if self._first_step is None:
             self._first_step = step.number
-        is_known = (self.keep not in RECOMPUTING and self._again is None) or getattr(
-            self.stage.program, "is_fixed", False
-        )
+        runs_again = self.keep in RECOMPUTING or self._again is not None
+        is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
         return self._has_drawn or self._first_step == step.number or not is_known
 
     def _results(self, step: Step, mb: int, record: Record) -> Values:

@@ -37,6 +37,8 @@ __all__ = ["Decision", "Request", "decide"]
 
 Model = nn.Module | Sequence[nn.Module]
 
+_PER_LANE = 4  # micro-batches, where nothing is said
+
 
 @dataclass(frozen=True)
 class Request:
@@ -59,8 +61,11 @@ class Request:
     progress: Progress | None
     num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
 
-    def ask(self) -> Ask:
-        """Return it as the deciding half takes it."""
+    def ask(self, batch_size: int) -> Ask:
+        """Return it as the deciding half takes it, for an example of so many samples."""
+        micro_batches = self.micro_batches
+        if micro_batches is None:
+            micro_batches = min(_PER_LANE * self.lanes, batch_size)
         schedule = self.schedule
         if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule.endswith(".csv")):
             schedule = load_csv(Path(schedule))
@@ -74,7 +79,7 @@ class Request:
         return Ask(
             schedule,
             None if has_counts else self.lanes,
-            None if has_counts else self.micro_batches,
+            None if has_counts else micro_batches,
             stages_per_lane=None if has_counts else self.stages_per_lane,
             cuts=self.cuts,
             keep={"offload": "hold", "fit": "recompute"}.get(self.keep, self.keep),
@@ -115,11 +120,11 @@ def decide(request: Request, company: Company) -> Decision:
 
     Under torchrun every process captures, and the first one chooses for all.
     """
-    ask = request.ask()
+    call = read_example(request.example, _called(request.model))
+    ask = request.ask(call.batch_size)
     first = ask.check()
     tell = request.progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
-    call = read_example(request.example, _called(request.model))
     if _is_on_meta(request.model):
         call = call.map(lambda tensor: tensor.to("meta"))
     captured = capture(request.model, call, training=True, path=request.capture_path, num_stages=first.num_stages)

@@ -250,13 +250,16 @@ class Pipeline:
     def _run(self, step: Step) -> None:
         executors = self._setup.executors(training=step.mode.is_training, has_backward=step.mode.has_backward)
         recording = self._recording
-        if recording is None:
-            self._company.run(executors, step, None)
-            return
-        step.measures_memory = recording.measures_memory
-        spans = recording.begin(step, self._setup.lowered(step.mode.is_training), len(executors))
-        self._company.run(executors, step, spans)
-        recording.end(self._company, executors)
+        spans = None
+        if recording is not None:
+            step.measures_memory = recording.measures_memory
+            spans = recording.begin(step, self._setup.lowered(step.mode.is_training), len(executors))
+        try:
+            self._company.run(executors, step, spans)
+        finally:
+            self._number = step.number  # processes that failed at different steps have agreed on the latest
+        if recording is not None:
+            recording.end(self._company, executors)
 
     def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
@@ -299,6 +302,11 @@ class Pipeline:
         """Leave gradients of parameters that several lanes hold unsummed until the first step outside."""
         with self._weights.unsynchronised():
             yield
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes that run in this process: all of them, or under torchrun one."""
+        return self._company.lanes
 
     @property
     def timeout(self) -> float:

@@ -62,10 +62,9 @@ class Outgoing:
         """Return a segment for so many bytes, marked as in use, and whether it is new to the receiver."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         known = self._by_size.setdefault(size, [])
-        for place, segment in enumerate(known):
+        for segment in known:  # always from the first on: what was used last is still in the cache
             if segment.is_free:
                 segment.take()
-                known.append(known.pop(place))  # the one freed longest ago is looked at first
                 return segment, False
         descriptor = os.memfd_create("penstock")
         os.ftruncate(descriptor, HEAD_BYTES + size)

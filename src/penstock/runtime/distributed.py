@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import struct
@@ -179,20 +180,18 @@ class DistributedTransport:
 
     def abort(self, error: BaseException) -> None:
         """Tell all others that this lane failed."""
-        body = json.dumps([self._step, type(error).__name__, str(error)]).encode()
+        self._tell_all(ABORT, json.dumps([self._step, type(error).__name__, str(error)]).encode())
+
+    def _tell_all(self, kind: int, body: bytes) -> None:
+        """Send something to all others that are still there."""
         for other, peer in self.links.peers.items():
             if peer.is_open:
-                try:
-                    self.links.send(other, ABORT, body)
-                except LostError:
-                    continue
+                with contextlib.suppress(LostError):
+                    self.links.send(other, kind, body)
 
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell all others that this lane will not run a step: its batch is wrong."""
-        body = json.dumps([step, str(error)]).encode()
-        for other, peer in self.links.peers.items():
-            if peer.is_open:
-                self.links.send(other, REFUSAL, body)
+        self._tell_all(REFUSAL, json.dumps([step, str(error)]).encode())
 
     def recover(self) -> None:
         """Forget a failure that has been raised: the next step may run."""
@@ -309,12 +308,7 @@ class DistributedTransport:
             self._aside.close()
         if self._reader is not None:
             self._reader.close()
-        for other, peer in self.links.peers.items():
-            if peer.is_open:
-                try:
-                    self.links.send(other, GOODBYE, b"")
-                except LostError:
-                    continue
+        self._tell_all(GOODBYE, b"")
         self.links.close()
         for outgoing in self._outgoing.values():
             outgoing.close()

@@ -77,7 +77,7 @@ def compound_chain(
         tensors = {name: piece.held.get(name) for piece in pieces for name in piece.held}
         kept = {name for piece in pieces for name in piece.state_dict()}
         stage = Stage(index, tensors=tensors, program_of=_once(program_of), unsaved=set(tensors) - kept)
-        stage.runner = runner
+        stage.runner, stage.held.twins = runner, [piece.held for piece in pieces]
         stages.append(stage.train(chain.training))
     return chain.with_stages(stages)
 

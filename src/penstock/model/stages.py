@@ -23,6 +23,7 @@ class Held:
         self.root = root
         self._place_of: dict[str, tuple[dict[str, Any], str]] = {}
         self.shared: Mapping[str, list[tuple[dict[str, Any], str]]] = {}
+        self.twins: list[Held] = []  # of the pieces that a stage is made of
 
     def add(self, name: str, tensor: torch.Tensor, *, is_persistent: bool = True) -> None:
         """Put a parameter or a buffer into its place, and make the modules on the way to it."""
@@ -54,6 +55,9 @@ class Held:
         for other, key in self.shared.get(name, ()):
             if other.get(key) is old:
                 other[key] = tensor
+        for twin in self.twins:
+            if name in twin:
+                twin.set(name, tensor)
 
     def share(self, shared: Mapping[str, list[tuple[dict[str, Any], str]]]) -> None:
         """Learn who else holds the same buffers."""

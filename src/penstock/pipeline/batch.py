@@ -12,7 +12,7 @@ from penstock.errors import UsageError
 from penstock.model.example import Call, arguments_of
 from penstock.model.stages import Chain
 from penstock.runtime.batches import cut_batch, cut_thing
-from penstock.runtime.losses import LossFunction, Weight, shares_of, warn_of_uneven_tokens
+from penstock.runtime.losses import LossFunction, Weight, counts_of, needs_target, shares_of, warn_of_uneven_tokens
 from penstock.runtime.step import Batch
 
 __all__ = ["BatchReader", "Ready"]
@@ -45,25 +45,36 @@ class BatchReader:
         self._is_batched = dict(zip(example.names, example.is_batched, strict=True))
         self._left_to_watch = _WATCHED_STEPS if weight is None else 0
 
-    def read(self, batch: object, target: tuple[Any, ...], groups: Sequence[Sequence[int]] | None = None) -> Ready:
+    def read(
+        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
+    ) -> Ready:
         """Return a batch in micro-batches.
 
         Args:
             batch: as the example.
-            target: nothing, or one thing.
+            target: nothing, or one thing; None where no loss is asked for.
             groups: micro-batches that an update takes together; their shares add up to one.
 
         Raises:
             UsageError: when the batch is not like the example.
         """
+        if self._loss is not None and target == () and needs_target(self._loss):
+            raise UsageError("target: the loss takes one; call step(batch, target)")
         args, kwargs = arguments_of(batch, "batch")
-        call = self._chain.read(*args, **kwargs)
+        try:
+            call = self._chain.read(*args, **kwargs)
+        except UsageError as error:
+            raise UsageError(str(error).replace("the example holds", "the batch holds")) from None
         self._check_types(call)
         pieces = cut_batch(call, self._num_mbs, [self._is_batched[name] for name in call.names])
         sizes = pieces.sizes
         targets: list[tuple[Any, ...]] = [
-            (piece,) for thing in target for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes)
+            (piece,)
+            for thing in target or ()
+            for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes)
         ] or [()] * len(sizes)
+        if target is None:  # nothing is weighed
+            return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
         shares = self._shares(batch, call.batch_size, targets, sizes, groups)
         return Ready(pieces, targets, shares)
 
@@ -95,13 +106,12 @@ class BatchReader:
             self._left_to_watch -= 1
             if warn_of_uneven_tokens(self._loss, batches, plain):
                 self._left_to_watch = 0
+        counts = counts_of(self._weight, batches, plain, sizes)
         if groups is None:
-            return shares_of(self._weight, batches, plain, sizes)
+            return shares_of(self._weight, counts)
         shares = [0.0] * len(sizes)
         for group in groups:
             here = [mb for mb in group if mb < len(sizes)]
-            inside, aims = [batches[mb] for mb in here], [plain[mb] for mb in here]
-            found = shares_of(self._weight, inside, aims, [sizes[mb] for mb in here])
-            for mb, share in zip(here, found, strict=True):
+            for mb, share in zip(here, shares_of(self._weight, [counts[mb] for mb in here]), strict=True):
                 shares[mb] = share
         return shares

@@ -67,6 +67,8 @@ class Request:
         if micro_batches is None:
             micro_batches = min(_PER_LANE * self.lanes, batch_size)
         schedule = self.schedule
+        if not isinstance(schedule, (Schedule, str, PathLike)):
+            raise UsageError(f"schedule: give a name, a Schedule or a CSV file; given: {schedule!r:.60}")
         if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule.endswith(".csv")):
             schedule = load_csv(Path(schedule))
         has_counts = isinstance(schedule, Schedule)

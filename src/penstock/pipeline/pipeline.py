@@ -18,12 +18,13 @@ from penstock.model.capture import plain_module
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
+from penstock.pipeline.checks import check_seconds, check_words
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
 from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
-from penstock.runtime.losses import LossFunction, Weight, find_loss
+from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.lower import Keep, check_keep
@@ -119,10 +120,8 @@ class Pipeline:
     ) -> None:
         num_lanes = choose_lanes(lanes, devices, schedule)
         self.devices = check_devices(devices, num_lanes)
-        if keep == "fit" and memory_limit is None:
-            raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
-        if callable(loss) is False and loss is not None:
-            raise UsageError(f"loss: give a function loss(output, target); given: {type(loss).__name__}")
+        check_loss(loss, weight)
+        check_words(model, keep, optimizer, memory_limit)
         request = Request(
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
@@ -132,7 +131,7 @@ class Pipeline:
         self._company: Company = found_company(
             num_lanes,
             devices=self.devices,
-            timeout_seconds=_seconds(timeout),
+            timeout_seconds=check_seconds(timeout),
             num_threads=threads_per_lane(self.devices),
             transport=transport,
         )
@@ -140,6 +139,8 @@ class Pipeline:
         weakref.finalize(self, self._company.close)
         decision = decide(request, self._company)
         self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
+        if keep == "fit" and self.schedule.versions is not None:
+            raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
         self._chains = [decision.split() for _ in self.schedule.ways]
         self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
@@ -154,12 +155,10 @@ class Pipeline:
             defers_batch_norm=deferred_batch_norm,
         )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
-        self._number = 0
+        self._number, self._is_closed = 0, False
         self._recording: Recording | None = None
         self.training = True
         self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
-
-    # ---- running
 
     def step(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
         """Run forward and backward of all micro-batches; return the loss of the batch.
@@ -205,7 +204,7 @@ class Pipeline:
         """
         if gather not in ("all", "last"):
             raise UsageError(f"gather: {gather!r} is not one of all, last")
-        ready = self._read(batch, ())
+        ready = self._read(batch, None)
         outputs: dict[int, list[Any]] = {}
         step = self._step(ready, Mode(self.training, False, self._cast()), outputs=outputs)
         self._run(step)
@@ -217,8 +216,12 @@ class Pipeline:
 
     __call__ = forward
 
-    def _read(self, batch: object, target: tuple[Any, ...], groups: Sequence[Sequence[int]] | None = None) -> Ready:
+    def _read(
+        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
+    ) -> Ready:
         """Return a batch that can run; tell the other processes if this one cannot."""
+        if self._is_closed:
+            raise UsageError("the pipeline is closed; make another one")
         try:
             self._weights.check()
             return self._reader.read(batch, target, groups=groups)
@@ -265,7 +268,8 @@ class Pipeline:
         losses = self._company.share_losses(step, self.schedule)
         terms = [losses[mb] * share for mb, share in enumerate(shares) if share]
         if self.schedule.versions is not None:  # each update has a loss of its own; told is their mean
-            terms = [losses[mb] * (size / sum(step.batch.sizes)) for mb, size in enumerate(step.batch.sizes)]
+            sizes = {mb: size for mb, size in enumerate(step.batch.sizes) if shares[mb]}
+            terms = [losses[mb] * (size / sum(sizes.values())) for mb, size in sizes.items()]
         return torch.stack(terms).sum()
 
     def _cast(self) -> torch.dtype | None:
@@ -274,8 +278,6 @@ class Pipeline:
             return self._autocast
         kind = self.devices[0].type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-    # ---- modes
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all stages into training."""
@@ -315,10 +317,8 @@ class Pipeline:
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._company.wait_at_most(_seconds(seconds))
+        self._company.wait_at_most(check_seconds(seconds))
         self._timeout = seconds
-
-    # ---- weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the lanes that run here, each once."""
@@ -350,8 +350,6 @@ class Pipeline:
         """Load the model's own state dict, or a lane's part of it; names that other lanes hold are passed over."""
         self._weights.load_state_dict(state, strict=strict)
 
-    # ---- seeing
-
     @contextmanager
     def record(self, *, memory: bool = False) -> Iterator[Recording]:
         """Measure the steps inside; what is yielded is the timeline of the last of them, once it has run.
@@ -379,10 +377,9 @@ class Pipeline:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
         return self._decision.explain()
 
-    # ---- ending
-
     def close(self) -> None:
         """Stop the lanes; a pipeline that is left alone does so by itself."""
+        self._is_closed = True
         self._company.close()
 
     def __enter__(self) -> Pipeline:
@@ -391,14 +388,11 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:  # noqa: ANN401 - nothing is returned
+        raise UsageError("a pipeline cannot be copied or pickled: it is its lanes; save pipe.state_dict()")
+
     def __repr__(self) -> str:
         return f"Pipeline({self.schedule!r}, cuts={list(self.cuts)})"
-
-
-def _seconds(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise UsageError(f"timeout: must be more than 0 seconds; given: {timeout!r}")
-    return float(timeout)
 
 
 def _given(target: object) -> tuple[Any, ...]:

@@ -127,6 +127,8 @@ class Weights:
         Raises:
             UsageError: listing what is missing, not in the model, or of another shape; nothing was copied then.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"state: give a state dict, names and tensors; given: {type(state).__name__}")
         own: dict[str, list[torch.Tensor]] = {}
         for stage in self._stages.values():
             named = stage.state_dict(keep_vars=True)
@@ -239,8 +241,8 @@ class Weights:
         if all(self._company.gather(is_finite)):
             return
         for _, parameter in self.named_parameters():
-            if parameter.grad is not None:
-                parameter.grad.view(-1)[:1] = float("inf")
+            if parameter.grad is not None and parameter.grad.numel():
+                parameter.grad.fill_(float("inf"))
                 return
 
     def _spread(self) -> None:

@@ -94,7 +94,7 @@ class Pending:
         micro-batch adds to it in place.
         """
         fresh, self._num_checked = range(self._num_checked, len(self._entries)), len(self._entries)
-        shared = [at for at in fresh if _num_holders(self._entries[at].gradient) > 1]
+        shared = [at for at in fresh if num_holders(self._entries[at].gradient) > 1]
         if not shared:
             return
         ours: dict[int, set[int]] = {}
@@ -105,7 +105,7 @@ class Pending:
         copies: dict[int, Tensor] = {}
         for at in shared:
             gradient = self._entries[at].gradient
-            if _num_holders(gradient) > len(ours[gradient.untyped_storage()._cdata]):
+            if num_holders(gradient) > len(ours[gradient.untyped_storage()._cdata]):
                 if id(gradient) not in copies:
                     copies[id(gradient)] = gradient.clone()
                 self._entries[at] = self._entries[at]._replace(gradient=copies[id(gradient)])
@@ -128,7 +128,7 @@ class Pending:
                 weights, gradients, num_bytes = [], [], 0
 
 
-def _num_holders(tensor: Tensor) -> int:
+def num_holders(tensor: Tensor) -> int:
     """Return how many tensors share this one's memory, itself included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is Python's own
 

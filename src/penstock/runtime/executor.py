@@ -80,6 +80,9 @@ class Executor:
                     spans.append((instruction.place, row[1], clock()))
                     if step.measures_memory:
                         self._weigh(instruction)
+            instruction = None
+            for run in self.stages.values():
+                run.end_step(step)
         except (Stopped, LaneError, KeyboardInterrupt):
             raise
         except Exception as error:

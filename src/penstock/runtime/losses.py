@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from penstock.errors import UsageError
 from penstock.model.structure import flatten
 
-__all__ = ["Weight", "find_loss", "shares_of", "warn_of_uneven_tokens"]
+__all__ = ["Weight", "check_loss", "counts_of", "find_loss", "needs_target", "shares_of", "warn_of_uneven_tokens"]
 
 LossFunction = Callable[..., Any]
 # what the loss averages over, in one micro-batch: called with the batch and the target; or "sum" for one that adds up
@@ -37,8 +38,34 @@ def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) 
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         said = "the model returns" if loss is None else "loss(output, target) returns"
-        raise UsageError(f"no loss: {said} {what}; a loss is one number: give loss=, or let the model return .loss")
+        do = "give loss=, or let the model return .loss" if loss is None else "reduce it, as .mean() does"
+        raise UsageError(f"no loss: {said} {what}, and a loss is a tensor of one number: {do}")
     return found.reshape(()) if found.dim() else found
+
+
+def check_loss(loss: object, weight: object) -> None:
+    """Say, before anything runs, what can be seen to be wrong with a loss and its weight.
+
+    Raises:
+        UsageError: when they are no functions.
+    """
+    if isinstance(loss, type):
+        raise UsageError(f"loss: {loss.__name__} is a class; give {loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss: give a function loss(output, target); given: {type(loss).__name__}")
+    if weight is not None and weight != "sum" and not callable(weight):
+        raise UsageError(f'weight: give a function weight(batch, target), or "sum"; given: {weight!r:.60}')
+
+
+def needs_target(loss: LossFunction) -> bool:
+    """Return whether a loss cannot be called with the output alone, as far as that can be known."""
+    try:
+        inspect.signature(getattr(loss, "forward", loss)).bind(None)
+    except TypeError:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def _first(found: object) -> object:
@@ -47,8 +74,8 @@ def _first(found: object) -> object:
     return found[0] if isinstance(found, (tuple, list)) and found else None
 
 
-def shares_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return what each micro-batch's loss counts, so that the sum is the loss of the whole batch.
+def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Return over how much the loss of each micro-batch averages.
 
     Args:
         weight: what the loss averages over; None for samples.
@@ -56,16 +83,25 @@ def shares_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], si
         targets: each target, or None.
         sizes: the samples of each.
     """
-    if weight == "sum":
-        return [1.0] * len(sizes)
-    counts = [float(size) for size in sizes]
-    if weight is not None:
-        counts = [_number(weight(batch, target)) for batch, target in zip(batches, targets, strict=True)]
-        wrong = [count for count in counts if not 0 <= count < float("inf")]
-        if wrong:
-            raise UsageError(f"weight: must return how much the loss averages over, zero or more; returned: {wrong[0]}")
+    if weight is None or weight == "sum":
+        return [float(size) for size in sizes]
+    counts = [_number(weight(batch, target)) for batch, target in zip(batches, targets, strict=True)]
+    wrong = [count for count in counts if not 0 <= count < float("inf")]
+    if wrong:
+        raise UsageError(f"weight: must return how much the loss averages over, zero or more; returned: {wrong[0]}")
+    if not any(counts):
+        raise UsageError("weight: returned 0 for all micro-batches, so the loss would be a mean over nothing")
+    return counts
+
+
+def shares_of(weight: Weight, counts: Sequence[float]) -> list[float]:
+    """Return what the loss of each micro-batch counts, so that the sum is the loss of all of them together.
+
+    >>> shares_of(None, [3.0, 1.0]), shares_of("sum", [3.0, 1.0]), shares_of(None, [0.0])
+    ([0.75, 0.25], [1.0, 1.0], [0.0])
+    """
     total = sum(counts)
-    return [count / total for count in counts] if total else [float("nan")] * len(counts)
+    return [1.0 if weight == "sum" else count / total if total else 0.0 for count in counts]
 
 
 def _number(count: Any) -> float:  # noqa: ANN401 - a number, or a tensor of one

@@ -47,7 +47,7 @@ class ProcessCompany:
     """
 
     def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, transport: str) -> None:
-        self._joined = _join(timeout_seconds)
+        _join(timeout_seconds)
         self.lane, self.num_lanes = dist.get_rank(), dist.get_world_size()
         if self.num_lanes != len(devices):
             raise UsageError(f"there are {self.num_lanes} processes, each a lane; lanes asked for: {len(devices)}")
@@ -254,23 +254,26 @@ class ProcessCompany:
         return Board(rows)
 
     def close(self) -> None:
-        """Say goodbye to the others, and leave torch.distributed if it was joined here."""
+        """Say goodbye to the others; torch.distributed stays joined, for the next pipeline."""
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
         self._transport.close()
-        if self._joined and dist.is_initialized():
-            dist.destroy_process_group()
 
 
-def _join(timeout_seconds: float) -> bool:
-    """Join the processes that torchrun started, unless the user's script has; return whether it was done here."""
+def _join(timeout_seconds: float) -> None:
+    """Join the processes that torchrun started, unless the user's script has; left again when the process ends."""
     if dist.is_initialized():
-        return False
+        return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=max(60.0, timeout_seconds)))
-    return True
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _hosts(store: Store, lane: int, num_lanes: int) -> tuple[list[str], str]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from penstock.errors import UsageError
 from penstock.model.stages import Stage
 from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.deferred import Deferring, Pending
+from penstock.runtime.deferred_queue import num_holders
 from penstock.runtime.offload import HostPool, Saved, StorageSet
 from penstock.runtime.randomness import Seeded, mix
 from penstock.runtime.step import Step
@@ -96,7 +98,8 @@ class StageRun:
         self._again: Again | None = stage.runner
         self._random: Seeded | None = None
         self._has_drawn = False
-        self._first_step: int | None = None
+        self._has_watched = False  # random numbers, for a whole step
+        self._losses = [0, 0]  # of a step: how many, and how many of them have a gradient
         self._changing: list[str] | None = None  # buffers that a forward changes
 
     # ---- forward
@@ -173,7 +176,7 @@ class StageRun:
     def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
         """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""
         statistics = self._statistics if step.mode.is_training and step.mode.has_backward else None
-        if step.mode.is_training and self._may_draw(step):
+        if step.mode.is_training and self._may_draw():
             return self._drawing(step, mb, statistics or _NOTHING)
         return statistics or _NOTHING
 
@@ -182,9 +185,11 @@ class StageRun:
         if self._random is None:
             self._random = Seeded(0, self.device)
         self._random.reseed(mix(step.seed, self.index, mb))
-        with statistics, self._random:
-            yield
-        self._has_drawn |= self._random.was_drawn
+        try:
+            with statistics, self._random:
+                yield
+        finally:
+            self._has_drawn |= self._random.was_drawn
 
     @contextmanager
     def _part(self, step: Step, mb: int, pending: Pending | None, number: int) -> Iterator[None]:
@@ -193,20 +198,18 @@ class StageRun:
             around.enter_context(step.mode.cast(self.device))
             if pending is not None:
                 around.enter_context(Deferring(pending))
-            if self._may_draw(step):
+            if self._may_draw():
                 around.enter_context(Seeded(mix(mix(step.seed, self.index, mb), number, 1), self.device))
             yield
 
-    def _may_draw(self, step: Step) -> bool:
+    def _may_draw(self) -> bool:
         """Return whether random numbers must be watched: where a whole step drew none, the next is taken to draw none.
 
         A recompute must draw as its forward did, so there only operations that are known beforehand are trusted.
         """
-        if self._first_step is None:
-            self._first_step = step.number
         runs_again = self.keep in RECOMPUTING or self._again is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
-        return self._has_drawn or self._first_step == step.number or not is_known
+        return self._has_drawn or not self._has_watched or not is_known
 
     def _results(self, step: Step, mb: int, record: Record) -> Values:
         if not self.results:
@@ -245,9 +248,12 @@ class StageRun:
                 if gradient is not None and value.requires_grad:
                     outputs.append(value)
                     seeds.append(gradient.to(value.dtype) if gradient.dtype != value.dtype else gradient)
-        if record.loss is not None and record.loss.requires_grad:
-            outputs.append(record.loss)
-            seeds.append(torch.full_like(record.loss, step.scales[mb]))
+        if record.loss is not None:
+            self._losses[0] += 1
+            if record.loss.requires_grad:
+                self._losses[1] += 1
+                outputs.append(record.loss)
+                seeds.append(torch.full_like(record.loss, step.scales[mb]))
         record.made, record.loss = (), None
         if outputs:
             torch.autograd.backward(outputs, seeds)
@@ -255,6 +261,17 @@ class StageRun:
             record.saved.clear()
             record.saved = None
         return {source: [_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
+
+    def end_step(self, step: Step) -> None:
+        """Note that a step has run to its end.
+
+        Raises:
+            UsageError: when none of its losses has a gradient.
+        """
+        self._has_watched |= step.mode.is_training
+        (count, with_gradient), self._losses = self._losses, [0, 0]
+        if count and not with_gradient:
+            raise UsageError("the loss does not depend on any parameter that requires a gradient")
 
     # ---- buffers
 
@@ -280,7 +297,7 @@ class StageRun:
 def _marked(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     if not isinstance(value, torch.Tensor):
         return value
-    wants = value.requires_grad or (may_want and value.is_floating_point())
+    wants = value.requires_grad or (may_want and (value.is_floating_point() or value.is_complex()))
     return value.detach().requires_grad_(wants)
 
 
@@ -297,4 +314,5 @@ def _gradient(leaf: Any) -> torch.Tensor | None:  # noqa: ANN401 - a tensor, or 
     if not isinstance(leaf, torch.Tensor):
         return None
     gradient, leaf.grad = leaf.grad, None
-    return gradient
+    # autograd may give a parameter's gradient the same memory, and the next micro-batch would add to it in place
+    return gradient.clone() if gradient is not None and num_holders(gradient) > 1 else gradient

@@ -1,0 +1,117 @@
+"""What beginners get wrong: one clear error each, before anything runs, and no hang."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+import processes
+from penstock.errors import LaneError, UsageError
+
+BATCH = torch.randn(8, 6)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+
+def make(model=None, **options):
+    options = {"example": BATCH, "loss": nn.MSELoss(), "micro_batches": 4, "lanes": 2, "cuts": [2]} | options
+    return penstock.Pipeline(layers() if model is None else model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": lambda x: x}, "give an nn.Module"),
+        ({"schedule": 3}, "schedule: give a name"),
+        ({"schedule": "1f2b"}, "Did you mean"),
+        ({"loss": nn.MSELoss}, "is a class"),
+        ({"loss": 3}, "loss: give a function"),
+        ({"weight": "mean"}, "weight: give a function"),
+        ({"keep": "nothing"}, "hold, recompute, except_last, offload, fit"),
+        ({"keep": "fit"}, "memory_limit"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, "not an optimizer"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "does not update weights within the step"),
+        ({"schedule": "pipedream"}, "give optimizer="),
+        ({"lanes": 0}, "lanes"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"micro_batches": "8"}, "micro_batches"),
+        ({"timeout": 0}, "timeout"),
+        ({"transport": "gloo"}, "these are threads"),
+        ({"transport": "shred"}, "Did you mean 'shared'"),
+        ({"devices": ["cpu"]}, "one for each lane"),
+        ({"devices": ["cpu", "nowhere"]}, "cannot be used"),
+    ],
+)
+def test_arguments(options, words):
+    with pytest.raises((UsageError, penstock.errors.ScheduleError), match=words):
+        make(**options)
+
+
+def test_a_step_without_its_target_is_refused():
+    with make() as pipe, pytest.raises(UsageError, match=r"step\(batch, target\)"):
+        pipe.step(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, target: output - target, "reduce it"),
+        (lambda output, target: (output - target).sum().item(), "reduce it"),
+        (lambda output, target: (output - target).detach().mean(), "does not depend on any parameter"),
+    ],
+)
+def test_losses_that_are_none(loss, words):
+    with make(loss=loss) as pipe, pytest.raises(LaneError, match=words):
+        pipe.step(BATCH, BATCH)
+
+
+def test_weights_of_nothing_are_refused():
+    with make(weight=lambda batch, target: 0) as pipe, pytest.raises(UsageError, match="mean over nothing"):
+        pipe.step(BATCH, BATCH)
+
+
+def test_outputs_need_neither_target_nor_weight():
+    with make(weight=lambda batch, target: (target == target).sum()) as pipe:
+        assert pipe.forward(BATCH).shape == BATCH.shape
+
+
+def test_a_closed_pipeline_says_so():
+    pipe = make()
+    pipe.step(BATCH, BATCH)
+    pipe.close()
+    for call in (lambda: pipe.step(BATCH, BATCH), lambda: pipe.evaluate(BATCH, BATCH), lambda: pipe.forward(BATCH)):
+        with pytest.raises(UsageError, match="is closed"):
+            call()
+    assert pipe.state_dict().keys() == layers().state_dict().keys()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_not_copied(copied):
+    with make() as pipe, pytest.raises(UsageError, match="state_dict"):
+        copied(pipe)
+
+
+def test_an_empty_batch_is_called_a_batch():
+    with make() as pipe, pytest.raises(UsageError, match="the batch holds no samples"):
+        pipe.step(BATCH[:0], BATCH[:0])
+
+
+def one_after_the_other():
+    losses = []
+    for schedule in ("1f1b", "gpipe", "zb_h1"):
+        with make(schedule=schedule, lanes=None) as pipe:
+            losses.append(round(float(pipe.step(BATCH * 0 + 1, BATCH * 0)), 6))
+    return losses
+
+
+@pytest.mark.xdist_group("processes")
+def test_pipelines_one_after_the_other_in_processes():
+    first, second = processes.run(one_after_the_other, 2)
+    assert first == second
+    assert len(set(first)) == 1

@@ -19,6 +19,8 @@ from typing import Literal, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.model.saved import storage_bytes, storage_of  # the profile's rule: what is measured is what was simulated
+
 __all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
 
 T = TypeVar("T")
@@ -86,10 +88,10 @@ class StorageSet:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self.storages = frozenset(_storage_of(tensor) for tensor in tensors)
+        self.storages = frozenset(storage_of(tensor) for tensor in tensors)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return _storage_of(tensor) in self.storages
+        return storage_of(tensor) in self.storages
 
 
 class Saved:
@@ -136,7 +138,7 @@ class Saved:
             return self._pack_plain(tensor)
 
     def _pack_plain(self, tensor: torch.Tensor) -> _Box:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage in self._keep.storages:
             return _Box(tensor)
         key = (storage, tensor.dtype, tensor._version, _place_of(tensor))
@@ -157,7 +159,7 @@ class Saved:
         boxes_of: dict[int, list[_Box]] = {}
         for box in self._living():
             if box.host is None and box.can_move:
-                boxes_of.setdefault(_storage_of(box.tensor), []).append(box)
+                boxes_of.setdefault(storage_of(box.tensor), []).append(box)
         devices = {boxes[0].tensor.device for boxes in boxes_of.values()}
         for device in devices:
             wait(self._made.get(device), device)
@@ -180,8 +182,8 @@ class Saved:
         if on == "host":
             hosts = {id(box.host): box.host for box in self._living() if box.host is not None}
             return sum(host.num_bytes for host in hosts.values())
-        tensors = {_storage_of(box.tensor): box.tensor for box in self._living() if box.host is None}
-        return sum(_storage_bytes(tensor) for tensor in tensors.values())
+        tensors = {storage_of(box.tensor): box.tensor for box in self._living() if box.host is None}
+        return sum(storage_bytes(tensor) for tensor in tensors.values())
 
     def _living(self) -> Iterator[_Box]:
         for reference in self._boxes:
@@ -343,22 +345,3 @@ def wait(event: Event, device: torch.device) -> None:
     """Have the current stream wait for a place in another."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
-
-
-# The same rule as that of the profile, so that what is measured can be what was simulated: penstock.model.saved.
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Return what is the same for tensors that share memory, while they live."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
-        return id(tensor)
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the memory that a tensor lies in."""
-    try:
-        return int(tensor.untyped_storage().nbytes())
-    except (NotImplementedError, RuntimeError):
-        return int(tensor.numel() * tensor.element_size())

@@ -139,11 +139,6 @@ class DistributedTransport:
         )
         self.links.send(letter.to_lane, DATA, head.pack())
 
-    def has(self, key: Key) -> bool:
-        """Return whether values are there already."""
-        self._read(0.0)
-        return (self._step, key) in self._here
-
     def receive(self, key: Key, from_lane: int) -> Payload:
         """Return values from a lane, when they are there."""
         name = (self._step, key)

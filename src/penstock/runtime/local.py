@@ -54,12 +54,6 @@ class LocalTransport:
         """Hand values to a lane."""
         self._boxes.queues[to_lane].put((self._step, key, payload))
 
-    def has(self, key: Key) -> bool:
-        """Return whether values are there already."""
-        while key not in self._here and not self._queue.empty():
-            self._take(0.0)
-        return key in self._here
-
     def receive(self, key: Key, from_lane: int) -> Payload:
         """Return values from a lane, when they are there."""
         here = self._here
@@ -77,7 +71,7 @@ class LocalTransport:
     def _take(self, seconds: float) -> None:
         """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""
         try:
-            step, key, payload = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
+            step, key, payload = self._queue.get(timeout=seconds)
         except queue.Empty:
             return
         if key is not None and step == self._step:

@@ -58,11 +58,6 @@ class LaneProgram:
     recomputed: frozenset[tuple[int, int]]
     last_use: dict[tuple[int, int], int]
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages that it runs."""
-        return tuple(sorted({i.stage for i in self.instructions}))
-
 
 def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> LaneProgram:
     """Return the program of one lane; with `forward_only` just its forwards and what they send and receive."""

@@ -22,7 +22,6 @@ class Mode:
     is_training: bool
     has_backward: bool
     autocast: torch.dtype | None = None
-    autocast_cache: bool = True
 
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the autocast to run a stage's forward under."""

@@ -56,7 +56,3 @@ class Transport(Protocol):
             LostError: when the other side is gone.
         """
         ...
-
-    def has(self, key: Key) -> bool:
-        """Return whether values are there already."""
-        ...

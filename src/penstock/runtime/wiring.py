@@ -86,11 +86,6 @@ class Wiring:
         """The edges that jump over stages."""
         return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
 
-    @property
-    def carrying(self) -> frozenset[tuple[int, int]]:
-        """The pairs of stages between which there is something to carry."""
-        return frozenset((e.source, e.target) for e in self.edges)
-
 
 def wire(stages: Sequence[Ends], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
     """Return how values pass between stages.

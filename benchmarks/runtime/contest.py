@@ -238,7 +238,8 @@ class _Worker:
         if name.startswith("ours"):
             from ours import Ours
 
-            return Ours(job.case, task, transport=name.partition(", ")[2] or "auto")
+            how = name.partition(", ")[2]
+            return Ours(job.case, task, transport=how if how == "gloo" else "auto", is_recorded=how == "recorded")
         if name in ("torchgpipe", "fairscale"):
             from others import GPipes
 

@@ -11,7 +11,7 @@ import penstock
 class Ours:
     """A pipeline of a case's stages; all of it in one process, this process's lane otherwise."""
 
-    def __init__(self, case: Case, task: Task, *, transport: str = "auto") -> None:
+    def __init__(self, case: Case, task: Task, *, transport: str = "auto", is_recorded: bool = False) -> None:
         self.case = case
         self.pipe = penstock.Pipeline(
             task.stages,
@@ -24,11 +24,16 @@ class Ours:
                 micro_batches=case.micro_batches,
                 stages_per_lane=case.stages_per_lane if case.stages_per_lane > 1 else None,
             ),
+            devices=["cpu"] * case.lanes,
             transport=transport,
         )
+        self.is_recorded = is_recorded
 
     def step(self, batch: Tensor, target: Tensor) -> Tensor:
-        return self.pipe.step(batch, target)
+        if not self.is_recorded:
+            return self.pipe.step(batch, target)
+        with self.pipe.record():
+            return self.pipe.step(batch, target)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.pipe.named_parameters() if p.grad is not None}

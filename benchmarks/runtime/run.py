@@ -1,6 +1,7 @@
 """How much time does the runtime add to a schedule? Ours, the peers, and a hand-written loop, side by side.
 
-    .venv/bin/python benchmarks/runtime/run.py [sleeping] [compute] [actions] [memory] [prediction] [--quick]
+    .venv/bin/python benchmarks/runtime/run.py [sleeping] [compute] [actions] [memory] [prediction] [recording]
+        [--quick]
 
 All sections by default. Medians, and in brackets from the lowest to the highest round. Every contender first trains one
 step whose loss and gradients must be those of the plain model. Writes results.csv and results.md; sections that are not
@@ -225,7 +226,22 @@ def prediction(setting: Setting) -> list[Row]:
     return rows
 
 
-SECTIONS = {"sleeping": sleeping, "compute": compute, "actions": actions, "memory": memory, "prediction": prediction}
+def recording(setting: Setting) -> list[Row]:
+    """What `pipe.record()` costs: with work in the actions, and, at worst, with next to none."""
+    rows = []
+    batch = {"batch": 16, "length": 64} if setting.is_quick else {}
+    for case in (case_of("gpt", "1f1b", 2, 8, **batch), case_of("linear", "1f1b", 2, 64)):
+        began, job = time.monotonic(), job_of(case, ("ours", "ours, recorded"), 3 * setting.rounds)
+        result = run(job)
+        tell(case, result, began)
+        rows += rows_of("recording", case, result, None, job.num_actions)
+    return rows
+
+
+SECTIONS = {
+    "sleeping": sleeping, "compute": compute, "actions": actions, "memory": memory, "prediction": prediction,
+    "recording": recording,
+}  # fmt: skip
 
 
 def main() -> None:

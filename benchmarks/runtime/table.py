@@ -16,6 +16,7 @@ HEADS = {
     "actions": "Per action: CPU time of an action with next to nothing to do",
     "memory": "Memory: the peak of what autograd saves, a lane",
     "prediction": "Prediction: the step foretold from a profile",
+    "recording": "Recording: what `pipe.record()` adds to a step",
 }
 
 
@@ -198,12 +199,29 @@ def _prediction(case: Named) -> list[list[str]]:
     return [[*cells, filled.get("ours", "–"), filled.get("floor", "–")]]
 
 
+def _recording(case: Named) -> list[list[str]]:
+    plain, recorded = case["ours"], case["ours, recorded"]
+    return [
+        [
+            plain.model,
+            plain.where,
+            str(plain.micro_batches),
+            spread(plain.times),
+            spread(recorded.times),
+            ratio(recorded.times, plain.times),
+            f"{min(recorded.times) / min(plain.times):.3f}",
+            ratio(recorded.cpu_times, plain.cpu_times),
+        ]
+    ]
+
+
 _LINES = {
     "sleeping": _sleeping,
     "compute": _compute,
     "actions": _actions,
     "memory": _memory,
     "prediction": _prediction,
+    "recording": _recording,
 }
 _COLUMNS = {
     "sleeping": "lanes | schedule | MiB | micro-batches | own time, s | a nap, ms | ours, s: over own | ours by gloo "
@@ -214,4 +232,6 @@ _COLUMNS = {
     "| CPU / peer",
     "memory": "schedule | lanes |  | measured, MiB | simulated, MiB | measured / simulated",
     "prediction": "model | lanes | schedule | micro-batches | predicted, s | ours, s: predicted / measured | floor",
+    "recording": "model | lanes | micro-batches | without, s | recorded, s | recorded / without "
+    "| of the quickest steps | CPU time",
 }

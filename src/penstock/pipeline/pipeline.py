@@ -22,7 +22,7 @@ from penstock.pipeline.checks import check_seconds, check_words
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
-from penstock.runtime.batches import join_results
+from penstock.runtime.batches import join_results, move_to
 from penstock.runtime.company import Company, found_company
 from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss
 from penstock.runtime.setup import Setup
@@ -236,13 +236,13 @@ class Pipeline:
         results = self._chains[0].results(mode.is_training)
         loss, shares, targets = self._loss, ready.shares, ready.targets
 
-        def finish(tensors: Sequence[Any], mb: int) -> torch.Tensor | None:
+        def finish(tensors: Sequence[Any], mb: int, device: torch.device) -> torch.Tensor | None:
             if outputs is not None:
                 outputs[mb] = [tensor.detach() for tensor in tensors]
                 return None
             if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(()))
-            return find_loss(rebuild(results.template(), tensors), loss, targets[mb])
+            return find_loss(rebuild(results.template(), tensors), loss, move_to(device, targets[mb]))
 
         self._number += 1
         step = Step(self._number, ready.batch, mode, finish, scales=[share * scale for share in shares])

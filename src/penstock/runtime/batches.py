@@ -11,7 +11,7 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.step import Batch
 
-__all__ = ["cut_batch", "cut_thing", "join_results", "sizes_of"]
+__all__ = ["cut_batch", "cut_thing", "join_results", "move_to", "sizes_of"]
 
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
@@ -46,6 +46,14 @@ def cut_thing(thing: object, batch_size: int, sizes: Sequence[int]) -> list[Any]
         for tensor in tensors
     ]
     return [rebuild(template, [piece[mb] for piece in pieces]) for mb in range(len(sizes))]
+
+
+def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever holds tensors
+    """Return a target, or whatever holds tensors, with all of them on a device; itself where they are there."""
+    tensors, template = flatten(thing, apart=True)
+    if all(tensor.device == device for tensor in tensors):
+        return thing
+    return rebuild(template, [tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:

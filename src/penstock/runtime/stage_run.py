@@ -171,7 +171,7 @@ class StageRun:
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last:
-                record.loss = step.finish(self._results(step, mb, record), mb)
+                record.loss = step.finish(self._results(step, mb, record), mb, self.device)
 
     def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
         """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""

@@ -11,8 +11,8 @@ import torch
 
 __all__ = ["Batch", "Mode", "Step"]
 
-# Of the last stage: from the model's results for a micro-batch to its loss (None where there is none).
-Finish = Callable[[Sequence[Any], int], torch.Tensor | None]
+# Of the last stage: from the model's results for a micro-batch, on a device, to its loss (None where there is none).
+Finish = Callable[[Sequence[Any], int, torch.device], torch.Tensor | None]
 
 
 @dataclass(frozen=True)

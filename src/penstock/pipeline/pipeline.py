@@ -22,7 +22,7 @@ from penstock.pipeline.checks import check_seconds, check_words
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
-from penstock.runtime.batches import join_results, move_to
+from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
 from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss
 from penstock.runtime.setup import Setup
@@ -129,8 +129,7 @@ class Pipeline:
             threads_per_lane(self.devices),
         )  # fmt: skip
         self._company: Company = found_company(
-            num_lanes,
-            devices=self.devices,
+            self.devices,
             timeout_seconds=check_seconds(timeout),
             num_threads=threads_per_lane(self.devices),
             transport=transport,
@@ -144,12 +143,14 @@ class Pipeline:
         self._chains = [decision.split() for _ in self.schedule.ways]
         self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
+        self._company.give_streams(self._weights.together())
         self._setup = Setup(
             self._chains,
             self.schedule,
             check_keep("hold" if keep == "fit" else keep, self.schedule.num_stages),
             self.devices,
             self._company.transports,
+            self._company.streams,
             self._company.rows,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
@@ -234,18 +235,18 @@ class Pipeline:
         self, ready: Ready, mode: Mode, *, scale: float = 1.0, outputs: dict[int, list[Any]] | None = None
     ) -> Step:
         results = self._chains[0].results(mode.is_training)
-        loss, shares, targets = self._loss, ready.shares, ready.targets
+        loss, shares = self._loss, ready.shares
 
-        def finish(tensors: Sequence[Any], mb: int, device: torch.device) -> torch.Tensor | None:
+        def finish(tensors: Sequence[Any], mb: int, target: tuple[Any, ...]) -> torch.Tensor | None:
             if outputs is not None:
                 outputs[mb] = [tensor.detach() for tensor in tensors]
                 return None
             if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(()))
-            return find_loss(rebuild(results.template(), tensors), loss, move_to(device, targets[mb]))
+            return find_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
-        step = Step(self._number, ready.batch, mode, finish, scales=[share * scale for share in shares])
+        step = Step(self._number, ready.batch, mode, finish, ready.targets, [share * scale for share in shares])
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         return step
@@ -256,7 +257,7 @@ class Pipeline:
         spans = None
         if recording is not None:
             step.measures_memory = recording.measures_memory
-            spans = recording.begin(step, self._setup.lowered(step.mode.is_training), len(executors))
+            spans = recording.begin(step, self._setup.lowered(step.mode.is_training), executors)
         try:
             self._company.run(executors, step, spans)
         finally:

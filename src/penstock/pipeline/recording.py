@@ -43,9 +43,12 @@ class Recording:
         self._is_whole = False
         self.timelines: list[Timeline] = []
 
-    def begin(self, step: Step, lowered: Lowered, num_lanes: int) -> list[Spans]:
+    def begin(self, step: Step, lowered: Lowered, executors: Sequence[Executor]) -> list[Spans]:
         """Return empty lists for the lanes that run here to write into."""
-        self._lowered, self._spans = lowered, [[] for _ in range(num_lanes)]
+        self._lowered, self._spans = lowered, [[] for _ in executors]
+        for executor in executors:
+            if executor.streams is not None:
+                executor.streams.start_clock()
         # of a step that leaves actions out there is no order to hold the bubble against
         self._is_whole = step.mode.has_backward and step.batch.num_mbs == self._schedule.num_mbs
         return self._spans
@@ -58,7 +61,8 @@ class Recording:
         assert self._lowered is not None
         offset = company.clock_offset()
         own = [
-            [(place, start / 1e9 + offset, end / 1e9 + offset) for place, start, end in spans] for spans in self._spans
+            [(place, start / 1e9 + offset, end / 1e9 + offset) for place, start, end in executor.settle(spans)]
+            for executor, spans in zip(executors, self._spans, strict=True)
         ]
         everyone = [span for process in company.gather(own) for lane in process for span in lane]
         self.timelines.append(_timeline(self._lowered, everyone, held, is_whole=self._is_whole))

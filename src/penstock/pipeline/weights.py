@@ -81,6 +81,19 @@ class Weights:
                 lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
         return {name: tuple(sorted(lanes)) for name, lanes in lanes_of.items() if len(lanes) > 1}
 
+    def together(self) -> list[tuple[int, ...]]:
+        """Return groups of lanes here that hold tensors in common, and so may not work on them side by side."""
+        lanes_of: dict[int, set[int]] = {}
+        for (lane, _), stage in self._stages.items():
+            for name in stage.held:
+                lanes_of.setdefault(id(stage.held.get(name)), set()).add(lane)
+        groups: list[set[int]] = []
+        for lanes in lanes_of.values():
+            if len(lanes) > 1:
+                touching = [group for group in groups if group & lanes]
+                groups = [group for group in groups if not group & lanes] + [lanes.union(*touching)]
+        return [tuple(sorted(group)) for group in groups]
+
     def check(self) -> None:
         """Raise if parameters have no values yet.
 

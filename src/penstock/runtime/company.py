@@ -12,6 +12,7 @@ from penstock.errors import UsageError, nearest
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.step import Step
+from penstock.runtime.streams import Streams, joined, make_streams
 from penstock.runtime.transport import Transport
 from penstock.schedule.schedule import Schedule
 
@@ -32,6 +33,15 @@ class Company(Protocol):
     @property
     def transports(self) -> Mapping[int, Transport]:
         """Their ends of the transport."""
+        ...
+
+    @property
+    def streams(self) -> Mapping[int, Streams]:
+        """Their streams, of those that are on GPUs."""
+        ...
+
+    def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make the streams; lanes of a group hold the same tensors."""
         ...
 
     @property
@@ -89,11 +99,18 @@ class Company(Protocol):
 class LocalCompany:
     """All lanes in this process: threads."""
 
-    def __init__(self, num_lanes: int, *, timeout_seconds: float, num_threads: int | None) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None) -> None:
+        num_lanes = len(devices)
+        self._devices = devices
         self._crew = Crew(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)
+        self.streams: Mapping[int, Streams] = {}
         self.lanes = tuple(range(num_lanes))
         self.transports: Mapping[int, Transport] = dict(enumerate(self._crew.transports))
         self.rows = {lane: self._crew.board.row(lane) for lane in self.lanes}
+
+    def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make the streams; lanes of a group hold the same tensors."""
+        self.streams = self._crew.streams = make_streams(dict(enumerate(self._devices)), groups)
 
     def wait_at_most(self, seconds: float) -> None:
         """Let lanes wait so long for a value, and no longer."""
@@ -101,7 +118,8 @@ class LocalCompany:
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         """Run a step on all lanes."""
-        self._crew.run(executors, step, spans)
+        with joined(self.streams.values()):
+            self._crew.run(executors, step, spans)
 
     def refuse(self, step: int, error: BaseException) -> None:
         """There are no others."""
@@ -145,8 +163,8 @@ def world_size() -> int:
 
 
 def found_company(
-    num_lanes: int, *, devices: Sequence[torch.device], timeout_seconds: float, num_threads: int | None, transport: str
-) -> Company:  # fmt: skip
+    devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None, transport: str
+) -> Company:
     """Return the lanes of a pipeline: threads of this process, or processes."""
     if transport not in TRANSPORTS:
         raise UsageError(
@@ -158,4 +176,4 @@ def found_company(
         return ProcessCompany(devices, timeout_seconds=timeout_seconds, transport=transport)
     if transport != "auto":
         raise UsageError(f"transport: {transport!r} is for lanes that are processes; these are threads: leave it out")
-    return LocalCompany(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)
+    return LocalCompany(devices, timeout_seconds=timeout_seconds, num_threads=num_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from penstock.runtime.board import Board, describe
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.local import LocalTransport, Mailboxes
 from penstock.runtime.step import Step
+from penstock.runtime.streams import Streams
 from penstock.runtime.transport import Key, Stopped
 
 __all__ = ["Crew"]
@@ -36,6 +37,7 @@ class Crew:
         self.num_lanes, self.timeout_seconds, self._num_threads = num_lanes, timeout_seconds, num_threads
         self.board = Board.empty(num_lanes)
         self._executors: Sequence[Executor] = ()
+        self.streams: Mapping[int, Streams] = {}
         self._start()
 
     def _start(self) -> None:
@@ -66,7 +68,8 @@ class Crew:
         self._executors = executors
         self.boxes.reset()
         for lane, executor in enumerate(executors):
-            executor.transport = self.transports[lane]
+            executor.transport = transport = self.transports[lane]
+            transport.streams = self.streams.get(lane)
             mine = None if spans is None else spans[lane]
             self._tasks[lane].put(lambda executor=executor, mine=mine: executor.run(step, mine))  # type: ignore[misc]
         self._wait()

@@ -18,6 +18,7 @@ from penstock.runtime import segments
 from penstock.runtime.letters import BY_TORCH, HEAD, INLINE, Description, Head, Known
 from penstock.runtime.links import Frame, Links
 from penstock.runtime.point_to_point import PointToPoint
+from penstock.runtime.streams import Event, Room, Streams
 from penstock.runtime.transport import Key, Payload
 
 __all__ = ["ABORT", "BOARD", "GOODBYE", "JSON", "PING", "PONG", "DistributedTransport"]
@@ -45,6 +46,7 @@ class _Letter(NamedTuple):
     payload: Payload
     number: int
     description: Description
+    ready: Event | None  # behind what makes the values, on a GPU
 
 
 class DistributedTransport:
@@ -64,6 +66,7 @@ class DistributedTransport:
     ) -> None:  # fmt: skip
         self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
         self.lane = links.lane
+        self.streams: Streams | None = None  # of the lane, where it is on a GPU
         self._by_torch, self._on_hang = by_torch, on_hang
         self._known = {other: Known() for other in links.peers}
         self._descriptions: dict[tuple[int, int], Description] = {}
@@ -103,15 +106,15 @@ class DistributedTransport:
         if is_new:
             self.links.send(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
         size = description.num_bytes
+        ready = None if self.streams is None else self.streams.mark()
+        letter = _Letter(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
         if size <= _INLINE_BYTES:
             head = Head(self._step, self._num_samples, key, number, INLINE, size)
             self.links.send(to_lane, DATA, head.pack() + description.to_bytes(payload))
-        elif self._by_torch is not None:
-            self._hand_over(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
-        elif size < _ASIDE_BYTES:
-            self._send_shared(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
+        elif self._by_torch is None and size < _ASIDE_BYTES:
+            self._send_shared(letter)
         else:
-            self._hand_over(_Letter(key, self._step, self._num_samples, to_lane, payload, number, description))
+            self._hand_over(letter)
 
     def _hand_over(self, letter: _Letter) -> None:
         """Let a thread of its own copy and send: one for all, so that messages stay in order."""
@@ -139,8 +142,15 @@ class DistributedTransport:
         )
         self.links.send(letter.to_lane, DATA, head.pack())
 
-    def receive(self, key: Key, from_lane: int) -> Payload:
+    def receive(self, key: Key, from_lane: int, into: Room | None = None) -> Payload:
         """Return values from a lane, when they are there."""
+        values = self._receive(key, from_lane)
+        if into is None:
+            return values
+        assert self.streams is not None
+        return self.streams.bring(values, self.streams.mark(), into)
+
+    def _receive(self, key: Key, from_lane: int) -> Payload:
         name = (self._step, key)
         if name not in self._here:
             self._wait(lambda: name in self._here, from_lane, str(key))
@@ -156,6 +166,8 @@ class DistributedTransport:
         if head.segment == BY_TORCH:
             work, room = body
             work.wait()
+            if room.is_cuda:  # made by the thread that listens, on a stream of its own
+                room.record_stream(torch.cuda.current_stream(self.device))
         else:
             room = self._incoming[from_lane].read(head.segment, head.num_bytes)
         return description.read(room, self.device)
@@ -339,6 +351,8 @@ class _Aside:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
+                if task.ready is not None:  # this thread has a stream of its own
+                    task.ready.synchronize()
                 self._send(task)
             except LostError:
                 continue  # the lane itself finds out, and says so

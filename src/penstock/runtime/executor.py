@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from penstock.errors import LaneError
@@ -11,6 +12,7 @@ from penstock.model.source import line_of
 from penstock.runtime.program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun
 from penstock.runtime.step import Step
+from penstock.runtime.streams import Event, Streams
 from penstock.runtime.transport import Key, Stopped, Transport
 from penstock.runtime.versions import Versions
 from penstock.schedule.actions import Kind
@@ -21,7 +23,10 @@ __all__ = ["Executor"]
 # what a stage's micro-batch holds once an action has run
 _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.PENDING}
 
-Spans = list[tuple[int, int, int]]  # place, start and end in nanoseconds
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+Stamp = int | Event  # nanoseconds, or on a GPU an event that will know them
+Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
 
 class Executor:
@@ -32,21 +37,23 @@ class Executor:
         stages: its stages, by number.
         transport: how values come and go.
         board_row: where to say what it is doing.
+        streams: where its work runs, on a GPU.
         versions: of the weights, where they change within a step.
         program_of: of any lane, for errors.
     """
 
     def __init__(
         self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
-        *, program_of: Callable[[int], LaneProgram], versions: Versions | None = None,
+        *, program_of: Callable[[int], LaneProgram], versions: Versions | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
         self.program_of = program_of
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
-        self.versions = versions
+        self.versions, self.streams = versions, streams
         self._row = board_row
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
         self._recomputing = {stage for stage, _ in program.recomputed}
         self._do = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self._at_hand: Instruction | None = None  # for errors
         self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
         self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
         self._clear()
@@ -67,32 +74,47 @@ class Executor:
         self._step = step
         self.held_bytes, self.stage_bytes = [], {}
         self.transport.start(step.number, sum(step.batch.sizes))
-        row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
-        row[2] = step.number
-        instruction = None
+        self._row[2] = step.number
         try:
-            for at, (do, instruction) in enumerate(self._do):
-                if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
-                    continue
-                row[0], row[1] = at, clock()
-                do(instruction)
-                if spans is not None:
-                    spans.append((instruction.place, row[1], clock()))
-                    if step.measures_memory:
-                        self._weigh(instruction)
-            instruction = None
-            for run in self.stages.values():
-                run.end_step(step)
+            with _NOTHING if self.streams is None else self.streams.running():
+                self._run(step, spans)
+                for run in self.stages.values():
+                    run.end_step(step)
         except (Stopped, LaneError, KeyboardInterrupt):
             raise
         except Exception as error:
-            raise LaneError(self._message(instruction, error)) from error
+            raise LaneError(self._message(self._at_hand, error)) from error
         finally:
             self._clear()
             del self._step  # and with it the user's batch
             if self.versions is not None:
                 self.versions.end()
-            row[0], row[1] = -1, clock()
+            self._row[0], self._row[1] = -1, time.monotonic_ns()
+
+    def _run(self, step: Step, spans: Spans | None) -> None:
+        row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
+        stamp: Callable[[], Stamp] = clock if self.streams is None else self.streams.stamp
+        for at, (do, instruction) in enumerate(self._do):
+            if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
+                continue
+            self._at_hand = instruction
+            row[0], row[1] = at, clock()
+            if spans is None:
+                do(instruction)
+                continue
+            begin = stamp()
+            do(instruction)
+            spans.append((instruction.place, begin, stamp()))
+            if step.measures_memory:
+                self._weigh(instruction)
+        self._at_hand = None
+
+    def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
+        """Return spans in nanoseconds of the host's clock; on a GPU, waits for their end."""
+        if self.streams is None:
+            return spans  # type: ignore[return-value]  # they are so already
+        told = self.streams.nanoseconds
+        return [(place, told(start), told(end)) for place, start, end in spans]  # type: ignore[arg-type]
 
     def _weigh(self, i: Instruction) -> None:
         """Count what the lane holds after an action."""

@@ -6,11 +6,15 @@ import queue
 import time
 from collections.abc import Callable
 
+from penstock.runtime.streams import Event, Room, Streams
 from penstock.runtime.transport import Key, Payload, Stopped
 
 __all__ = ["LocalTransport", "Mailboxes"]
 
 _LOOK_SECONDS = 0.2  # how often a lane that waits looks whether it was stopped
+
+
+Message = tuple[Payload, Event | None]  # values, and the event behind what makes them
 
 
 class Mailboxes:
@@ -19,7 +23,7 @@ class Mailboxes:
     def __init__(
         self, num_lanes: int, *, timeout_seconds: float, on_hang: Callable[[int, int, Key], Exception]
     ) -> None:
-        self.queues: list[queue.SimpleQueue[tuple[int, Key | None, Payload]]] = [
+        self.queues: list[queue.SimpleQueue[tuple[int, Key | None, Message]]] = [
             queue.SimpleQueue() for _ in range(num_lanes)
         ]
         self.timeout_seconds, self.on_hang = timeout_seconds, on_hang
@@ -29,7 +33,7 @@ class Mailboxes:
         """Wake all lanes that wait; they end."""
         self.is_stopped = True
         for box in self.queues:
-            box.put((-1, None, ()))
+            box.put((-1, None, ((), None)))
 
     def reset(self) -> None:
         """Let lanes run again."""
@@ -37,13 +41,18 @@ class Mailboxes:
 
 
 class LocalTransport:
-    """One lane's end of the mailboxes."""
+    """One lane's end of the mailboxes.
+
+    Attributes:
+        streams: of the lane, where it is on a GPU.
+    """
 
     def __init__(self, lane: int, boxes: Mailboxes) -> None:
         self.lane, self._boxes = lane, boxes
+        self.streams: Streams | None = None
         self._step = -1
         self._queue = boxes.queues[lane]
-        self._here: dict[Key, Payload] = {}
+        self._here: dict[Key, Message] = {}
 
     def start(self, step: int, num_samples: int) -> None:  # noqa: ARG002 - all lanes have the same batch
         """Begin a step: what is left of earlier ones is thrown away."""
@@ -52,10 +61,11 @@ class LocalTransport:
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
         """Hand values to a lane."""
-        self._boxes.queues[to_lane].put((self._step, key, payload))
+        ready = None if self.streams is None else self.streams.mark()
+        self._boxes.queues[to_lane].put((self._step, key, (payload, ready)))
 
-    def receive(self, key: Key, from_lane: int) -> Payload:
-        """Return values from a lane, when they are there."""
+    def receive(self, key: Key, from_lane: int, into: Room | None = None) -> Payload:
+        """Return values from a lane, when they are there; on a GPU, when the lane's stream can wait for them."""
         here = self._here
         if key not in here:
             end = time.monotonic() + self._boxes.timeout_seconds
@@ -66,13 +76,18 @@ class LocalTransport:
                 if left <= 0:
                     raise self._boxes.on_hang(self.lane, from_lane, key)
                 self._take(min(left, _LOOK_SECONDS))
-        return here.pop(key)
+        payload, ready = here.pop(key)
+        if self.streams is not None:
+            return self.streams.bring(payload, ready, into)
+        if ready is not None:  # from a GPU to a lane of the CPU
+            ready.synchronize()
+        return payload
 
     def _take(self, seconds: float) -> None:
         """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""
         try:
-            step, key, payload = self._queue.get(timeout=seconds)
+            step, key, message = self._queue.get(timeout=seconds)
         except queue.Empty:
             return
         if key is not None and step == self._step:
-            self._here[key] = payload
+            self._here[key] = message

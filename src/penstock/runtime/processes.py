@@ -28,6 +28,7 @@ from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.links import Links, Store
 from penstock.runtime.point_to_point import PointToPoint
 from penstock.runtime.step import Step
+from penstock.runtime.streams import Streams, joined, make_streams
 from penstock.runtime.transport import Key
 from penstock.schedule.schedule import Schedule
 
@@ -55,7 +56,8 @@ class ProcessCompany:
         store = Store(dist.distributed_c10d._get_default_store(), f"penstock/{next(_NUMBER)}")
         hosts, address = _hosts(store, self.lane, self.num_lanes)
         self._links = Links(self.lane, self.num_lanes, store=store, hosts=hosts, address=address)
-        device = devices[self.lane]
+        self._device = device = devices[self.lane]
+        self.streams: Mapping[int, Streams] = {}
         by_torch = _choose(transport, devices, is_one_machine=len(set(hosts)) == 1)
         self._transport = DistributedTransport(
             self._links, device=device, timeout_seconds=timeout_seconds,
@@ -71,6 +73,11 @@ class ProcessCompany:
         self._is_closed = False
         atexit.register(self.close)
 
+    def give_streams(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - one lane runs here
+        """Make the lane's streams."""
+        self.streams = make_streams({self.lane: self._device})
+        self._transport.streams = self.streams.get(self.lane)
+
     # ---- a step
 
     def wait_at_most(self, seconds: float) -> None:
@@ -85,7 +92,7 @@ class ProcessCompany:
             self._transport.recover()
             step.number = max(self.gather(step.number))
             self._has_failed = False
-        with self._telling():
+        with self._telling(), joined(self.streams.values()):
             self._transport.check()
             executor.run(step, None if spans is None else spans[0])
 

@@ -16,6 +16,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.offload import HostPool
 from penstock.runtime.program import LaneProgram, make_program
 from penstock.runtime.stage_run import StageRun
+from penstock.runtime.streams import Streams
 from penstock.runtime.transport import Transport
 from penstock.runtime.versions import Versions
 from penstock.runtime.wiring import Wiring, wire
@@ -37,6 +38,7 @@ class Setup:
         keep: what each stage does with saved values.
         devices: of each lane.
         transports: of the lanes that run here.
+        streams: of those of them that are on GPUs.
         rows: where each lane says what it is doing.
         optimizers: of each stage, for schedules that update weights within the step.
         defers_batch_norm: batch norm's statistics are those of the whole batch.
@@ -47,6 +49,7 @@ class Setup:
     keep: tuple[Keep, ...]
     devices: Sequence[torch.device]
     transports: Mapping[int, Transport]
+    streams: Mapping[int, Streams]
     rows: Mapping[int, memoryview]
     optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
     defers_batch_norm: bool = False
@@ -118,7 +121,7 @@ class Setup:
             versions = Versions(stages, self.optimizers, program.last_use)
         return Executor(
             program, runs, self.transports[lane], self.rows[lane],
-            program_of=program_of, versions=versions,
+            program_of=program_of, versions=versions, streams=self.streams.get(lane),
         )  # fmt: skip
 
     def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:

@@ -13,6 +13,7 @@ from penstock.errors import UsageError
 from penstock.model.stages import Stage
 from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
+from penstock.runtime.batches import move_to
 from penstock.runtime.deferred import Deferring, Pending
 from penstock.runtime.deferred_queue import num_holders
 from penstock.runtime.offload import HostPool, Saved, StorageSet
@@ -171,7 +172,8 @@ class StageRun:
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last:
-                record.loss = step.finish(self._results(step, mb, record), mb, self.device)
+                target = move_to(self.device, step.targets[mb])
+                record.loss = step.finish(self._results(step, mb, record), mb, target)
 
     def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
         """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""

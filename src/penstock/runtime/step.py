@@ -11,8 +11,8 @@ import torch
 
 __all__ = ["Batch", "Mode", "Step"]
 
-# Of the last stage: from the model's results for a micro-batch, on a device, to its loss (None where there is none).
-Finish = Callable[[Sequence[Any], int, torch.device], torch.Tensor | None]
+# Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none).
+Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Step:
         batch: the micro-batches.
         mode: how to run.
         finish: from results to a loss.
+        targets: for each micro-batch nothing, or one thing.
         scales: for each micro-batch what its loss counts in the gradient.
         seed: random numbers of a stage and micro-batch follow from it.
         measures_memory: forwards count what they save, whatever their keep policy.
@@ -67,6 +68,7 @@ class Step:
     batch: Batch
     mode: Mode
     finish: Finish
+    targets: Sequence[tuple[Any, ...]]
     scales: Sequence[float] = ()
     seed: int = 0
     measures_memory: bool = False

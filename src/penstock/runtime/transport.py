@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from penstock.runtime.streams import Room
 from penstock.schedule.actions import Kind
 
 __all__ = ["Key", "Payload", "Stopped", "Transport"]
@@ -47,8 +48,8 @@ class Transport(Protocol):
         """Hand values to a lane; never waits for it."""
         ...
 
-    def receive(self, key: Key, from_lane: int) -> Payload:
-        """Return values from a lane, when they are there.
+    def receive(self, key: Key, from_lane: int, into: Room | None = None) -> Payload:
+        """Return values from a lane, when they are there; where `into` says, on a GPU.
 
         Raises:
             Stopped: when another lane failed.

@@ -1,0 +1,164 @@
+"""Streams: where a lane's work on a GPU runs: a stream to compute on, and one that brings values beside compute.
+
+A lane is a device and a stream. Lanes that share a GPU hand each other values by the same code as lanes on two GPUs:
+the receiver's copy stream waits for the event that the sender put behind the value, copies it into memory of the
+receiver, and the receiver's compute stream waits for that. The host never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Streams", "joined", "make_streams"]
+
+Event = torch.cuda.Event
+Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
+
+
+class Streams:
+    """The streams of one lane.
+
+    Args:
+        device: a GPU.
+        compute: the stream that the lane computes on; its own where none is given.
+
+    Attributes:
+        is_shared: other lanes compute on the same stream.
+    """
+
+    def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
+        self.device = device
+        self.compute = compute or _stream(device)
+        self.copies = _stream(device)
+        self.is_shared = compute is not None
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._base, self._base_ns = self.event(is_timed=True), 0
+
+    def event(self, *, is_timed: bool = False) -> Event:
+        """Return a new event."""
+        return torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let what this thread does inside run on the lane's stream."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+            yield
+
+    def mark(self) -> Event:
+        """Return an event behind all that the lane has been given to do so far."""
+        event = self.event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def bring(self, values: Sequence[Any], ready: Event | None, into: Room | None = None) -> list[Any]:
+        """Copy values to memory of this lane, when they are ready; what the lane does from now on waits for them.
+
+        Args:
+            values: tensors of whatever device, with the mark of whether a gradient is wanted; other things stay.
+            ready: behind what makes them; None where they are.
+            into: returns where each is to go; new memory by default.
+        """
+        rooms = [None] * len(values) if into is None else into(values)
+        now = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.copies):
+            if ready is not None:
+                self.copies.wait_event(ready)
+            found = [self._copied(value, ready, room, now) for value, room in zip(values, rooms, strict=True)]
+        now.wait_stream(self.copies)
+        return found
+
+    def _copied(self, value: Any, ready: Event | None, room: torch.Tensor | None, now: torch.cuda.Stream) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_new = room is None
+        copied = torch.empty_like(value, device=self.device, requires_grad=False) if room is None else room.detach()
+        with ExitStack() as around:
+            if value.is_cuda and value.device != self.device:  # torch copies on a stream of the source's device
+                side = self._side(value.device)
+                if ready is not None:
+                    side.wait_event(ready)
+                around.enter_context(torch.cuda.stream(side))
+            copied.copy_(value.detach(), non_blocking=True)
+        if is_new:
+            copied.record_stream(now)
+            if value.is_cuda:  # the sender forgets it at once, and may not use its memory again before it is copied
+                value.record_stream(self.copies if value.device == self.device else self._side(value.device))
+        return copied.requires_grad_(value.requires_grad)
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._sides:
+            self._sides[device] = _stream(device)
+        return self._sides[device]
+
+    # ---- times of the GPU itself
+
+    def start_clock(self) -> None:
+        """Agree with the host on a moment; waits until the GPU has nothing left to do."""
+        torch.cuda.synchronize(self.device)
+        self._base.record(self.compute)
+        self._base.synchronize()
+        self._base_ns = time.monotonic_ns()
+
+    def stamp(self) -> Event:
+        """Return an event that knows when the lane's stream came to it."""
+        event = self.event(is_timed=True)
+        event.record(self.compute)
+        return event
+
+    def nanoseconds(self, stamp: Event) -> int:
+        """Return when the stream came to a stamp, on the host's clock; waits until it has."""
+        stamp.synchronize()
+        return self._base_ns + int(self._base.elapsed_time(stamp) * 1e6)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def make_streams(devices: Mapping[int, torch.device], groups: Iterable[Sequence[int]] = ()) -> dict[int, Streams]:
+    """Return the streams of the lanes that are on GPUs.
+
+    Args:
+        devices: of each lane.
+        groups: lanes that hold the same tensors: they have one stream in common on each device, for two streams that
+            add to one gradient would be in each other's way.
+    """
+    made: dict[int, Streams] = {}
+    group_of = {lane: number for number, group in enumerate(groups) for lane in group}
+    common: dict[tuple[int, torch.device], Streams] = {}
+    for lane, device in devices.items():
+        if device.type != "cuda":
+            continue
+        key = (group_of.get(lane, -1 - lane), device)
+        if key in common:
+            common[key].is_shared = True
+            made[lane] = Streams(device, common[key].compute)
+        else:
+            made[lane] = common[key] = Streams(device)
+    return made
+
+
+@contextmanager
+def joined(streams: Iterable[Streams]) -> Iterator[None]:
+    """Let lanes begin behind what the caller's own streams have been given, and these go on behind the lanes.
+
+    So memory that the caller frees after the step is not used again before lanes are done with it, and the other way
+    round, without a word to the allocator.
+    """
+    everyone = list(streams)
+    for own in everyone:
+        now = torch.cuda.current_stream(own.device).record_event()
+        own.compute.wait_event(now)
+        own.copies.wait_event(now)
+    try:
+        yield
+    finally:
+        for own in everyone:
+            caller = torch.cuda.current_stream(own.device)
+            caller.wait_stream(own.compute)
+            caller.wait_stream(own.copies)

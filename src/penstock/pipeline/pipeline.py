@@ -19,12 +19,13 @@ from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import check_seconds, check_words
+from penstock.pipeline.graphs import GraphSteps, Wanted
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
 from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
-from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss
+from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss, total_loss
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.lower import Keep, check_keep
@@ -81,6 +82,7 @@ class Pipeline:
         capture_path: "direct", "export" or "replay" to have one of these.
         transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
             that works where they are.
+        graphs: run training steps as CUDA graphs: True, False, or "auto" for wherever that works.
         timeout: seconds that a lane waits for a value before it says that the other hangs.
         progress: is told what is being done, how much is done, and of how much.
 
@@ -115,6 +117,7 @@ class Pipeline:
         analytic: Rates | str | None = None,
         capture_path: str = "auto",
         transport: str = "auto",
+        graphs: Wanted = "auto",
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
@@ -155,6 +158,9 @@ class Pipeline:
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
         )
+        self._graphs = GraphSteps(
+            graphs, self._setup, self._company, parameters=self._weights.parameters, progress=progress
+        )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
         self._number, self._is_closed = 0, False
         self._recording: Recording | None = None
@@ -179,7 +185,7 @@ class Pipeline:
         is_done = False
         try:
             with self._weights.gathering(is_scaled=self._scaler is not None):
-                self._run(step)
+                self._graphs.run(step, self._run)
             is_done = True
         finally:
             self._setup.end_step(self._company, is_done=is_done)
@@ -251,9 +257,9 @@ class Pipeline:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         return step
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step, *, is_recorded: bool = True) -> None:
         executors = self._setup.executors(training=step.mode.is_training, has_backward=step.mode.has_backward)
-        recording = self._recording
+        recording = self._recording if is_recorded else None
         spans = None
         if recording is not None:
             step.measures_memory = recording.measures_memory
@@ -267,11 +273,7 @@ class Pipeline:
 
     def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
-        terms = [losses[mb] * share for mb, share in enumerate(shares) if share]
-        if self.schedule.versions is not None:  # each update has a loss of its own; told is their mean
-            sizes = {mb: size for mb, size in enumerate(step.batch.sizes) if shares[mb]}
-            terms = [losses[mb] * (size / sum(sizes.values())) for mb, size in sizes.items()]
-        return torch.stack(terms).sum()
+        return total_loss(losses, shares, step.batch.sizes, is_updated_within=self.schedule.versions is not None)
 
     def _cast(self) -> torch.dtype | None:
         """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
@@ -323,8 +325,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the lanes that run here, each once."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        yield from self._weights.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the lanes that run here under the model's own names, each once."""

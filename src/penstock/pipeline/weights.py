@@ -125,6 +125,11 @@ class Weights:
                     seen.add(id(parameter))
                     yield name, parameter
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the lanes that run here, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
     # ---- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:

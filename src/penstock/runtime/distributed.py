@@ -18,7 +18,7 @@ from penstock.runtime import segments
 from penstock.runtime.letters import BY_TORCH, HEAD, INLINE, Description, Head, Known
 from penstock.runtime.links import Frame, Links
 from penstock.runtime.point_to_point import PointToPoint
-from penstock.runtime.streams import Event, Room, Streams
+from penstock.runtime.streams import Event, Room, Streams, bring
 from penstock.runtime.transport import Key, Payload
 
 __all__ = ["ABORT", "BOARD", "GOODBYE", "JSON", "PING", "PONG", "DistributedTransport"]
@@ -147,8 +147,7 @@ class DistributedTransport:
         values = self._receive(key, from_lane)
         if into is None:
             return values
-        assert self.streams is not None
-        return self.streams.bring(values, self.streams.mark(), into)
+        return bring(self.streams, values, None if self.streams is None else self.streams.mark(), into)
 
     def _receive(self, key: Key, from_lane: int) -> Payload:
         name = (self._step, key)

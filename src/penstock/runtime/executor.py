@@ -12,7 +12,7 @@ from penstock.model.source import line_of
 from penstock.runtime.program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun
 from penstock.runtime.step import Step
-from penstock.runtime.streams import Event, Streams
+from penstock.runtime.streams import Event, Room, Streams
 from penstock.runtime.transport import Key, Stopped, Transport
 from penstock.runtime.versions import Versions
 from penstock.schedule.actions import Kind
@@ -25,6 +25,7 @@ _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.P
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
+Doing = list[tuple[Callable[..., None], Instruction]]  # what to do for each instruction
 Stamp = int | Event  # nanoseconds, or on a GPU an event that will know them
 Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
@@ -52,7 +53,8 @@ class Executor:
         self._row = board_row
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
         self._recomputing = {stage for stage, _ in program.recomputed}
-        self._do = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self.doing: Doing = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self._step: Any = None  # the one that runs, a Step
         self._at_hand: Instruction | None = None  # for errors
         self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
         self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
@@ -71,13 +73,14 @@ class Executor:
             LaneError: naming the action, the stage and the line in the model, from what was raised there.
             Stopped: when another lane failed.
         """
-        self._step = step
+        tape = None if step.tapes is None else step.tapes[self.lane]
         self.held_bytes, self.stage_bytes = [], {}
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
             with _NOTHING if self.streams is None else self.streams.running():
-                self._run(step, spans)
+                self._step, doing = (step, self.doing) if tape is None else tape.open(step)
+                self._run(doing, self._step, spans)
                 for run in self.stages.values():
                     run.end_step(step)
         except (Stopped, LaneError, KeyboardInterrupt):
@@ -86,15 +89,17 @@ class Executor:
             raise LaneError(self._message(self._at_hand, error)) from error
         finally:
             self._clear()
-            del self._step  # and with it the user's batch
+            self._step = None  # and with it the user's batch
+            if tape is not None:
+                tape.close()
             if self.versions is not None:
                 self.versions.end()
             self._row[0], self._row[1] = -1, time.monotonic_ns()
 
-    def _run(self, step: Step, spans: Spans | None) -> None:
+    def _run(self, doing: Doing, step: Step, spans: Spans | None) -> None:
         row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
         stamp: Callable[[], Stamp] = clock if self.streams is None else self.streams.stamp
-        for at, (do, instruction) in enumerate(self._do):
+        for at, (do, instruction) in enumerate(doing):
             if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
                 continue
             self._at_hand = instruction
@@ -196,21 +201,37 @@ class Executor:
             raise LaneError(f"lane {self.lane}: {i.action} updates weights, but there is no optimizer")
         self.versions.update(i.stage, i.version, int(self._row[0]))
 
-    def _send(self, i: Instruction) -> None:
+    def leaving(self, i: Instruction) -> tuple[Key, list[Any] | None]:
+        """Return what a send is to send, and its name; None where two stages have nothing to say to each other."""
         key = Key.of(i.kind, i.stage, i.peer, i.mb)
-        values = self._leaving.pop(key, None)
-        if values is not None:  # two stages may have nothing to say to each other
+        return key, self._leaving.get(key)
+
+    def _send(self, i: Instruction) -> None:
+        key, values = self.leaving(i)
+        if values is not None:
+            del self._leaving[key]
             self.transport.send(key, i.lane, values)
 
-    def _receive_activation(self, i: Instruction) -> None:
-        if any(edge.source == i.peer for edge in self.stages[i.stage].into):
-            key = Key.of(i.kind, i.stage, i.peer, i.mb)
-            self._arrived[i.peer, i.stage, i.mb] = list(self.transport.receive(key, i.lane))
+    def fetch(self, i: Instruction, into: Room | None = None) -> list[Any] | None:
+        """Return what a receive brings; None where two stages have nothing to say to each other."""
+        run = self.stages[i.stage]
+        if i.kind is Kind.RECV_F:
+            has_any = any(edge.source == i.peer for edge in run.into)
+        else:
+            has_any = any(edge.target == i.peer for edge in run.out_of)
+        if not has_any:
+            return None
+        return list(self.transport.receive(Key.of(i.kind, i.stage, i.peer, i.mb), i.lane, into))
 
-    def _receive_gradient(self, i: Instruction) -> None:
-        if any(edge.target == i.peer for edge in self.stages[i.stage].out_of):
-            key = Key.of(i.kind, i.stage, i.peer, i.mb)
-            self._gradients[i.peer, i.stage, i.mb] = list(self.transport.receive(key, i.lane))
+    def _receive_activation(self, i: Instruction, into: Room | None = None) -> None:
+        values = self.fetch(i, into)
+        if values is not None:
+            self._arrived[i.peer, i.stage, i.mb] = values
+
+    def _receive_gradient(self, i: Instruction, into: Room | None = None) -> None:
+        values = self.fetch(i, into)
+        if values is not None:
+            self._gradients[i.peer, i.stage, i.mb] = values
 
     def _offload(self, i: Instruction) -> None:
         saved = self._records[i.stage, i.mb].saved
@@ -223,7 +244,7 @@ class Executor:
             saved.fetch()
 
 
-_HANDLERS: dict[Kind, Callable[[Executor, Instruction], None]] = {
+_HANDLERS: dict[Kind, Callable[..., None]] = {
     Kind.F: Executor._forward,
     Kind.B: Executor._backward,
     Kind.I: Executor._backward,

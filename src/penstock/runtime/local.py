@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Callable
 
-from penstock.runtime.streams import Event, Room, Streams
+from penstock.runtime.streams import Event, Room, Streams, bring
 from penstock.runtime.transport import Key, Payload, Stopped
 
 __all__ = ["LocalTransport", "Mailboxes"]
@@ -77,11 +77,7 @@ class LocalTransport:
                     raise self._boxes.on_hang(self.lane, from_lane, key)
                 self._take(min(left, _LOOK_SECONDS))
         payload, ready = here.pop(key)
-        if self.streams is not None:
-            return self.streams.bring(payload, ready, into)
-        if ready is not None:  # from a GPU to a lane of the CPU
-            ready.synchronize()
-        return payload
+        return bring(self.streams, payload, ready, into)
 
     def _take(self, seconds: float) -> None:
         """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""

@@ -12,7 +12,16 @@ import torch
 from penstock.errors import UsageError
 from penstock.model.structure import flatten
 
-__all__ = ["Weight", "check_loss", "counts_of", "find_loss", "needs_target", "shares_of", "warn_of_uneven_tokens"]
+__all__ = [
+    "Weight",
+    "check_loss",
+    "counts_of",
+    "find_loss",
+    "needs_target",
+    "shares_of",
+    "total_loss",
+    "warn_of_uneven_tokens",
+]
 
 LossFunction = Callable[..., Any]
 # what the loss averages over, in one micro-batch: called with the batch and the target; or "sum" for one that adds up
@@ -41,6 +50,26 @@ def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) 
         do = "give loss=, or let the model return .loss" if loss is None else "reduce it, as .mean() does"
         raise UsageError(f"no loss: {said} {what}, and a loss is a tensor of one number: {do}")
     return found.reshape(()) if found.dim() else found
+
+
+def total_loss(
+    losses: Mapping[int, torch.Tensor], shares: Sequence[float], sizes: Sequence[int], *, is_updated_within: bool
+) -> torch.Tensor:
+    """Return the loss of the batch; where weights change within the step, the mean of the losses of its updates."""
+    counted = [mb for mb, share in enumerate(shares) if share]
+    if is_updated_within:
+        total = sum(sizes[mb] for mb in counted)
+        parts = [sizes[mb] / total for mb in counted]
+    else:
+        parts = [shares[mb] for mb in counted]
+    device = losses[counted[0]].device  # of schedules with two ways, the model ends on two lanes
+    together = torch.stack([losses[mb].to(device) for mb in counted])
+    if len(set(parts)) == 1:
+        return (together * parts[0]).sum()
+    weights = torch.tensor(parts, dtype=together.dtype)
+    if together.is_cuda:  # without a wait of the host
+        weights = weights.pin_memory().to(together.device, non_blocking=True)
+    return (together * weights).sum()
 
 
 def check_loss(loss: object, weight: object) -> None:

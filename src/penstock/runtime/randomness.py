@@ -88,6 +88,14 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._generator_of[device] = torch.Generator(device).manual_seed(self._seed)
         return found
 
+    def generators(self) -> list[torch.Generator]:
+        """Return all that it draws from on devices."""
+        return [found for device, found in self._generator_of.items() if device.type != "cpu"]
+
+    def draws_beside(self, device: torch.device) -> bool:
+        """Return whether it drew anywhere but on a device."""
+        return any(found != _with_index(device) for found in self._generator_of)
+
     # TorchDispatchMode also sets flags of the process, which threads that enter and leave at will would leave wrong
     def __enter__(self) -> Seeded:
         self._has_gradients = torch.is_grad_enabled()

@@ -80,6 +80,9 @@ class StageRun:
         keep: what to do with saved values.
         lock: held while a forward runs, where two lanes share the stage's buffers.
         statistics: of batch norm, where they are put off to the end of the step.
+
+    Attributes:
+        has_drawn: whether a forward ever drew random numbers.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class StageRun:
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
         self._again: Again | None = stage.runner
         self._random: Seeded | None = None
-        self._has_drawn = False
+        self.has_drawn = False
         self._has_watched = False  # random numbers, for a whole step
         self._losses = [0, 0]  # of a step: how many, and how many of them have a gradient
         self._changing: list[str] | None = None  # buffers that a forward changes
@@ -182,16 +185,23 @@ class StageRun:
             return self._drawing(step, mb, statistics or _NOTHING)
         return statistics or _NOTHING
 
+    def draw_from(self, step: Step, mb: int) -> Sequence[torch.Generator]:
+        """Begin the random numbers of a forward anew; return what they will come from, as far as that is known."""
+        if self._random is None:
+            return ()
+        self._random.reseed(mix(step.seed, self.index, mb))
+        return self._random.generators()
+
     @contextmanager
     def _drawing(self, step: Step, mb: int, statistics: AbstractContextManager[Any]) -> Iterator[None]:
         if self._random is None:
             self._random = Seeded(0, self.device)
-        self._random.reseed(mix(step.seed, self.index, mb))
+        self.draw_from(step, mb)
         try:
             with statistics, self._random:
                 yield
         finally:
-            self._has_drawn |= self._random.was_drawn
+            self.has_drawn |= self._random.was_drawn
 
     @contextmanager
     def _part(self, step: Step, mb: int, pending: Pending | None, number: int) -> Iterator[None]:
@@ -211,7 +221,7 @@ class StageRun:
         """
         runs_again = self.keep in RECOMPUTING or self._again is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
-        return self._has_drawn or not self._has_watched or not is_known
+        return self.has_drawn or not self._has_watched or not is_known
 
     def _results(self, step: Step, mb: int, record: Record) -> Values:
         if not self.results:
@@ -255,7 +265,7 @@ class StageRun:
             if record.loss.requires_grad:
                 self._losses[1] += 1
                 outputs.append(record.loss)
-                seeds.append(torch.full_like(record.loss, step.scales[mb]))
+                seeds.append(_seed(step, mb, record.loss))
         record.made, record.loss = (), None
         if outputs:
             torch.autograd.backward(outputs, seeds)
@@ -275,7 +285,17 @@ class StageRun:
         if count and not with_gradient:
             raise UsageError("the loss does not depend on any parameter that requires a gradient")
 
+    @property
+    def draws_on_host(self) -> bool:
+        """Whether its forwards drew random numbers anywhere but on its own device."""
+        return self._random is not None and self._random.draws_beside(self.device)
+
     # ---- buffers
+
+    @property
+    def restores_buffers(self) -> bool:
+        """Whether buffers are put back for a forward that is run again."""
+        return self.keep in RECOMPUTING and bool(self._changing)
 
     def _copy_buffers(self) -> dict[str, torch.Tensor]:
         names = [name for name, _ in self.stage.named_buffers()] if self._changing is None else self._changing
@@ -294,6 +314,13 @@ class StageRun:
     @property
     def _own_tensors(self) -> list[torch.Tensor]:
         return [*self.stage.parameters(), *self.stage.buffers()]
+
+
+def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
+    """Return what a micro-batch's loss counts in the gradient."""
+    if step.seeds is None:
+        return torch.full_like(loss, step.scales[mb])
+    return step.seeds[mb].to(loss.dtype)
 
 
 def _marked(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number

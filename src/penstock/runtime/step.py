@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,18 @@ __all__ = ["Batch", "Mode", "Step"]
 
 # Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none).
 Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], torch.Tensor | None]
+
+
+class Tapes(Protocol):
+    """What a lane does in a step in place of its program's own actions."""
+
+    def open(self, step: Step) -> tuple[Step, list[tuple[Callable[..., None], Any]]]:
+        """Begin a step: return the one to run, and what to do for each instruction."""
+        ...
+
+    def close(self) -> None:
+        """End a step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,10 @@ class Step:
         finish: from results to a loss.
         targets: for each micro-batch nothing, or one thing.
         scales: for each micro-batch what its loss counts in the gradient.
+        seeds: the same as a tensor, where it may change after what reads it was captured.
         seed: random numbers of a stage and micro-batch follow from it.
         measures_memory: forwards count what they save, whatever their keep policy.
+        tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
         losses: for each micro-batch its loss, once it is known.
     """
 
@@ -70,6 +84,8 @@ class Step:
     finish: Finish
     targets: Sequence[tuple[Any, ...]]
     scales: Sequence[float] = ()
+    seeds: torch.Tensor | None = None
     seed: int = 0
     measures_memory: bool = False
+    tapes: Mapping[int, Tapes] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

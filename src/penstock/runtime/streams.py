@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Streams", "joined", "make_streams"]
+__all__ = ["Streams", "bring", "joined", "make_streams"]
 
 Event = torch.cuda.Event
 Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
@@ -114,6 +114,23 @@ class Streams:
         """Return when the stream came to a stamp, on the host's clock; waits until it has."""
         stamp.synchronize()
         return self._base_ns + int(self._base.elapsed_time(stamp) * 1e6)
+
+
+def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, into: Room | None) -> Sequence[Any]:
+    """Bring values to a lane; to one of the CPU, by a copy where they have a place to go to, and as they are else."""
+    if streams is not None:
+        return streams.bring(values, ready, into)
+    if ready is not None:  # from a GPU to a lane of the CPU
+        ready.synchronize()
+    if into is None:
+        return values
+    found: list[Any] = []
+    for value, room in zip(values, into(values), strict=True):
+        if room is None or not isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found.append(room.detach().copy_(value.detach()).requires_grad_(value.requires_grad))
+    return found
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -1,0 +1,244 @@
+"""GraphSteps: run training steps as CUDA graphs where that can be, and one action after the other where it cannot."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import LaneError, UsageError
+from penstock.model.structure import flatten, plain_values
+from penstock.runtime.company import Company
+from penstock.runtime.executor import Executor
+from penstock.runtime.graphs import Capture, CudaGraphs, Maker, Tape
+from penstock.runtime.setup import Setup
+from penstock.runtime.step import Step
+
+if TYPE_CHECKING:
+    from penstock.decide import Progress
+
+__all__ = ["GraphSteps", "Wanted"]
+
+
+class Run(Protocol):
+    """Runs one pass of all lanes."""
+
+    def __call__(self, step: Step, *, is_recorded: bool) -> None:
+        """Run it."""
+        ...
+
+
+Wanted = bool | Literal["auto"]
+
+_MOST_SHAPES = 8  # of batches that graphs are kept for; others run eagerly
+_COMPUTE = frozenset("FBIW")
+
+
+class GraphSteps:
+    """Steps of one pipeline.
+
+    The first step with a batch of some shape runs eagerly, and warms up what a capture may not do for the first time;
+    the second is captured and replayed, and those after it are replayed. What a captured graph relies on is looked at
+    before each replay: where parameters moved, were frozen or thawed, all is captured anew.
+
+    Args:
+        wanted: True, False, or "auto": where they can be.
+        setup: the lanes.
+        company: and those in other processes.
+        parameters: of the lanes that run here.
+        progress: is told of what is captured.
+    """
+
+    def __init__(
+        self, wanted: Wanted, setup: Setup, company: Company, *, parameters: Callable[[], Iterator[nn.Parameter]],
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
+        self._setup, self._company, self._parameters = setup, company, parameters
+        self._progress, self._wanted = progress, wanted
+        self._makers: dict[int, Maker] = {}
+        self._tapes: dict[object, dict[int, Tape]] = {}
+        self._seen: set[object] = set()
+        self._gradients = _Gradients()
+        self._ground: list[tuple[int, bool]] = []
+        on_gpu = all(map(has_graphs, setup.devices))
+        if wanted is True and not on_gpu:
+            raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or give devices=")
+        self.is_on = wanted is not False and on_gpu
+        if self.is_on and (why := self._obstacle()):
+            self._give_up(why)
+
+    def _obstacle(self) -> str:
+        """Return why the lanes cannot run as graphs, as far as that can be known before; nothing if they may."""
+        if self._setup.schedule.versions is not None:
+            return f"{self._setup.schedule.name} changes weights within the step"
+        if "offload" in self._setup.keep:
+            return 'keep="offload" moves saved values by hand'
+        if self._setup.defers_batch_norm:
+            return "deferred batch norm collects statistics outside the graph"
+        return ""
+
+    def _give_up(self, why: str) -> None:
+        self.is_on = False
+        self._tapes.clear()
+        if self._wanted is True:
+            raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly then")
+        warnings.warn(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start", stacklevel=4)
+
+    def run(self, step: Step, run: Run) -> None:
+        """Run a step, as graphs if that can be; `run` runs one pass of all lanes, and may record it."""
+        if not self.is_on or step.measures_memory or not all(step.scales):
+            run(step, is_recorded=True)
+            return
+        ground = self._look()
+        if ground != self._ground:
+            self._tapes.clear()
+            self._seen.clear()
+            self._ground = ground
+        key = _signature(step)
+        if key not in self._tapes and key in self._seen and len(self._tapes) < _MOST_SHAPES:
+            self._capture(step, key, run)
+        tapes = self._tapes.get(key)
+        if tapes is None:
+            self._seen.add(key)
+            run(step, is_recorded=True)
+            self._gradients.note(self._parameters())
+            return
+        self._gradients.prepare()
+        step.tapes = tapes
+        run(step, is_recorded=True)
+
+    def _look(self) -> list[tuple[int, bool]]:
+        """Return what a captured graph relies on."""
+        held = {id(t): t for stage in self._stages() for t in (*stage.parameters(), *stage.buffers())}
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in held.values()]
+
+    def _stages(self) -> Iterator[nn.Module]:
+        for executor in self._executors():
+            for run in executor.stages.values():
+                yield run.stage
+
+    def _executors(self) -> Sequence[Executor]:
+        return self._setup.executors(training=True, has_backward=True)
+
+    def _capture(self, step: Step, key: object, run: Run) -> None:
+        """Capture what a step like this one does; nothing of it is computed."""
+        told = [why for why in self._company.gather(self._changed_by_hand()) if why]
+        if told:
+            self._give_up(told[0])
+            return
+        executors = self._executors()
+        total = sum(i.kind.value in _COMPUTE for e in executors for i in e.program.instructions)
+        done = 0
+
+        def tell() -> None:
+            nonlocal done
+            done += 1
+            if self._progress is not None:
+                self._progress("capture CUDA graphs", done, total)
+
+        captures = {e.lane: Capture(e, self._maker(e.lane), tell) for e in executors}
+        self._gradients.prepare()
+        try:
+            with _no_collection():
+                run(replace(step, tapes=captures, losses={}), is_recorded=False)
+        except LaneError as error:
+            self._give_up(str(error))
+        else:
+            if self._look() != self._ground:
+                self._give_up("the model puts new tensors in the place of buffers or parameters")
+            elif strays := self._gradients.strays(self._parameters()):
+                self._give_up(f"{strays} parameters have a gradient that they had not before")
+            else:
+                self._tapes[key] = {lane: capture.finish() for lane, capture in captures.items()}
+        step.number += 1
+
+    def _maker(self, lane: int) -> Maker:
+        if lane not in self._makers:
+            self._makers[lane] = make_graphs()
+        return self._makers[lane]
+
+    def _changed_by_hand(self) -> str:
+        """Return what a replay would leave out, as far as it shows: code of the user's that runs with gradients."""
+        for parameter in self._parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return "a parameter has hooks, which a replay would not call"
+        runs = [run for executor in self._executors() for run in executor.stages.values()]
+        if any(run.restores_buffers for run in runs):
+            return "a stage that is recomputed changes buffers, as batch norm does"
+        if any(run.draws_on_host for run in runs):
+            return "the model draws random numbers on the host"
+        return ""
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether work on a device can be captured."""
+    return device.type == "cuda"
+
+
+def make_graphs() -> Maker:
+    """Return what makes graphs for a lane."""
+    return CudaGraphs()
+
+
+class _Gradients:
+    """The memory that captured backwards add gradients to: of all parameters that get one."""
+
+    def __init__(self) -> None:
+        self._wanting: dict[int, nn.Parameter] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def note(self, parameters: Iterator[nn.Parameter]) -> None:
+        """Note after an eager step which parameters got a gradient."""
+        self._wanting |= {id(p): p for p in parameters if p.grad is not None}
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Let the gradients of all parameters be where captured backwards add to, with the values that they have."""
+        empty: list[torch.Tensor] = []
+        for key, parameter in self._wanting.items():
+            memory, now = self._memory.get(key), parameter.grad
+            if memory is None or memory.shape != parameter.shape or memory.device != parameter.device:
+                memory = self._memory[key] = torch.empty_like(parameter, requires_grad=False)
+            if now is None:
+                empty.append(memory)
+            elif now is not memory:
+                memory.copy_(now)
+            parameter.grad = memory
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def strays(self, parameters: Iterator[nn.Parameter]) -> int:
+        """Return how many parameters have a gradient elsewhere."""
+        return sum(p.grad is not None and p.grad is not self._memory.get(id(p)) for p in parameters)
+
+
+def _signature(step: Step) -> object:
+    """Return what two steps must have in common to be replays of the same graphs."""
+    inputs = tuple(
+        (name, tuple(tensor.shape), tensor.dtype) for given in step.batch.inputs for name, tensor in given.items()
+    )
+    found: list[Any] = []
+    for target in step.targets:
+        tensors, template = flatten(target, apart=True)
+        plain = tuple(map(repr, plain_values(template)))
+        found.append((tuple(map(type, target)), tuple((tuple(t.shape), t.dtype) for t in tensors), plain))
+    return (step.mode, tuple(step.batch.sizes), inputs, tuple(found))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from freeing what is on a GPU in the middle of a capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,320 @@
+"""Graphs: a lane's actions as CUDA graphs, captured in the lane's own order and replayed in that order.
+
+Capturing runs the lane's program once with nothing computed: each compute action becomes a graph, and what it leaves
+for others stays where it is in memory. All graphs of a lane take their memory from one pool. It is given and taken
+back in the same order as without graphs, so the peak is the same. What comes from outside a graph has a place of its
+own, a slot: inputs and targets one a micro-batch, values of other lanes one while they are in use. What is sent stays
+until the end of the step, so a receiver that is late finds it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from penstock.model.structure import flatten, rebuild
+from penstock.runtime.executor import Doing, Executor
+from penstock.runtime.program import Instruction
+from penstock.runtime.stage_run import StageRun
+from penstock.runtime.step import Batch, Step
+from penstock.runtime.streams import Event, Room, Streams, bring
+from penstock.schedule.actions import Kind
+
+__all__ = ["Capture", "CudaGraphs", "Maker", "Tape"]
+
+Replay = Callable[[], None]
+
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+_RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+_DRAWING = frozenset({Kind.F, Kind.RECOMPUTE})
+_ALONE = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
+
+
+class Maker(Protocol):
+    """Makes graphs of one lane."""
+
+    def capturing(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[Replay]:
+        """Make a graph of what is done inside; what is yielded replays it afterwards."""
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs that take their memory from one pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[Replay]:
+        """Make a graph of what is done inside; what is yielded replays it afterwards."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            yield graph.replay
+        except BaseException:
+            with suppress(Exception):
+                graph.capture_end()
+            raise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Graph is empty")  # of an action with nothing to do
+            graph.capture_end()
+
+
+@dataclass
+class _Slot:
+    """Memory for a value of another lane.
+
+    Attributes:
+        tensor: the memory.
+        free: on a GPU, behind the last use before the one at hand.
+        is_used_again: another value of the same step had it before.
+    """
+
+    tensor: torch.Tensor
+    free: Event | None
+    is_used_again: bool = False
+
+
+@dataclass
+class _Stock:
+    """Slots of a lane; those that are not in use are given out again."""
+
+    streams: Streams | None
+    spare: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
+
+    def take(self, like: torch.Tensor, device: torch.device) -> _Slot:
+        """Return a slot for values like one."""
+        waiting = self.spare.get(_kind_of(like))
+        if waiting:
+            old = waiting.pop()
+            return _Slot(old.tensor, old.free, is_used_again=True)
+        memory = torch.empty_like(like, device=device, requires_grad=False)
+        return _Slot(memory, None if self.streams is None else self.streams.event())
+
+    def give(self, slot: _Slot) -> None:
+        """Take a slot back."""
+        self.spare.setdefault(_kind_of(slot.tensor), []).append(slot)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class Tape:
+    """One lane's step as replays.
+
+    Args:
+        streams: of the lane; None on a CPU.
+        doing: what to do, an entry an instruction.
+        scales: memory for what each micro-batch's loss counts, where the lane ends the model.
+        kept: tensors that were sent.
+    """
+
+    def __init__(
+        self, streams: Streams | None, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]
+    ) -> None:
+        self._streams, self._doing, self._scales, self._kept = streams, doing, scales, kept
+        self._loaded: list[float] = []
+        self.step: Step | None = None
+
+    def open(self, step: Step) -> tuple[Step, Doing]:
+        """Begin a step: return it, and what to do."""
+        self.step = step
+        if self._scales is not None and self._loaded != list(step.scales):
+            self._loaded = list(step.scales)
+            self._scales.copy_(torch.tensor(self._loaded, dtype=self._scales.dtype), non_blocking=True)
+        return step, self._doing
+
+    def close(self) -> None:
+        """End a step: let go of it."""
+        self.step = None
+
+
+class Capture:
+    """Makes the tape of one lane, while its executor runs its program once.
+
+    Args:
+        executor: of the lane.
+        maker: makes the graphs.
+        told: is called after each graph.
+    """
+
+    def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
+        self._executor, self._maker, self._told = executor, maker, told
+        self._streams = executor.streams
+        self._stages: Mapping[int, StageRun] = executor.stages
+        self._stock = _Stock(self._streams)
+        self._in_use: dict[tuple[int, int], list[_Slot]] = {}
+        self._given: dict[tuple[int, str], torch.Tensor] = {}
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []
+        self._doing: Doing = [(_pass, i) for i in executor.program.instructions]
+        self._step: Step | None = None
+        last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in _COMPUTE}
+        self._last = set(last.values())
+        ends = [run for run in self._stages.values() if run.is_last]
+        self._device = next(iter(self._stages.values())).device
+        self._scales: torch.Tensor | None = None
+        self._ends = ends[0] if ends else None
+        self.tape: Tape | None = None
+
+    # ---- the executor's side
+
+    def open(self, step: Step) -> tuple[Step, Doing]:
+        """Begin: return a step whose inputs are slots, and what to do."""
+        if self._ends is not None:
+            self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
+        names = {feed.given for run in self._stages.values() for feed in run.feeds if feed.given}
+        if self._ends is not None:
+            names |= {feed.given for feed in self._ends.results if feed.given}
+        inputs: list[dict[str, torch.Tensor]] = []
+        targets: list[tuple[Any, ...]] = []
+        for mb, given in enumerate(step.batch.inputs):
+            slots = {name: self._like(given[name]) for name in names}
+            self._given |= {(mb, name): slot for name, slot in slots.items()}
+            inputs.append(slots)
+            found, template = flatten(step.targets[mb] if self._ends is not None else (), apart=True)
+            self._targets[mb] = [self._like(tensor) for tensor in found]
+            targets.append(rebuild(template, self._targets[mb]))
+        self._step = replace(
+            step, batch=Batch(inputs, step.batch.sizes), targets=targets, seeds=self._scales, losses={}, tapes=None
+        )
+        return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.doing)]
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=self._device, requires_grad=False)
+
+    def close(self) -> None:
+        """End: the tape is ready if all was captured."""
+        self._step = None
+
+    def finish(self) -> Tape:
+        """Return the tape."""
+        self.tape = Tape(self._streams, self._doing, self._scales, self._kept)
+        return self.tape
+
+    # ---- one instruction
+
+    def _captured(self, at: int, do: Callable[..., None]) -> Callable[[Instruction], None]:
+        def handle(i: Instruction) -> None:
+            if i.kind in _COMPUTE:
+                self._compute(at, do, i)
+            elif i.kind in _RECEIVES:
+                self._receive(at, do, i)
+            elif i.kind in _SENDS:
+                self._send(at, do, i)
+            else:
+                raise RuntimeError(f"{i.action} cannot be part of a graph")
+
+        return handle
+
+    def _compute(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
+        assert self._step is not None
+        step, run = self._step, self._stages[i.stage]
+        generators = run.draw_from(step, i.mb) if i.kind in _DRAWING else ()
+        with _ALONE, self._maker.capturing(generators) as replay:
+            do(i)
+        self._told()
+        loads = self._loads(i) if i.kind is Kind.F else ()
+        loss = step.losses.get(i.mb) if i.kind is Kind.F and run.is_last else None
+        freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
+        for slot in freed:
+            self._stock.give(slot)
+        events = [slot.free for slot in freed if slot.free is not None]
+        draws = run if i.kind in _DRAWING and run.has_drawn else None
+        self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
+
+    def _loads(self, i: Instruction) -> list[tuple[str, list[torch.Tensor]]]:
+        """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
+        run, found = self._stages[i.stage], []
+        feeds = [*run.feeds, *(run.results if run.is_last else ())]
+        for name in dict.fromkeys(feed.given for feed in feeds if feed.given):
+            slot = self._given.pop((i.mb, name), None)
+            if slot is not None:
+                found.append((name, [slot]))
+        if run.is_last and (slots := self._targets.pop(i.mb, [])):
+            found.append(("", slots))
+        return found
+
+    def _receive(self, at: int, do: Callable[[Instruction, Room], None], i: Instruction) -> None:
+        slots: list[_Slot | None] = []
+
+        def room(values: Sequence[Any]) -> list[torch.Tensor | None]:
+            slots.extend(self._stock.take(v, self._device) if isinstance(v, torch.Tensor) else None for v in values)
+            return [None if slot is None else slot.tensor for slot in slots]
+
+        do(i, room)
+        mine = [slot for slot in slots if slot is not None]
+        self._in_use.setdefault((i.stage, i.mb), []).extend(mine)
+        again = [slot.free for slot in mine if slot.is_used_again and slot.free is not None]
+        rooms = [None if slot is None else slot.tensor for slot in slots]
+        executor, streams = self._executor, self._streams
+
+        def receive(i: Instruction) -> None:
+            for event in again:
+                streams.copies.wait_event(event)  # type: ignore[union-attr]  # there are events on GPUs only
+            executor.fetch(i, lambda _: rooms)
+
+        self._doing[at] = (receive, i)
+
+    def _send(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
+        executor = self._executor
+        key, values = executor.leaving(i)
+        do(i)
+        if values is not None:
+            sent = values
+            self._kept += [value for value in sent if isinstance(value, torch.Tensor)]
+            self._doing[at] = (lambda i: executor.transport.send(key, i.lane, sent), i)
+
+    @property
+    def at_hand(self) -> Step:
+        """The step that is replayed."""
+        assert self.tape is not None
+        assert self.tape.step is not None
+        return self.tape.step
+
+    @property
+    def streams(self) -> Streams | None:
+        """The lane's."""
+        return self._streams
+
+
+def _pass(i: Instruction) -> None:
+    """Do nothing: two stages have nothing to say to each other, or the batch has too few samples."""
+
+
+class _Play:
+    """Replays one action."""
+
+    __slots__ = ("_draws", "_events", "_loads", "_loss", "_of", "_replay")
+
+    def __init__(
+        self, of: Capture, replay: Replay, *, loads: Sequence[tuple[str, list[torch.Tensor]]],
+        loss: torch.Tensor | None, events: Sequence[Event], draws: StageRun | None,
+    ) -> None:  # fmt: skip
+        self._of, self._replay, self._loads, self._loss = of, replay, loads, loss
+        self._events, self._draws = events, draws
+
+    def __call__(self, i: Instruction) -> None:
+        streams = self._of.streams
+        if self._loads:
+            step = self._of.at_hand
+            for name, slots in self._loads:
+                values = [step.batch.inputs[i.mb][name]] if name else flatten(step.targets[i.mb], apart=True)[0]
+                bring(streams, values, None, lambda _, slots=slots: slots)  # type: ignore[misc]
+        if self._draws is not None:
+            self._draws.draw_from(self._of.at_hand, i.mb)
+        self._replay()
+        if self._loss is not None:
+            self._of.at_hand.losses[i.mb] = self._loss
+        for event in self._events:
+            event.record(streams.compute)  # type: ignore[union-attr]  # there are events on GPUs only

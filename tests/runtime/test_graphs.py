@@ -1,0 +1,244 @@
+"""Steps as graphs: loss and gradients are the plain model's, in every step, with fresh data and changed weights."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from cpu_graphs import CpuGraphs
+from penstock.pipeline import graphs as graph_steps
+from pipelines import differences
+
+WIDTH = 8
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "chimera", "hanayo"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+    monkeypatch.setattr(CpuGraphs, "num_replays", 0)
+
+
+def model_of(num_layers=8):
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def data(seed, batch=10):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(batch, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def pipeline(model, schedule="1f1b", keep="hold", micro_batches=4, example=None, **options):
+    x, _ = data(0)
+    if isinstance(schedule, str):
+        schedule = penstock.schedules.build(schedule, lanes=2, micro_batches=micro_batches)
+    count = len(list(model)) if isinstance(model, nn.Sequential) else 8
+    cuts = [count * k // schedule.num_stages for k in range(1, schedule.num_stages)]
+    return penstock.Pipeline(
+        model, example=x if example is None else example, loss=nn.functional.mse_loss, schedule=schedule, cuts=cuts,
+        keep=keep, timeout=60, devices=["cpu"] * 2, **options,
+    )  # fmt: skip
+
+
+def plain(model, x, target):
+    loss = nn.functional.mse_loss(model(x), target)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("keep", ["hold", "recompute", "except_last"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_equals_the_plain_model(schedule, keep):
+    """Fresh data each step; the optimizer changes weights in between, and forgets gradients or leaves them."""
+    model = model_of()
+    reference = copy.deepcopy(model)
+    with pipeline(model, schedule, keep, graphs=True) as pipe:
+        ours = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            x, target = data(step)
+            wanted = plain(reference, x, target)
+            loss = pipe.step(x, target)
+            assert not list(differences(pipe, loss, wanted)), step
+            ours.step()
+            theirs.step()
+            if step % 2:  # else gradients add up
+                ours.zero_grad(set_to_none=step == 1)
+                theirs.zero_grad(set_to_none=step == 1)
+    assert CpuGraphs.num_replays
+
+
+def test_batches_of_other_shapes_have_graphs_of_their_own():
+    model = model_of()
+    with pipeline(model) as pipe:
+        for step, batch in enumerate([10, 10, 3, 10, 3, 3, 10, 7]):
+            x, target = data(step, batch)
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            assert not list(differences(pipe, pipe.step(x, target), plain(reference, x, target))), step
+    assert CpuGraphs.num_replays
+
+
+def test_random_numbers_are_fresh_in_every_replay_and_the_same_when_recomputed():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4))).double()
+    x, target = data(0)
+
+    def losses(keep, graphs):
+        torch.manual_seed(3)
+        with pipeline(copy.deepcopy(model), keep=keep, graphs=graphs) as pipe:
+            return [float(pipe.step(x, target)) for _ in range(5)]
+
+    eager = losses("hold", False)
+    assert len(set(eager)) == 5
+    assert losses("hold", True) == pytest.approx(eager, abs=1e-12)
+    assert losses("recompute", True) == pytest.approx(eager, abs=1e-12)
+
+
+def test_weights_that_are_frozen_or_moved_are_captured_anew():
+    model = model_of()
+    x, target = data(0)
+    with pipeline(model) as pipe:
+        for step in range(6):
+            if step == 3:
+                model[0].weight.requires_grad_(False)
+            if step == 5:
+                model[2].weight.data = model[2].weight.data.clone() * 2
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            assert not list(differences(pipe, pipe.step(x, target), plain(reference, x, target))), step
+
+
+def test_parameters_without_a_gradient_have_none():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.used(x).tanh()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Half(), Half(), Half(), Half()).double()
+    x, target = data(0)
+    with pipeline(model) as pipe:
+        for _ in range(4):
+            pipe.step(x, target)
+        assert all(half.unused.weight.grad is None for half in model)
+
+
+def test_batch_norm_keeps_its_statistics():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)]
+    model = nn.Sequential(*layers).double()
+    other = copy.deepcopy(model)
+    with pipeline(model, graphs=True) as pipe, pipeline(other, graphs=False) as eager:
+        for step in range(5):
+            x, target = data(step)
+            assert torch.allclose(pipe.step(x, target), eager.step(x, target))
+        ours, theirs = pipe.state_dict(), eager.state_dict()
+        assert all(torch.allclose(ours[name], theirs[name]) for name in theirs)
+    assert CpuGraphs.num_replays
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"keep": "offload"}, "offload"),
+        ({"deferred_batch_norm": True}, "batch norm"),
+        ({"schedule": "pipedream", "optimizer": lambda p: torch.optim.SGD(p, 0.1)}, "within the step"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_once(options, why):
+    x, target = data(0)
+    with pytest.warns(UserWarning, match=f"no CUDA graphs: .*{why}"):
+        pipe = pipeline(model_of(), **options)
+    with pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            pipe.step(x, target)
+    with pytest.raises(penstock.errors.UsageError, match=why):
+        pipeline(model_of(), graphs=True, **options)
+
+
+def test_hooks_of_parameters_are_not_left_out():
+    model, calls = model_of(), []
+    model[0].weight.register_hook(lambda grad: calls.append(1))
+    x, target = data(0)
+    with pipeline(model) as pipe:
+        pipe.step(x, target)
+        with pytest.warns(UserWarning, match="hooks"):
+            pipe.step(x, target)
+        count = len(calls)
+        pipe.step(x, target)
+    assert len(calls) > count
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch):
+    class Refusing(CpuGraphs):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.tanh.default:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(graph_steps, "make_graphs", Refusing)
+    model = model_of()
+    x, target = data(0)
+    wanted = plain(copy.deepcopy(model), x, target)
+    with pipeline(model) as pipe:
+        pipe.step(x, target)
+        pipe.zero_grad()
+        with pytest.warns(UserWarning, match=r"not permitted"):
+            loss = pipe.step(x, target)
+        assert not list(differences(pipe, loss, wanted))
+        pipe.zero_grad()
+        assert not list(differences(pipe, pipe.step(x, target), wanted))
+
+
+def test_micro_batches_that_count_differently():
+    """Shares change from step to step, with graphs that stay the same."""
+    model = model_of()
+    with pipeline(model, weight=lambda batch, target: float(target.abs().sum())) as pipe:
+        for step in range(4):
+            x, target = data(step)
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            parts = [
+                (a, b, b.abs().sum() / target.abs().sum())
+                for a, b in zip(x.split([3, 3, 2, 2]), target.split([3, 3, 2, 2]), strict=True)
+            ]
+            total = sum(nn.functional.mse_loss(reference(a), b) * share for a, b, share in parts)
+            reference.zero_grad()
+            total.backward()
+            wanted = total.detach(), {name: p.grad for name, p in reference.named_parameters()}
+            assert not list(differences(pipe, pipe.step(x, target), wanted)), step
+    assert CpuGraphs.num_replays
+
+
+def test_recorded_and_measured_steps():
+    x, target = data(0)
+    with pipeline(model_of()) as pipe:
+        for _ in range(3):
+            pipe.step(x, target)
+        with pipe.record() as timeline:
+            pipe.step(x, target)
+        assert 0 < timeline.bubble < 1
+        with pipe.record(memory=True) as timeline:
+            pipe.step(x, target)
+        assert timeline.measured_bytes
+
+
+def test_graphs_need_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(penstock.errors.UsageError, match="GPU"):
+        pipeline(model_of(), graphs=True)

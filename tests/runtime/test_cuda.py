@@ -86,3 +86,27 @@ def test_a_recorded_step_has_the_gpu_s_own_times():
             pipe.step(x, target)
     assert 0 < timeline.bubble < 1
     assert timeline.causes.bubble == pytest.approx(timeline.bubble)
+
+
+class Slow(nn.Module):
+    """Keeps the GPU busy for some 20 ms, and the host not at all."""
+
+    def forward(self, x):
+        torch.cuda._sleep(40_000_000)
+        return x * 1
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_recording_shows_when_the_gpu_worked_not_when_it_was_asked_to(graphs):
+    model = nn.Sequential(nn.Linear(8, 8), Slow(), nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+    x, target = torch.randn(4, 8, device="cuda"), torch.randn(4, 8, device="cuda")
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, cuts=[2], micro_batches=2, devices=["cuda:0"] * 2, graphs=graphs
+    ) as pipe:
+        for _ in range(3):
+            pipe.step(x, target)
+        with pipe.record() as timeline:
+            pipe.step(x, target)
+    spans = {str(span.action): span.end - span.start for span in timeline if span.action.kind.value == "F"}
+    assert min(spans["0F0"], spans["0F1"]) > 0.01
+    assert max(spans["1F0"], spans["1F1"]) < 0.005

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,17 +11,44 @@ from torch import nn
 import penstock
 from cpu_graphs import CpuGraphs
 from penstock.pipeline import graphs as graph_steps
+from penstock.runtime.graphs import CudaGraphs
 from pipelines import differences
 
 WIDTH = 8
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "chimera", "hanayo"]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch):
-    monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+_where = {"device": "cpu"}
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request, monkeypatch):
+    """Real graphs on a GPU; on a CPU some that do the same by hand."""
+    _where["device"] = request.param
     monkeypatch.setattr(CpuGraphs, "num_replays", 0)
+    if request.param == "cuda":
+        monkeypatch.setattr(CudaGraphs, "capturing", counted(CudaGraphs.capturing))
+    else:
+        monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
+        monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+    return request.param
+
+
+def counted(capturing):
+    """Return the same, with replays counted."""
+
+    @contextmanager
+    def around(self, generators):
+        with capturing(self, generators) as replay:
+
+            def count():
+                CpuGraphs.num_replays += 1
+                replay()
+
+            yield count
+
+    return around
 
 
 def model_of(num_layers=8):
@@ -28,12 +56,13 @@ def model_of(num_layers=8):
     layers = []
     for _ in range(num_layers):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(*layers).double().to(_where["device"])
 
 
 def data(seed, batch=10):
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(batch, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    made = (torch.randn(batch, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (tensor.to(_where["device"]) for tensor in made)
 
 
 def pipeline(model, schedule="1f1b", keep="hold", micro_batches=4, example=None, **options):
@@ -44,7 +73,7 @@ def pipeline(model, schedule="1f1b", keep="hold", micro_batches=4, example=None,
     cuts = [count * k // schedule.num_stages for k in range(1, schedule.num_stages)]
     return penstock.Pipeline(
         model, example=x if example is None else example, loss=nn.functional.mse_loss, schedule=schedule, cuts=cuts,
-        keep=keep, timeout=60, devices=["cpu"] * 2, **options,
+        keep=keep, timeout=60, devices=[_where["device"]] * 2, **options,
     )  # fmt: skip
 
 
@@ -90,7 +119,11 @@ def test_batches_of_other_shapes_have_graphs_of_their_own():
 
 def test_random_numbers_are_fresh_in_every_replay_and_the_same_when_recomputed():
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4))).double()
+    model = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4)))
+        .double()
+        .to(_where["device"])
+    )
     x, target = data(0)
 
     def losses(keep, graphs):
@@ -129,7 +162,7 @@ def test_parameters_without_a_gradient_have_none():
             return self.used(x).tanh()
 
     torch.manual_seed(0)
-    model = nn.Sequential(Half(), Half(), Half(), Half()).double()
+    model = nn.Sequential(Half(), Half(), Half(), Half()).double().to(_where["device"])
     x, target = data(0)
     with pipeline(model) as pipe:
         for _ in range(4):
@@ -140,7 +173,7 @@ def test_parameters_without_a_gradient_have_none():
 def test_batch_norm_keeps_its_statistics():
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)]
-    model = nn.Sequential(*layers).double()
+    model = nn.Sequential(*layers).double().to(_where["device"])
     other = copy.deepcopy(model)
     with pipeline(model, graphs=True) as pipe, pipeline(other, graphs=False) as eager:
         for step in range(5):
@@ -184,7 +217,7 @@ def test_hooks_of_parameters_are_not_left_out():
     assert len(calls) > count
 
 
-def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch):
+def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch, device):
     class Refusing(CpuGraphs):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is torch.ops.aten.tanh.default:
@@ -193,16 +226,24 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch):
 
     monkeypatch.setattr(graph_steps, "make_graphs", Refusing)
     model = model_of()
+    if device == "cuda":  # there it is the driver that refuses
+        monkeypatch.undo()
+        model.insert(1, Waiting())
     x, target = data(0)
     wanted = plain(copy.deepcopy(model), x, target)
     with pipeline(model) as pipe:
         pipe.step(x, target)
         pipe.zero_grad()
-        with pytest.warns(UserWarning, match=r"not permitted"):
+        with pytest.warns(UserWarning, match=r"not permitted|capturing"):
             loss = pipe.step(x, target)
         assert not list(differences(pipe, loss, wanted))
         pipe.zero_grad()
         assert not list(differences(pipe, pipe.step(x, target), wanted))
+
+
+class Waiting(nn.Module):
+    def forward(self, x):
+        return x * (1 + 0 * float(x.sum()))  # the host waits for the number
 
 
 def test_micro_batches_that_count_differently():
@@ -240,5 +281,6 @@ def test_recorded_and_measured_steps():
 
 def test_graphs_need_a_gpu(monkeypatch):
     monkeypatch.undo()
+    _where["device"] = "cpu"
     with pytest.raises(penstock.errors.UsageError, match="GPU"):
         pipeline(model_of(), graphs=True)

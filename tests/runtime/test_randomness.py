@@ -353,7 +353,7 @@ def test_compiled_stages():
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "noise"])
 def test_on_cuda(name, dtype):
     make, data = MODELS[name]
-    model, x = module(make).cuda().to(dtype), data().cuda().to(dtype).requires_grad_()
+    model, x = module(make).to("cuda", dtype), data().cuda().to(dtype).requires_grad_()
     mode, before = Seeded(0, "cuda"), torch.cuda.get_rng_state()
     once = drawn(mode, model, x)
     first_gradient = torch.autograd.grad(once.float().sum(), x)[0]

@@ -1,0 +1,190 @@
+"""A GPT of 24 × 1024, batch 32 × 1024, in 4 stages on one GPU: ours, a plain loop, one captured by hand, the peer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import statistics
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from clock import milliseconds, spread
+from models import gpt, word_loss, words
+from torch import nn
+
+import penstock
+
+STAGES = 4
+BATCH = 32
+
+
+@dataclass
+class Found:
+    """What one contender measured."""
+
+    times: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    error: float = 0.0  # of the gradients, by norm, off those of the plain loop
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times) if self.times else float("nan")
+
+
+class Plain:
+    """The model without a pipeline, in micro-batches."""
+
+    def __init__(self, model: nn.Module, micro_batches: int) -> None:
+        self.model, self.micro_batches = model, micro_batches
+
+    def step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device="cuda")
+        for x, y in zip(batch.chunk(self.micro_batches), target.chunk(self.micro_batches), strict=True):
+            loss = word_loss(self.model(x), y) / self.micro_batches
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+class HandCaptured:
+    """The same loop as one CUDA graph, written by hand: gradients are cleared within it."""
+
+    def __init__(self, model: nn.Module, micro_batches: int, batch: torch.Tensor, target: torch.Tensor) -> None:
+        plain = Plain(model, micro_batches)
+        self.batch, self.target = batch.clone(), target.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                plain.step(self.batch, self.target)
+                model.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            model.zero_grad(set_to_none=True)
+            self.total = plain.step(self.batch, self.target)
+
+    def step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.batch.copy_(batch)
+        self.target.copy_(target)
+        self.graph.replay()
+        return self.total
+
+
+class Ours:
+    def __init__(self, model: nn.Sequential, micro_batches: int, example: torch.Tensor, **options: object) -> None:
+        cuts = [1 + (len(model) - 2) * k // STAGES for k in range(1, STAGES)]
+        self.pipe = penstock.Pipeline(
+            model, example=example, loss=word_loss, micro_batches=micro_batches, devices=["cuda:0"] * STAGES, cuts=cuts,
+            **options,
+        )  # fmt: skip
+
+    def step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.pipe.step(batch, target)
+
+    def close(self) -> None:
+        self.pipe.close()
+
+
+class Peer:
+    """torch.distributed.pipelining: one rank that holds all four stages, as its interleaved schedules allow."""
+
+    def __init__(self, model: nn.Sequential, micro_batches: int, schedule: str) -> None:
+        from torch.distributed import pipelining
+
+        if not torch.distributed.is_initialized():
+            store = tempfile.mktemp()
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+            torch.distributed.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+            os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+        bounds = [0, *(1 + (len(model) - 2) * k // STAGES for k in range(1, STAGES)), len(model)]
+        device = torch.device("cuda:0")
+        stages = [pipelining.PipelineStage(model[a:b], s, STAGES, device) for s, (a, b) in enumerate(pairwise(bounds))]
+        kinds = {
+            "1f1b": pipelining.ScheduleInterleaved1F1B,
+            "zb_h1": pipelining.ScheduleInterleavedZeroBubble,
+        }
+        self.schedule = kinds[schedule](stages, micro_batches, loss_fn=word_loss)
+
+    def step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        self.schedule.step(batch, target=target, losses=losses, return_outputs=False)
+        return torch.stack(losses).mean()
+
+
+def contenders(micro_batches: int) -> dict[str, Callable[..., object]]:
+    """Return who takes part: from the model and a batch to something with a step."""
+    m = micro_batches
+    found: dict[str, Callable[..., object]] = {
+        "plain loop": lambda model, x, y: Plain(model, m),
+        "hand-captured": lambda model, x, y: HandCaptured(model, m, x, y),
+        "ours, 1f1b": lambda model, x, y: Ours(model, m, x, schedule="1f1b"),
+        "ours, 1f1b, eager": lambda model, x, y: Ours(model, m, x, schedule="1f1b", graphs=False),
+        "peer, 1f1b": lambda model, x, y: Peer(model, m, "1f1b"),
+        "ours, zb_h1": lambda model, x, y: Ours(model, m, x, schedule="zb_h1"),
+        "peer, zero-bubble": lambda model, x, y: Peer(model, m, "zb_h1"),
+    }
+    if m == 8:
+        found["ours, recompute"] = lambda model, x, y: Ours(model, m, x, schedule="1f1b", keep="recompute")
+        found["ours, compiled"] = lambda model, x, y: Ours(model, m, x, schedule="1f1b", compile=True)
+    return found
+
+
+def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> dict[str, Found]:
+    """Time everybody; each first trains a step whose gradients must be those of the plain loop, by norm."""
+    torch.manual_seed(0)
+    length = shape.get("length", 1024)
+    model = gpt(**shape).cuda().bfloat16()
+    batches = [words(BATCH, length) for _ in range(4)]
+    reference = copy.deepcopy(model)
+    Plain(reference, micro_batches).step(*batches[0])
+    wanted = [p.grad.float() for p in reference.parameters()]
+    del reference
+    found: dict[str, Found] = {}
+    for name, make in contenders(micro_batches).items():
+        if only and not any(part in name for part in only.split(",")):
+            continue
+        gc.collect()
+        torch.cuda.empty_cache()
+        own, at = copy.deepcopy(model), 0
+        before = torch.cuda.memory_allocated()
+        result = found[name] = Found()
+        try:
+            made = make(own, *batches[0])
+
+            def step(own: nn.Module = own, made: object = made) -> object:
+                nonlocal at
+                at += 1
+                own.zero_grad(set_to_none=True)
+                return made.step(*batches[at % len(batches)])
+
+            for _ in range(3):
+                step()
+            own.zero_grad(set_to_none=True)
+            made.step(*batches[0])
+            gaps = [
+                float((p.grad.float() - w).norm() / w.norm()) for p, w in zip(own.parameters(), wanted, strict=True)
+            ]
+            result.error = max(gaps)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            result.times = milliseconds(step, repeats=repeats, warm=1)
+            result.peak_bytes = torch.cuda.max_memory_allocated() - before
+            if hasattr(made, "close"):
+                made.close()
+        except Exception as error:
+            traceback.print_exc()
+            result.note = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+        made = step = None
+        print(
+            f"  {micro_batches:>3} × {name:<20} {spread(result.times) if result.times else '–':<26} ms"
+            f"  {result.peak_bytes / 2**30:6.2f} GiB  off by {result.error:.1e}  {result.note}",
+            flush=True,
+        )
+    return found

@@ -30,7 +30,7 @@ def faults_on_gpu(name, keep, **options):
     wanted = wanted_of(model, x, target)
     with penstock.Pipeline(
         model, example=x, loss=nn.functional.mse_loss, schedule=schedule, cuts=cuts, keep=keep, devices=["cuda:0"] * 2,
-        timeout=60, **options,
+        timeout=60, graphs=keep != "offload", **options,
     ) as pipe:  # fmt: skip
         loss = pipe.step(x, target)
         found = [f"{name} {keep}: {d}" for d in differences(pipe, loss.to(wanted[0].device), wanted)]

@@ -55,6 +55,8 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes:
             torch.empty(0, device=device)
         except (RuntimeError, TypeError, AssertionError) as error:
             raise UsageError(f"devices: {given!r} cannot be used: {str(error).splitlines()[0]}") from None
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if device.type == "meta":
             raise UsageError("devices: nothing runs on meta")
         found.append(device)

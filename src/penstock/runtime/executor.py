@@ -78,7 +78,7 @@ class Executor:
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
-            with _NOTHING if self.streams is None else self.streams.running():
+            with _NOTHING if self.streams is None else self.streams.running(None if tape is None else tape.stream):
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
                 self._run(doing, self._step, spans)
                 for run in self.stages.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -58,15 +58,28 @@ class CudaGraphs:
         for generator in generators:
             graph.register_generator_state(generator)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        is_captured = False
         try:
             yield graph.replay
-        except BaseException:
-            with suppress(Exception):
-                graph.capture_end()
-            raise
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Graph is empty")  # of an action with nothing to do
-            graph.capture_end()
+            is_captured = True
+        finally:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*Graph is empty")  # of an action with nothing to do
+                try:
+                    graph.capture_end()
+                except Exception:
+                    is_captured, was_captured = False, is_captured
+                    if was_captured:
+                        raise
+                finally:
+                    if not is_captured:
+                        _free_generators(generators)
+
+
+def _free_generators(generators: Sequence[torch.Generator]) -> None:
+    """Let generators draw again: a capture that failed leaves them, and torch's own one, as if it still went on."""
+    for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *generators):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass
@@ -124,6 +137,7 @@ class Tape:
     ) -> None:
         self._streams, self._doing, self._scales, self._kept = streams, doing, scales, kept
         self._loaded: list[float] = []
+        self.stream: torch.cuda.Stream | None = None
         self.step: Step | None = None
 
     def open(self, step: Step) -> tuple[Step, Doing]:
@@ -151,6 +165,7 @@ class Capture:
     def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
         self._executor, self._maker, self._told = executor, maker, told
         self._streams = executor.streams
+        self.stream = None if self._streams is None else self._streams.capture_stream()
         self._stages: Mapping[int, StageRun] = executor.stages
         self._stock = _Stock(self._streams)
         self._in_use: dict[tuple[int, int], list[_Slot]] = {}

@@ -44,10 +44,14 @@ class Streams:
         return torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let what this thread does inside run on the lane's stream."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+    def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """Let what this thread does inside run on the lane's stream, or on another."""
+        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute):
             yield
+
+    def capture_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream to capture on, where that cannot be the one that other lanes compute on too."""
+        return _stream(self.device) if self.is_shared else None
 
     def mark(self) -> Event:
         """Return an event behind all that the lane has been given to do so far."""

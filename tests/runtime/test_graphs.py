@@ -184,6 +184,46 @@ def test_batch_norm_keeps_its_statistics():
     assert CpuGraphs.num_replays
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["direct", "export"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_compiled_stages(schedule, path, device):
+    """On a GPU inside graphs."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*layers).double().to(device)
+    x, _ = data(0)
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, schedule=schedule, cuts=[2] if path == "direct" else (),
+        micro_batches=2, devices=[device] * 2, compile=True, capture_path=path, graphs=device == "cuda",
+    ) as pipe:  # fmt: skip
+        for step in range(4):
+            x, target = data(step)
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            assert not list(differences(pipe, pipe.step(x, target), plain(reference, x, target))), step
+
+
+def test_autocast():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(_where["device"])
+    x, target = (tensor.float() for tensor in data(0))
+    kind = torch.device(_where["device"]).type
+
+    def gradients(graphs):
+        own = copy.deepcopy(model)
+        with pipeline(own, schedule="zb_h1", autocast=torch.bfloat16, graphs=graphs, example=x) as pipe:
+            for _ in range(4):
+                pipe.zero_grad()
+                pipe.step(x, target)
+        return [p.grad for p in own.parameters()]
+
+    assert kind in ("cpu", "cuda")
+    for ours, eager in zip(gradients(True), gradients(False), strict=True):
+        assert (ours - eager).norm() <= 1e-3 * eager.norm()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

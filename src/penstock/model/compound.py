@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.errors import UsageError
 from penstock.model.stages import Chain, Held, Program, Stage
 
 __all__ = ["compound_chain"]
@@ -31,6 +32,10 @@ class _Compound:
         self.outputs = tuple(name for name in made if name in later)
         self.held_names = tuple(dict.fromkeys(name for piece in pieces for name in piece.held))
         self.is_fixed = all(getattr(piece.program, "is_fixed", False) for piece in pieces)
+
+    def compile(self) -> None:
+        """Refuse."""
+        raise UsageError("compile: parts of stages are recomputed")
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:  # noqa: ARG002
         """Compute the outputs from the inputs; each piece reads what it holds for itself."""

@@ -221,6 +221,20 @@ class DirectProgram:
             if tensor is not None
         ]
         self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
+        self._is_plain_behind = [places[index + 1].count == 1 for index in nodes]
+
+    def compile(self) -> None:
+        """Let Inductor compile the modules: each block by itself, for blocks of a kind then share what is compiled."""
+        grouped: list[list[nn.Module]] = []
+        was_leaf = False
+        for module, is_plain in zip(self._modules, self._is_plain_behind, strict=True):
+            is_leaf = is_plain and next(module.children(), None) is None
+            if not (is_leaf and was_leaf):
+                grouped.append([])
+            grouped[-1].append(module)
+            was_leaf = is_leaf
+        wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped]
+        self._modules = [torch.compile(whole, dynamic=False) for whole in wholes]  # type: ignore[misc]
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class ExportProgram:
         self.held_names, self.inputs, self.outputs = held_names, inputs, outputs
         self.reassigned = reassigned
         self.device = device
+        self._compiled: Callable[..., tuple[Any, ...]] | None = None
+
+    def compile(self) -> None:
+        """Let Inductor compile the operations."""
+        self._compiled = torch.compile(self.module, dynamic=False)
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; buffers that the model gives another tensor get its content."""
@@ -49,7 +54,8 @@ class ExportProgram:
         device = next((tensor.device for tensor in (*tensors, *values)), self.device)
         if device != self.device:
             self._move(device)
-        made: tuple[Any, ...] = self.module.forward(*tensors, *values, batch_size)
+        run = self._compiled or self.module.forward
+        made: tuple[Any, ...] = run(*tensors, *values, batch_size)
         if self.reassigned:
             count = len(self.outputs)
             for name, tensor in zip(self.reassigned, made[count:], strict=True):

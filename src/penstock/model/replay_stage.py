@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from penstock.errors import UsageError
 from penstock.model.example import Call
 from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
@@ -148,6 +149,10 @@ class ReplayProgram:
             if ranges and all(last < nodes.start for _, last in ranges):
                 _without_hooks(module)
         return places
+
+    def compile(self) -> None:
+        """Refuse."""
+        raise UsageError("compile: the model's own code runs again, stage by stage: capture_path='export' may do")
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; where the way depends on data, more values than were named may come and go."""

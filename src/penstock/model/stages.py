@@ -92,6 +92,14 @@ class Program(Protocol):
         """Compute the outputs from the inputs."""
         ...
 
+    def compile(self) -> None:
+        """Let Inductor compile it, when it runs first.
+
+        Raises:
+            UsageError: where it cannot be compiled.
+        """
+        ...
+
 
 class Stage(nn.Module):
     """A piece of a model between two cuts.
@@ -113,6 +121,7 @@ class Stage(nn.Module):
         self.held = Held(self)
         self.runner: Any = None  # of a stage of several pieces: what runs those that are run in a way of their own
         self._program_of = program_of
+        self._compiled: set[bool] | None = None  # the modes whose program has been compiled; None: none is to be
         hidden = set(unsaved)
         for name, tensor in tensors.items():
             self.held.add(name, tensor, is_persistent=name not in hidden)
@@ -120,7 +129,15 @@ class Stage(nn.Module):
     @property
     def program(self) -> Program:
         """What it runs in the mode that it is in."""
-        return self._program_of(self.training)
+        program = self._program_of(self.training)
+        if self._compiled is not None and self.training not in self._compiled:
+            self._compiled.add(self.training)
+            program.compile()
+        return program
+
+    def compile_programs(self) -> None:
+        """Let Inductor compile what it runs."""
+        self._compiled = set()
 
     @property
     def inputs(self) -> tuple[str, ...]:

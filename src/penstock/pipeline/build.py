@@ -10,7 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from penstock.decide import Ask, Progress, Source, explanation_of, name_of
@@ -100,6 +102,13 @@ class Decision:
     explain: Callable[[], Explanation]
     predicted: Callable[[], Timeline | None]
     recomputed: tuple[tuple[range, ...], ...] | None = None
+
+    def held_bytes(self) -> dict[str, NDArray[np.float64]]:
+        """Return what each stage holds for a micro-batch, as far as a profile has told."""
+        predicted = self.predicted()
+        none = np.zeros(self.schedule.num_stages)
+        names = ("saved_bytes", "pending_bytes", "input_bytes")
+        return {name: none if predicted is None else getattr(predicted, name) for name in names}
 
     def split(self) -> Chain:
         """Return the stages; those of which parts are recomputed are made of pieces."""

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from penstock.errors import UsageError
@@ -83,6 +81,7 @@ class Pipeline:
         transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
             that works where they are.
         graphs: run training steps as CUDA graphs: True, False, or "auto" for wherever that works.
+        compile: let Inductor compile the stages.
         timeout: seconds that a lane waits for a value before it says that the other hangs.
         progress: is told what is being done, how much is done, and of how much.
 
@@ -118,6 +117,7 @@ class Pipeline:
         capture_path: str = "auto",
         transport: str = "auto",
         graphs: Wanted = "auto",
+        compile: bool = False,  # noqa: A002 - as torch calls it
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
@@ -144,6 +144,8 @@ class Pipeline:
         if keep == "fit" and self.schedule.versions is not None:
             raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
         self._chains = [decision.split() for _ in self.schedule.ways]
+        for stage in (stage for chain in self._chains for stage in chain.stages if compile):
+            stage.compile_programs()
         self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._company.give_streams(self._weights.together())
@@ -157,6 +159,7 @@ class Pipeline:
             self._company.rows,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
+            is_compiled=compile,
         )
         self._graphs = GraphSteps(
             graphs, self._setup, self._company, parameters=self._weights.parameters, progress=progress
@@ -361,19 +364,12 @@ class Pipeline:
         """
         if self._recording is not None:
             raise UsageError("record() is open already")
-        recording = Recording(self.schedule, self._held_bytes, memory=memory)
+        recording = Recording(self.schedule, self._decision.held_bytes, memory=memory)
         self._recording = recording
         try:
             yield recording
         finally:
             self._recording = None
-
-    def _held_bytes(self) -> dict[str, NDArray[np.float64]]:
-        """Return what each stage holds for a micro-batch, as far as a profile has told."""
-        predicted = self._decision.predicted()
-        none = np.zeros(self.schedule.num_stages)
-        names = ("saved_bytes", "pending_bytes", "input_bytes")
-        return {name: none if predicted is None else getattr(predicted, name) for name in names}
 
     def explain(self) -> Explanation:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""

@@ -42,6 +42,7 @@ class Setup:
         rows: where each lane says what it is doing.
         optimizers: of each stage, for schedules that update weights within the step.
         defers_batch_norm: batch norm's statistics are those of the whole batch.
+        is_compiled: stages are compiled; then one lane at a time runs a forward, for the compiler works for one only.
     """
 
     chains: Sequence[Chain]
@@ -53,6 +54,7 @@ class Setup:
     rows: Mapping[int, memoryview]
     optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
     defers_batch_norm: bool = False
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self._made: dict[tuple[bool, bool], list[Executor]] = {}
@@ -127,7 +129,9 @@ class Setup:
     def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:
         lock = None
         is_shared = len({way[stage.index] for way in self.schedule.ways}) > 1
-        if is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
+        if self.is_compiled and len(self.transports) > 1:
+            lock = self._locks.setdefault(-1, threading.Lock())
+        elif is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
             lock = self._locks.setdefault(stage.index, threading.Lock())
         return StageRun(
             stage,

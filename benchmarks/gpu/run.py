@@ -1,13 +1,14 @@
 """Does the GPU stay full? Ours, the peer and the limit side by side, on one GPU.
 
-    python benchmarks/gpu/run.py [training] [--only NAMES] [--repeats 10]
+    python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [--only NAMES] [--repeats 10]
 
-Medians, and in brackets from the quickest to the slowest run.
+All sections by default. Medians, and in brackets from the quickest to the slowest run; at the end one table of bars.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,18 +17,30 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
+SECTIONS = ("training", "cnn", "feeding", "towers", "wrong_timing")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="contenders, by parts of their names, with commas")
+    parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
+    parser.add_argument("--only", default="", help="contenders of training, by parts of their names, with commas")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--micro-batches", default="8,32")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
+    if wrong := [name for name in given.sections if name not in SECTIONS]:
+        parser.error(f"no such section: {', '.join(wrong)}")
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    for count in map(int, given.micro_batches.split(",")):
-        training.run(count, given.only, given.repeats)
+    for section in given.sections or SECTIONS:
+        print(f"\n{section}", flush=True)
+        if section == "training":
+            counts = map(int, given.micro_batches.split(","))
+            found = {count: training.run(count, given.only, given.repeats) for count in counts}
+            for what, value, bar in training.verdict(found):
+                print(f"  {what:<40} {value:7.3f}  ({bar})", flush=True)
+        else:
+            importlib.import_module(section).run()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import statistics
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,6 +31,7 @@ class Found:
     times: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     error: float = 0.0  # of the gradients, by norm, off those of the plain loop
+    num_syncs: int = -1  # of the host with the GPU, in a step
     note: str = ""
 
     @property
@@ -118,6 +120,19 @@ class Peer:
         return torch.stack(losses).mean()
 
 
+def syncs_of(step: Callable[[], object]) -> int:
+    """Return how often the host waits for the GPU in a step, as torch itself tells."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in told)
+
+
 def contenders(micro_batches: int) -> dict[str, Callable[..., object]]:
     """Return who takes part: from the model and a batch to something with a step."""
     m = micro_batches
@@ -175,7 +190,9 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
                 float((p.grad.float() - w).norm() / w.norm()) for p, w in zip(own.parameters(), wanted, strict=True)
             ]
             result.error = max(gaps)
+            result.num_syncs = syncs_of(step)
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what making it took
             torch.cuda.reset_peak_memory_stats()
             result.times = milliseconds(step, repeats=repeats, warm=1)
             # of graphs, the pool they run in: what they use of it is no longer told
@@ -188,7 +205,35 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
         made = step = None
         print(
             f"  {micro_batches:>3} × {name:<20} {spread(result.times) if result.times else '–':<26} ms"
-            f"  {result.peak_bytes / 2**30:6.2f} GiB  off by {result.error:.1e}  {result.note}",
+            f"  {result.peak_bytes / 2**30:6.2f} GiB  off by {result.error:.1e}"
+            f"  {result.num_syncs} syncs  {result.note}",
             flush=True,
         )
     return found
+
+
+def verdict(at: dict[int, dict[str, Found]]) -> list[tuple[str, float, str]]:
+    """Return each bar: what is compared, the ratio that was measured, and what it is to be."""
+
+    def over(count: int, one: str, other: str) -> float:
+        found = at.get(count, {})
+        return found[one].median / found[other].median if one in found and other in found else float("nan")
+
+    def memory(one: str, other: str) -> float:
+        found = at.get(8, {})
+        return found[one].peak_bytes / max(1, found[other].peak_bytes) if one in found and other in found else 0.0
+
+    return [
+        ("1f1b, 8: ours over hand-captured", over(8, "ours, 1f1b", "hand-captured"), "<= 1.03"),
+        ("1f1b, 8: peer over ours", over(8, "peer, 1f1b", "ours, 1f1b"), ">= 1.5"),
+        ("1f1b, 32: ours over hand-captured", over(32, "ours, 1f1b", "hand-captured"), "<= 1.05"),
+        ("1f1b, 32: peer over ours", over(32, "peer, 1f1b", "ours, 1f1b"), ">= 3"),
+        ("zero-bubble, 8: ours over our 1f1b", over(8, "ours, zb_h1", "ours, 1f1b"), "<= 1.10"),
+        ("zero-bubble, 32: ours over our 1f1b", over(32, "ours, zb_h1", "ours, 1f1b"), "<= 1.10"),
+        ("zero-bubble, 8: peer over ours", over(8, "peer, zero-bubble", "ours, zb_h1"), ">= 2.5"),
+        ("zero-bubble, 32: peer over ours", over(32, "peer, zero-bubble", "ours, zb_h1"), ">= 6"),
+        ("compiled over not, 8", over(8, "ours, compiled", "ours, 1f1b"), "<= 0.92"),
+        ("peak memory, graphs over eager", memory("ours, 1f1b", "ours, 1f1b, eager"), "<= 1.05"),
+        ("recompute over hold, 8", over(8, "ours, recompute", "ours, 1f1b"), "<= 1.30"),
+        ("host syncs in a step", float(at[8]["ours, 1f1b"].num_syncs if "ours, 1f1b" in at.get(8, {}) else -1), "0"),
+    ]

@@ -185,6 +185,7 @@ def test_batch_norm_keeps_its_statistics():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of the compiler's own
 @pytest.mark.parametrize("path", ["direct", "export"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_compiled_stages(schedule, path, device):

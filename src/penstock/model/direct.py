@@ -58,8 +58,12 @@ class _Between:
         self.count = len(self.tensors)
         self.is_changed = [False] * self.count
 
+    def cut(self) -> None:
+        """Let go of how the tensors were made: all of that together is the whole model's activations."""
+        self.tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
+
     def forget(self) -> None:
-        """Let the tensors of the example go: with their graphs they are the whole model's activations."""
+        """Let the tensors of the example go."""
         self.tensors = []
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,6 +116,7 @@ class Direct:
                     result = shell.get_submodule(path)(*args, **kwargs)
                     place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
                     place = _Between(*self._next(result))
+                    place.cut()
                     places.append(place)
         finally:
             states.restore()

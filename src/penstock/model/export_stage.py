@@ -54,7 +54,7 @@ class ExportProgram:
         device = next((tensor.device for tensor in (*tensors, *values)), self.device)
         if device != self.device:
             self._move(device)
-        run = self._compiled or self.module.forward
+        run = self.module.forward if self._compiled is None else self._compiled
         made: tuple[Any, ...] = run(*tensors, *values, batch_size)
         if self.reassigned:
             count = len(self.outputs)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Call", "Clock", "Timing", "clock_for", "engine_overhead", "in_queue", "median_time"]
+__all__ = ["Call", "Clock", "Timing", "clock_for", "engine_overhead", "in_queue", "median_time", "wall_clock_for"]
 
 _MOST_CALLS = 64  # in one burst; a device's queue holds about a thousand kernels
 _FEW_ROUNDS = 3  # even where time is short, unless a call takes long by itself
@@ -103,10 +103,15 @@ class _CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of a device."""
-    if device.type == "cuda":
-        return _CudaClock(device)
+    return _CudaClock(device) if device.type == "cuda" else wall_clock_for(device)
+
+
+def wall_clock_for(device: torch.device) -> Clock:
+    """Return a clock on the wall: what the host does is timed too, and the device is waited for at both ends."""
     if device.type == "cpu":
         return _HostClock()
+    if device.type == "cuda":
+        return _HostClock(lambda: torch.cuda.synchronize(device))
     return _HostClock(torch.get_device_module(device).synchronize)
 
 

@@ -83,9 +83,15 @@ class GraphSteps:
             return "deferred batch norm collects statistics outside the graph"
         return ""
 
+    def _forget(self) -> None:
+        """Let go of all graphs, and of their memory: a pool that no graph uses any more cannot be used again."""
+        self._tapes.clear()
+        self._makers.clear()
+        self._seen.clear()
+
     def _give_up(self, why: str) -> None:
         self.is_on = False
-        self._tapes.clear()
+        self._forget()
         if self._wanted is True:
             raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly then")
         warnings.warn(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start", stacklevel=4)
@@ -97,8 +103,7 @@ class GraphSteps:
             return
         ground = self._look()
         if ground != self._ground:
-            self._tapes.clear()
-            self._seen.clear()
+            self._forget()
             self._ground = ground
         key = _signature(step)
         if key not in self._tapes and key in self._seen and len(self._tapes) < _MOST_SHAPES:
@@ -145,7 +150,7 @@ class GraphSteps:
         captures = {e.lane: Capture(e, self._maker(e.lane), tell) for e in executors}
         self._gradients.prepare()
         try:
-            with _no_collection():
+            with _no_collection(), _no_word_of_streams():
                 run(replace(step, tapes=captures, losses={}), is_recorded=False)
         except LaneError as error:
             self._give_up(str(error))
@@ -229,6 +234,19 @@ def _signature(step: Step) -> object:
         plain = tuple(map(repr, plain_values(template)))
         found.append((tuple(map(type, target)), tuple((tuple(t.shape), t.dtype) for t in tensors), plain))
     return (step.mode, tuple(step.batch.sizes), inputs, tuple(found))
+
+
+@contextmanager
+def _no_word_of_streams() -> Iterator[None]:
+    """Keep autograd from warning where lanes that hold the same parameter capture on streams of their own: it waits."""
+    get = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
+    put = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda on: None)
+    before = get()
+    put(False)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 @contextmanager

@@ -146,7 +146,8 @@ class Pipeline:
         self._chains = [decision.split() for _ in self.schedule.ways]
         for stage in (stage for chain in self._chains for stage in chain.stages if compile):
             stage.compile_programs()
-        self._loss, self._weight, self._autocast, self._scaler = loss, weight, autocast, scaler
+        self._loss = torch.compile(loss, dynamic=False) if compile and loss is not None else loss
+        self._weight, self._autocast, self._scaler = weight, autocast, scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._company.give_streams(self._weights.together())
         self._setup = Setup(

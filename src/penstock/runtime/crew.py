@@ -54,7 +54,7 @@ class Crew:
             )
             for lane in range(self.num_lanes)
         ]
-        for thread in self._threads:
+        for thread in self._threads if self.num_lanes > 1 else ():
             thread.start()
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None = None) -> None:
@@ -63,10 +63,15 @@ class Crew:
         Raises:
             LaneError: the first that a lane raised; the others have been stopped.
         """
-        if not self._threads:
-            self._start()
         self._executors = executors
         self.boxes.reset()
+        if self.num_lanes == 1:  # there is nobody to work beside: the caller does it, and nothing is handed over
+            executors[0].transport = self.transports[0]
+            with torch.enable_grad():
+                executors[0].run(step, None if spans is None else spans[0])
+            return
+        if not self._threads:
+            self._start()
         for lane, executor in enumerate(executors):
             executor.transport = transport = self.transports[lane]
             transport.streams = self.streams.get(lane)
@@ -121,7 +126,7 @@ class Crew:
         for tasks in self._tasks:
             tasks.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=_GRACE_SECONDS)
         self._threads = []
 

@@ -174,7 +174,10 @@ class Executor:
         record = self._records[key]
         if self.versions is not None:
             self.versions.use(i.stage, record.version)
-        self.stages[i.stage].recompute(self._step, i.mb, record, is_split=key in self.program.split)
+        run, step = self.stages[i.stage], self._step
+        run.recompute(step, i.mb, record, is_split=key in self.program.split)
+        if run.is_last and record.loss is not None:
+            step.losses[i.mb] = record.loss.detach()
 
     def _backward(self, i: Instruction) -> None:
         run, mb = self.stages[i.stage], i.mb

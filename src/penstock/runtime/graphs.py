@@ -57,9 +57,9 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         is_captured = False
         try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             yield graph.replay
             is_captured = True
         finally:
@@ -206,7 +206,7 @@ class Capture:
         return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.doing)]
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=self._device, requires_grad=False)
+        return torch.zeros_like(tensor, device=self._device, requires_grad=False)
 
     def close(self) -> None:
         """End: the tape is ready if all was captured."""
@@ -240,11 +240,13 @@ class Capture:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else ()
-        loss = step.losses.get(i.mb) if i.kind is Kind.F and run.is_last else None
+        loss = step.losses.get(i.mb) if i.kind in _DRAWING and run.is_last else None
         freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
         for slot in freed:
             self._stock.give(slot)
         events = [slot.free for slot in freed if slot.free is not None]
+        for event in events:
+            event.record(torch.cuda.current_stream(self._device))
         draws = run if i.kind in _DRAWING and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
 
@@ -265,21 +267,25 @@ class Capture:
 
         def room(values: Sequence[Any]) -> list[torch.Tensor | None]:
             slots.extend(self._stock.take(v, self._device) if isinstance(v, torch.Tensor) else None for v in values)
+            self._wait_for(slots)
             return [None if slot is None else slot.tensor for slot in slots]
 
         do(i, room)
-        mine = [slot for slot in slots if slot is not None]
-        self._in_use.setdefault((i.stage, i.mb), []).extend(mine)
-        again = [slot.free for slot in mine if slot.is_used_again and slot.free is not None]
+        self._in_use.setdefault((i.stage, i.mb), []).extend(slot for slot in slots if slot is not None)
         rooms = [None if slot is None else slot.tensor for slot in slots]
-        executor, streams = self._executor, self._streams
+        executor = self._executor
 
         def receive(i: Instruction) -> None:
-            for event in again:
-                streams.copies.wait_event(event)  # type: ignore[union-attr]  # there are events on GPUs only
+            self._wait_for(slots)
             executor.fetch(i, lambda _: rooms)
 
         self._doing[at] = (receive, i)
+
+    def _wait_for(self, slots: Sequence[_Slot | None]) -> None:
+        """Let the copy stream wait until slots that were in use before are free."""
+        for slot in slots:
+            if slot is not None and slot.is_used_again and slot.free is not None and self._streams is not None:
+                self._streams.copies.wait_event(slot.free)
 
     def _send(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
         executor = self._executor

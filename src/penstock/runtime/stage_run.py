@@ -119,6 +119,8 @@ class StageRun:
         if not step.mode.has_backward:
             with torch.no_grad():
                 self._compute(step, mb, record)
+        elif recomputes and self._waits_for_recompute():
+            pass
         elif recomputes:
             before = self._copy_buffers()
             with torch.no_grad():
@@ -129,6 +131,13 @@ class StageRun:
         else:
             self._compute_for_backward(step, mb, record, is_split=is_split)
         return record
+
+    def _waits_for_recompute(self) -> bool:
+        """Return whether a forward that is run again need not run before: nobody waits for what a last stage makes.
+
+        But a stage whose forward leaves something behind in buffers leaves it there in the order of the forwards.
+        """
+        return self.is_last and self._statistics is None and self._changing == []
 
     def recompute(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
         """Run the forward again, now with what the backward needs; random numbers and buffers as they were."""

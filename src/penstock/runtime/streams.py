@@ -7,12 +7,15 @@ receiver, and the receiver's compute stream waits for that. The host never waits
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 __all__ = ["Streams", "bring", "joined", "make_streams"]
 
@@ -46,7 +49,7 @@ class Streams:
     @contextmanager
     def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Let what this thread does inside run on the lane's stream, or on another."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute), _sanitized():
             yield
 
     def capture_stream(self) -> torch.cuda.Stream | None:
@@ -135,6 +138,21 @@ def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, i
         else:
             found.append(room.detach().copy_(value.detach()).requires_grad_(value.requires_grad))
     return found
+
+
+@contextmanager
+def _sanitized() -> Iterator[None]:
+    """Let torch's sanitizer, where it is on, see what this thread does: by itself it looks at the main thread only."""
+    module = sys.modules.get("torch.cuda._sanitizer")
+    watch = None if module is None else module.cuda_sanitizer
+    if watch is None or not watch.enabled or threading.current_thread() is threading.main_thread():
+        yield
+        return
+    _push_mode(watch.dispatch)
+    try:
+        yield
+    finally:
+        _pop_mode()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -1,0 +1,93 @@
+"""The small CNN of the tutorials, batch 128, the whole training loop: through Penstock, and as plain PyTorch writes it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from clock import spread
+from torch import nn
+
+import penstock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from train_cnn import CNN
+
+BATCH = 128
+BAR = 2.0
+
+
+class Batches:
+    """Host batches, made before: a loader that costs nothing."""
+
+    def __init__(self, count: int) -> None:
+        self._made = [(torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))) for _ in range(16)]
+        self._count = count
+
+    def __iter__(self) -> object:
+        return (self._made[index % len(self._made)] for index in range(self._count))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def plain(steps: int, *, reads_loss: bool) -> Callable[[], None]:
+    """Return the loop as tutorials write it; the running loss is read in every step, or in none."""
+    torch.manual_seed(0)
+    model, loss_of = CNN().cuda(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+
+    def epoch() -> None:
+        running = 0.0
+        for images, labels in Batches(steps):
+            loss = loss_of(model(images.cuda()), labels.cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if reads_loss:
+                running += loss.item()
+
+    return epoch
+
+
+def ours(steps: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    example, _ = next(iter(Batches(1)))
+    pipe = penstock.Pipeline(
+        CNN().cuda(), example=example.cuda(), loss=nn.CrossEntropyLoss(), lanes=1, micro_batches=1, devices=["cuda:0"]
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001, momentum=0.9)
+
+    def epoch() -> None:
+        running = torch.zeros((), device="cuda")
+        for images, labels in penstock.feed(Batches(steps), pipe):
+            running += pipe.step(images, labels)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return epoch
+
+
+def run(repeats: int = 10, steps: int = 200) -> dict[str, float]:
+    """Time whole epochs, wall clock, the GPU done at both ends; return milliseconds a step."""
+    found: dict[str, list[float]] = {}
+    for name, epoch in {
+        "plain loop": plain(steps, reads_loss=True),
+        "plain loop, loss not read": plain(steps, reads_loss=False),
+        "ours": ours(steps),
+    }.items():
+        epoch()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            epoch()
+            torch.cuda.synchronize()
+            found.setdefault(name, []).append(1e3 * (time.perf_counter() - begin) / steps)
+    for name, times in found.items():
+        print(f"  CNN, batch {BATCH}: {name:<26} {spread(times)} ms a step", flush=True)
+    medians = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+    print(f"  plain / ours: {medians['plain loop'] / medians['ours']:.2f} (bar {BAR})", flush=True)
+    return medians

@@ -80,7 +80,8 @@ def test_the_sample_of_a_fresh_stream_for_every_phase_is_found():
         import torch
         from torch import nn
 
-        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32 * 32, 10)).cuda()
+        layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 32 * 32, 10)
+        model = nn.Sequential(*layers).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         inputs, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
         for _ in range(2):

@@ -56,7 +56,7 @@ def test_our_runs_are_clean(graphs):
         print("clean")
         """,
     )
-    assert code == 0, told[-3000:]
+    assert code == 0, f"{told[:4000]}\n…\n{told[-1500:]}"
     assert "clean" in told
 
 

@@ -29,6 +29,8 @@ from penstock.model.visit import Visitor
 
 __all__ = ["Direct", "sequence_of"]
 
+_AT_ONCE = 8  # modules that are compiled as one: groups of the same kinds share what is compiled
+
 
 def sequence_of(model: nn.Module) -> list[str] | None:
     """Return the paths of the modules that a model calls one after the other, or None if it is no plain sequence.
@@ -229,16 +231,13 @@ class DirectProgram:
         self._is_plain_behind = [places[index + 1].count == 1 for index in nodes]
 
     def compile(self) -> None:
-        """Let Inductor compile the modules: each block by itself, for blocks of a kind then share what is compiled."""
-        grouped: list[list[nn.Module]] = []
-        was_leaf = False
+        """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
+        grouped: list[list[nn.Module]] = [[]]
         for module, is_plain in zip(self._modules, self._is_plain_behind, strict=True):
-            is_leaf = is_plain and next(module.children(), None) is None
-            if not (is_leaf and was_leaf):
-                grouped.append([])
             grouped[-1].append(module)
-            was_leaf = is_leaf
-        wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped]
+            if not is_plain or len(grouped[-1]) == _AT_ONCE:
+                grouped.append([])
+        wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped if group]
         self._modules = [torch.compile(whole, dynamic=False) for whole in wholes]  # type: ignore[misc]
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:

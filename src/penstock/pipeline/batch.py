@@ -11,6 +11,7 @@ import torch
 from penstock.errors import UsageError
 from penstock.model.example import Call, arguments_of
 from penstock.model.stages import Chain
+from penstock.model.structure import flatten
 from penstock.runtime.batches import cut_batch, cut_thing
 from penstock.runtime.losses import LossFunction, Weight, counts_of, needs_target, shares_of, warn_of_uneven_tokens
 from penstock.runtime.step import Batch
@@ -18,6 +19,7 @@ from penstock.runtime.step import Batch
 __all__ = ["BatchReader", "Ready"]
 
 _WATCHED_STEPS = 16  # in which to look for targets that the default weights would get wrong
+_WATCHED_ON_GPU = 1  # there the host would wait for the answer
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class BatchReader:
             batches = cut_thing(batch, batch_size, sizes)
         plain = [target[0] if target else None for target in targets]
         if self._left_to_watch and len(sizes) > 1:
+            if any(tensor.is_cuda for thing in (batch, plain[0]) for tensor in flatten(thing)[0]):
+                self._left_to_watch = min(self._left_to_watch, _WATCHED_ON_GPU)
             self._left_to_watch -= 1
             if warn_of_uneven_tokens(self._loss, batches, plain):
                 self._left_to_watch = 0

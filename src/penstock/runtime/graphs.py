@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.executor import Doing, Executor
@@ -59,7 +60,8 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         is_captured = False
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            with _disable_current_modes():  # it sets up torch's own generator, which is for no mode to see
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             yield graph.replay
             is_captured = True
         finally:

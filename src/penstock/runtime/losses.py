@@ -114,7 +114,10 @@ def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], si
     """
     if weight is None or weight == "sum":
         return [float(size) for size in sizes]
-    counts = [_number(weight(batch, target)) for batch, target in zip(batches, targets, strict=True)]
+    told = [weight(batch, target) for batch, target in zip(batches, targets, strict=True)]
+    if all(isinstance(count, torch.Tensor) and count.numel() == 1 and count.is_cuda for count in told):
+        told = torch.stack([count.reshape(()) for count in told]).tolist()  # the host waits once, not for each
+    counts = [_number(count) for count in told]
     wrong = [count for count in counts if not 0 <= count < float("inf")]
     if wrong:
         raise UsageError(f"weight: must return how much the loss averages over, zero or more; returned: {wrong[0]}")

@@ -148,11 +148,24 @@ def _sanitized() -> Iterator[None]:
     if watch is None or not watch.enabled or threading.current_thread() is threading.main_thread():
         yield
         return
+    handler = watch.dispatch.event_handler
+    if "_handle_kernel_launch" not in vars(handler):  # it numbers what it sees, and two threads would take one number
+        handler._handle_kernel_launch = _one_at_a_time(handler._handle_kernel_launch)
     _push_mode(watch.dispatch)
     try:
         yield
     finally:
         _pop_mode()
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    lock = threading.RLock()
+
+    def locked(*args: Any) -> Any:  # noqa: ANN401 - as the function
+        with lock:
+            return function(*args)
+
+    return locked
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

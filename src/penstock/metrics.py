@@ -1,0 +1,117 @@
+"""Metrics: running means that stay on the device, and are read every so many steps without a wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Metrics"]
+
+Tell = Callable[[int, dict[str, float]], None]
+
+
+class Metrics:
+    """Means of numbers over windows of steps.
+
+    `add` adds on the device that a number is on. At the end of a window the means set off for the host by themselves;
+    when they are there, at some later `add`, they are told. The host never waits, so the numbers come a few steps late.
+
+    >>> import torch
+    >>> metrics = Metrics(every=2, tell=lambda step, means: print(step, means))
+    >>> for loss in (1.0, 3.0, 5.0):
+    ...     metrics.add(loss=torch.tensor(loss))
+    2 {'loss': 2.0}
+    >>> last = metrics.flush()
+    3 {'loss': 5.0}
+
+    Args:
+        every: steps of a window.
+        tell: is called with the number of the window's last step and its means.
+
+    Attributes:
+        latest: the means that were told last.
+        step: how many steps were added.
+    """
+
+    def __init__(self, every: int = 50, tell: Tell | None = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UsageError(f"every: {every!r} must be a number of steps, at least 1")
+        self.every, self._tell = every, tell
+        self.latest: dict[str, float] = {}
+        self.step = 0
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._on_way: deque[tuple[int, dict[str, _Reading]]] = deque()
+
+    def add(self, **numbers: torch.Tensor | float) -> None:
+        """Add one step's numbers: tensors of one element, on whatever device, or plain numbers."""
+        import torch
+
+        for name, number in numbers.items():
+            value = number.detach() if isinstance(number, torch.Tensor) else number
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise UsageError(
+                    f"{name}: a metric is one number a step; given: a tensor of shape {tuple(value.shape)}"
+                )
+            if isinstance(value, torch.Tensor):
+                value = value.reshape(()).double() if value.is_floating_point() else value.reshape(())
+            before = self._sums.get(name)
+            self._sums[name] = value + 0 if before is None else before + value  # never the caller's own tensor
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self.step += 1
+        if self.step % self.every == 0:
+            self._send()
+        self.poll()
+
+    def _send(self) -> None:
+        """Let the means of a window set off for the host."""
+        if self._sums:
+            means = {name: total / self._counts[name] for name, total in self._sums.items()}
+            self._on_way.append((self.step, {name: _Reading(mean) for name, mean in means.items()}))
+        self._sums, self._counts = {}, {}
+
+    def poll(self) -> None:
+        """Tell what has arrived, without a wait."""
+        while self._on_way and all(reading.has_arrived() for reading in self._on_way[0][1].values()):
+            self._tell_first()
+
+    def flush(self) -> Mapping[str, float]:
+        """End the window, wait for all that is under way and tell it; return the last means."""
+        self._send()
+        while self._on_way:
+            self._tell_first()
+        return self.latest
+
+    def _tell_first(self) -> None:
+        step, readings = self._on_way.popleft()
+        self.latest = {name: reading.value() for name, reading in readings.items()}
+        if self._tell is not None:
+            self._tell(step, self.latest)
+
+
+class _Reading:
+    """A number on its way to the host."""
+
+    def __init__(self, number: Any) -> None:  # noqa: ANN401 - a tensor, or a plain number
+        import torch
+
+        self._number, self._event = number, None
+        if isinstance(number, torch.Tensor) and number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    def has_arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def value(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number)

@@ -326,3 +326,26 @@ def test_graphs_need_a_gpu(monkeypatch):
     _where["device"] = "cpu"
     with pytest.raises(penstock.errors.UsageError, match="GPU"):
         pipeline(model_of(), graphs=True)
+
+
+def test_a_gradient_scaler():
+    """Its factor changes from step to step, and only the device knows it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(_where["device"])
+
+    def course(graphs):
+        own = copy.deepcopy(model)
+        scaler = torch.amp.GradScaler(_where["device"], init_scale=8.0, growth_interval=2)
+        x, target = (tensor.float() for tensor in data(0))
+        with pipeline(own, graphs=graphs, scaler=scaler, example=x) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            for _ in range(6):
+                pipe.step(x, target)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        return scaler.get_scale(), [p.detach() for p in own.parameters()]
+
+    (ours, weights), (theirs, wanted) = course(True), course(False)
+    assert ours == theirs == 64.0
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, wanted, strict=True))

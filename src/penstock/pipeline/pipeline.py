@@ -184,8 +184,9 @@ class Pipeline:
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
         ready = self._read(batch, _given(target), groups=self._weights.groups)
         # scale() rather than get_scale(): the scaler makes what it needs in its first call
-        scale = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones((), device=self.devices[0])))
-        step = self._step(ready, Mode(True, True, self._cast()), scale=scale)
+        step = self._step(ready, Mode(True, True, self._cast()))
+        if self._scaler is not None:
+            step.factor = self._scaler.scale(torch.ones((), dtype=torch.float64, device=self.devices[0]))
         is_done = False
         try:
             with self._weights.gathering(is_scaled=self._scaler is not None):
@@ -241,9 +242,7 @@ class Pipeline:
             self._company.refuse(self._number, error)
             raise
 
-    def _step(
-        self, ready: Ready, mode: Mode, *, scale: float = 1.0, outputs: dict[int, list[Any]] | None = None
-    ) -> Step:
+    def _step(self, ready: Ready, mode: Mode, *, outputs: dict[int, list[Any]] | None = None) -> Step:
         results = self._chains[0].results(mode.is_training)
         loss, shares = self._loss, ready.shares
 
@@ -256,7 +255,7 @@ class Pipeline:
             return find_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
-        step = Step(self._number, ready.batch, mode, finish, ready.targets, [share * scale for share in shares])
+        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares)
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         return step

@@ -228,7 +228,7 @@ class Weights:
                 if not self._is_synchronised and new is not None:
                     self._waits[f"{place}:{name}"], new = new, None
                 parameter.grad = new if gradient is None else gradient if new is None else gradient + new
-        if is_scaled:
+        if is_scaled and not self._is_whole:  # in one process the scaler sees all gradients itself
             self._share_overflow()
 
     def _apart(self) -> list[str]:
@@ -296,22 +296,40 @@ class Weights:
         """Scale all gradients so that their norm over all lanes is at most so much; return the norm as it was."""
         if not float(max_norm) >= 0 or not float(norm_type) > 0:
             raise UsageError(f"clip_grad_norm_: max_norm {max_norm} and norm_type {norm_type} must be above zero")
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norms = self._own_norms(norm_type)
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+        if self._is_whole:  # then nobody needs to know the number on the host, and nobody waits for it
+            total: torch.Tensor = own
+        else:
+            total = torch.linalg.vector_norm(torch.tensor(self._company.gather(float(own)), dtype=own.dtype), norm_type)
+        # as torch does, a norm that is not a number shows in all gradients
+        scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+        scale_on = {device: scale.to(device, non_blocking=True) for device in {g.device for g in gradients}}
+        for gradient in gradients:
+            gradient.mul_(scale_on[gradient.device].to(gradient.dtype))
+        return total
+
+    def _own_norms(self, norm_type: float) -> list[torch.Tensor]:
+        """Return the norms of the gradients that are here; a parameter on several lanes counts once."""
         seen: set[str] = set()
-        norms = []
+        norms: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
             first = min(self._holders.get(name, self._company.lanes))
             if parameter.grad is not None and first in self._company.lanes and name not in seen:
-                seen.add(name)  # a parameter on several lanes counts once
-                norms.append(torch.linalg.vector_norm(parameter.grad, norm_type).double().cpu())
-        own = float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
-        all_norms = torch.tensor(self._company.gather(own), dtype=torch.float64)
-        total: torch.Tensor = torch.linalg.vector_norm(all_norms, norm_type)
-        scale = float(max_norm) / (float(total) + 1e-6)
-        if not scale >= 1:  # as torch does, a norm that is not a number shows in all gradients
-            for _, parameter in self.named_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        return total
+                seen.add(name)
+                gradient = parameter.grad
+                is_narrow = gradient.dtype in (torch.float16, torch.bfloat16)
+                norm = torch.linalg.vector_norm(
+                    gradient, norm_type, dtype=torch.float32 if is_narrow else None
+                ).double()
+                norms.append(norm if not norms else norm.to(norms[0].device, non_blocking=True))
+        return norms
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all lanes run here."""
+        return len(self._company.lanes) == self._schedule.num_lanes
 
     def _make_optimizers(
         self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None

@@ -145,9 +145,12 @@ class Tape:
     def open(self, step: Step) -> tuple[Step, Doing]:
         """Begin a step: return it, and what to do."""
         self.step = step
-        if self._scales is not None and self._loaded != list(step.scales):
+        if self._scales is not None and (step.factor is not None or self._loaded != list(step.scales)):
             self._loaded = list(step.scales)
             self._scales.copy_(torch.tensor(self._loaded, dtype=self._scales.dtype), non_blocking=True)
+            if step.factor is not None:
+                self._loaded = []  # they are not what they were
+                self._scales.mul_(step.factor.to(self._scales.device, non_blocking=True))
         return step, self._doing
 
     def close(self) -> None:

@@ -328,7 +328,9 @@ class StageRun:
 def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
     """Return what a micro-batch's loss counts in the gradient."""
     if step.seeds is None:
-        return torch.full_like(loss, step.scales[mb])
+        if step.factor is None:
+            return torch.full_like(loss, step.scales[mb])
+        return (step.factor * step.scales[mb]).to(loss.device, loss.dtype, non_blocking=True)
     return step.seeds[mb].to(loss.dtype)
 
 

@@ -73,7 +73,8 @@ class Step:
         finish: from results to a loss.
         targets: for each micro-batch nothing, or one thing.
         scales: for each micro-batch what its loss counts in the gradient.
-        seeds: the same as a tensor, where it may change after what reads it was captured.
+        factor: on top of that, of all losses alike: a gradient scaler's, which only the device knows.
+        seeds: scales times factor as a tensor, where it may change after what reads it was captured.
         seed: random numbers of a stage and micro-batch follow from it.
         measures_memory: forwards count what they save, whatever their keep policy.
         tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
@@ -86,6 +87,7 @@ class Step:
     finish: Finish
     targets: Sequence[tuple[Any, ...]]
     scales: Sequence[float] = ()
+    factor: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     seed: int = 0
     measures_memory: bool = False

@@ -51,12 +51,13 @@ def test_a_metric_is_one_number():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_does_not_wait():
     told = []
     metrics = penstock.Metrics(every=2, tell=lambda step, means: told.append((step, means)))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(200_000_000)  # what comes behind it is not there for a while
         for step in range(6):
             metrics.add(loss=torch.full((), float(step), device="cuda"))

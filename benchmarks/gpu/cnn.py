@@ -53,7 +53,8 @@ def plain(steps: int, *, reads_loss: bool) -> Callable[[], None]:
     return epoch
 
 
-def ours(steps: int) -> Callable[[], None]:
+def ours(steps: int, *, is_fed: bool = True) -> Callable[[], None]:
+    """Return the loop through Penstock; with host batches by `feed`, or with batches that are on the GPU already."""
     torch.manual_seed(0)
     example, _ = next(iter(Batches(1)))
     pipe = penstock.Pipeline(
@@ -61,9 +62,12 @@ def ours(steps: int) -> Callable[[], None]:
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001, momentum=0.9)
 
+    there = [(images.cuda(), labels.cuda()) for images, labels in Batches(16)]
+
     def epoch() -> None:
         running = torch.zeros((), device="cuda")
-        for images, labels in penstock.feed(Batches(steps), pipe):
+        batches = penstock.feed(Batches(steps), pipe) if is_fed else (there[index % 16] for index in range(steps))
+        for images, labels in batches:
             running += pipe.step(images, labels)
             optimizer.step()
             optimizer.zero_grad()
@@ -78,6 +82,7 @@ def run(repeats: int = 10, steps: int = 200) -> dict[str, float]:
         "plain loop": plain(steps, reads_loss=True),
         "plain loop, loss not read": plain(steps, reads_loss=False),
         "ours": ours(steps),
+        "ours, data on the GPU": ours(steps, is_fed=False),
     }.items():
         epoch()
         for _ in range(repeats):

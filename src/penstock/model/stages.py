@@ -66,6 +66,10 @@ class Held:
             if name in shared:
                 shared[name].append(place)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that is there now."""
+        return [place[last] for place, last in self._place_of.values()]
+
     def __contains__(self, name: str) -> bool:
         return name in self._place_of
 

@@ -19,6 +19,7 @@ from penstock.runtime.step import Batch
 __all__ = ["BatchReader", "Ready"]
 
 _WATCHED_STEPS = 16  # in which to look for targets that the default weights would get wrong
+_MOST_KNOWN = 64  # shapes of batches
 _WATCHED_ON_GPU = 1  # there the host would wait for the answer
 
 
@@ -46,6 +47,7 @@ class BatchReader:
         example = chain.example
         self._is_batched = dict(zip(example.names, example.is_batched, strict=True))
         self._left_to_watch = _WATCHED_STEPS if weight is None else 0
+        self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
 
     def read(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
@@ -60,6 +62,9 @@ class BatchReader:
         Raises:
             UsageError: when the batch is not like the example.
         """
+        key = self._key(batch, target, groups)
+        if key in self._known:
+            return self._again(batch, target, *self._known[key])
         if self._loss is not None and target == () and needs_target(self._loss):
             raise UsageError("target: the loss takes one; call step(batch, target)")
         args, kwargs = arguments_of(batch, "batch")
@@ -78,7 +83,32 @@ class BatchReader:
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
         shares = self._shares(batch, call.batch_size, targets, sizes, groups)
+        if key is not None and not self._left_to_watch:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = (list(sizes), shares)
         return Ready(pieces, targets, shares)
+
+    def _key(self, batch: object, target: object, groups: object) -> object:
+        """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
+        is_plain = type(batch) is torch.Tensor and len(self._is_batched) == 1 and all(self._is_batched.values())
+        if not is_plain or groups is not None or self._weight is not None or not isinstance(target, tuple):
+            return None
+        things = (batch, *target)
+        if not all(type(thing) is torch.Tensor for thing in things):
+            return None
+        return tuple((thing.shape, thing.dtype) for thing in things)
+
+    def _again(self, batch: Any, target: Any, sizes: list[int], shares: list[float]) -> Ready:  # noqa: ANN401
+        """Return a batch like one that was read before."""
+        (name,) = self._is_batched
+        count = len(sizes)
+        pieces = [batch] if count == 1 else batch.split(sizes)
+        targets: list[tuple[Any, ...]] = [()] * count
+        for thing in target:
+            is_cut = count > 1 and thing.dim() and thing.shape[0] == sum(sizes)
+            targets = [(piece,) for piece in thing.split(sizes)] if is_cut else [(thing,)] * count
+        return Ready(Batch([{name: piece} for piece in pieces], sizes), targets, shares)
 
     def _check_types(self, call: Call) -> None:
         tensor_of = dict(zip(call.names, call.tensors, strict=True))

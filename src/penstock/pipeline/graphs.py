@@ -120,13 +120,8 @@ class GraphSteps:
 
     def _look(self) -> list[tuple[int, bool]]:
         """Return what a captured graph relies on."""
-        held = {id(t): t for stage in self._stages() for t in (*stage.parameters(), *stage.buffers())}
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in held.values()]
-
-    def _stages(self) -> Iterator[nn.Module]:
-        for executor in self._executors():
-            for run in executor.stages.values():
-                yield run.stage
+        stages = [run.stage for executor in self._executors() for run in executor.stages.values()]
+        return [(t.data_ptr(), t.requires_grad) for stage in stages for t in stage.held.tensors()]
 
     def _executors(self) -> Sequence[Executor]:
         return self._setup.executors(training=True, has_backward=True)
@@ -225,11 +220,12 @@ class _Gradients:
 
 def _signature(step: Step) -> object:
     """Return what two steps must have in common to be replays of the same graphs."""
-    inputs = tuple(
-        (name, tuple(tensor.shape), tensor.dtype) for given in step.batch.inputs for name, tensor in given.items()
-    )
+    inputs = tuple((name, tensor.shape, tensor.dtype) for given in step.batch.inputs for name, tensor in given.items())
     found: list[Any] = []
     for target in step.targets:
+        if len(target) == 1 and type(target[0]) is torch.Tensor:
+            found.append((target[0].shape, target[0].dtype))
+            continue
         tensors, template = flatten(target, apart=True)
         plain = tuple(map(repr, plain_values(template)))
         found.append((tuple(map(type, target)), tuple((tuple(t.shape), t.dtype) for t in tensors), plain))

@@ -244,7 +244,7 @@ class Capture:
         with _ALONE, self._maker.capturing(generators) as replay:
             do(i)
         self._told()
-        loads = self._loads(i) if i.kind is Kind.F else ()
+        loads = self._loads(i) if i.kind is Kind.F else None
         loss = step.losses.get(i.mb) if i.kind in _DRAWING and run.is_last else None
         freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
         for slot in freed:
@@ -255,17 +255,14 @@ class Capture:
         draws = run if i.kind in _DRAWING and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
 
-    def _loads(self, i: Instruction) -> list[tuple[str, list[torch.Tensor]]]:
+    def _loads(self, i: Instruction) -> _Loads | None:
         """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
-        run, found = self._stages[i.stage], []
+        run = self._stages[i.stage]
         feeds = [*run.feeds, *(run.results if run.is_last else ())]
-        for name in dict.fromkeys(feed.given for feed in feeds if feed.given):
-            slot = self._given.pop((i.mb, name), None)
-            if slot is not None:
-                found.append((name, [slot]))
-        if run.is_last and (slots := self._targets.pop(i.mb, [])):
-            found.append(("", slots))
-        return found
+        asked = dict.fromkeys(feed.given for feed in feeds if feed.given)
+        given = {name: slot for name in asked if (slot := self._given.pop((i.mb, name), None)) is not None}
+        targets = self._targets.pop(i.mb, []) if run.is_last else []
+        return _Loads(list(given), bool(targets), [*given.values(), *targets]) if given or targets else None
 
     def _receive(self, at: int, do: Callable[[Instruction, Room], None], i: Instruction) -> None:
         slots: list[_Slot | None] = []
@@ -318,13 +315,32 @@ def _pass(i: Instruction) -> None:
     """Do nothing: two stages have nothing to say to each other, or the batch has too few samples."""
 
 
+@dataclass(frozen=True)
+class _Loads:
+    """What an action needs from the batch: inputs by name, and perhaps the target; and the slots of all that."""
+
+    names: list[str]
+    has_target: bool
+    slots: list[torch.Tensor]
+
+    def fetch(self, step: Step, mb: int, streams: Streams | None) -> None:
+        """Bring it."""
+        given = step.batch.inputs[mb]
+        values = [given[name] for name in self.names]
+        if self.has_target:
+            target = step.targets[mb]
+            is_plain = len(target) == 1 and type(target[0]) is torch.Tensor
+            values += target if is_plain else flatten(target, apart=True)[0]
+        bring(streams, values, None, lambda _: self.slots)
+
+
 class _Play:
     """Replays one action."""
 
     __slots__ = ("_draws", "_events", "_loads", "_loss", "_of", "_replay")
 
     def __init__(
-        self, of: Capture, replay: Replay, *, loads: Sequence[tuple[str, list[torch.Tensor]]],
+        self, of: Capture, replay: Replay, *, loads: _Loads | None,
         loss: torch.Tensor | None, events: Sequence[Event], draws: StageRun | None,
     ) -> None:  # fmt: skip
         self._of, self._replay, self._loads, self._loss = of, replay, loads, loss
@@ -332,11 +348,8 @@ class _Play:
 
     def __call__(self, i: Instruction) -> None:
         streams = self._of.streams
-        if self._loads:
-            step = self._of.at_hand
-            for name, slots in self._loads:
-                values = [step.batch.inputs[i.mb][name]] if name else flatten(step.targets[i.mb], apart=True)[0]
-                bring(streams, values, None, lambda _, slots=slots: slots)  # type: ignore[misc]
+        if self._loads is not None:
+            self._loads.fetch(self._of.at_hand, i.mb, streams)
         if self._draws is not None:
             self._draws.draw_from(self._of.at_hand, i.mb)
         self._replay()

@@ -62,6 +62,8 @@ def total_loss(
         parts = [sizes[mb] / total for mb in counted]
     else:
         parts = [shares[mb] for mb in counted]
+    if len(counted) == 1:
+        return losses[counted[0]] * parts[0]
     device = losses[counted[0]].device  # of schedules with two ways, the model ends on two lanes
     together = torch.stack([losses[mb].to(device) for mb in counted])
     if len(set(parts)) == 1:

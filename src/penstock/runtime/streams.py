@@ -40,6 +40,7 @@ class Streams:
         self.copies = _stream(device)
         self.is_shared = compute is not None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self.begun, self.ended = self.event(), self.event()
         self._base, self._base_ns = self.event(is_timed=True), 0
 
     def event(self, *, is_timed: bool = False) -> Event:
@@ -72,6 +73,9 @@ class Streams:
         """
         rooms = [None] * len(values) if into is None else into(values)
         now = torch.cuda.current_stream(self.device)
+        if ready is None and all(value.device == self.device for value in values if isinstance(value, torch.Tensor)):
+            # they are there, and whoever made them has been waited for: a copy needs no stream of its own
+            return [value if room is None else room.copy_(value) for value, room in zip(values, rooms, strict=True)]
         with torch.cuda.stream(self.copies):
             if ready is not None:
                 self.copies.wait_event(ready)
@@ -204,13 +208,11 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     """
     everyone = list(streams)
     for own in everyone:
-        now = torch.cuda.current_stream(own.device).record_event()
+        now = torch.cuda.current_stream(own.device).record_event(own.begun)
         own.compute.wait_event(now)
         own.copies.wait_event(now)
     try:
         yield
     finally:
-        for own in everyone:
-            caller = torch.cuda.current_stream(own.device)
-            caller.wait_stream(own.compute)
-            caller.wait_stream(own.copies)
+        for own in everyone:  # the lane's own stream has waited for all that was brought
+            torch.cuda.current_stream(own.device).wait_event(own.compute.record_event(own.ended))

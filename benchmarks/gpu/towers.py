@@ -1,0 +1,167 @@
+"""Two towers as in CLIP, for inference: eager, eager on two streams, one CUDA graph, and ours with parallel branches.
+
+In bf16: an image tower of 12 × 768 on patches of 16 × 16 of a 224 × 224 image, a text tower of 12 × 512 on 77 words.
+Each contender is called with data that is on the GPU, and its results must be those of eager, by norm.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from clock import milliseconds, ratio, spread
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.infer import Graph
+
+BATCHES = (1, 8, 32)
+WORDS, VOCABULARY = 77, 49408
+OVER_EAGER = {1: 10.0, 8: 5.0, 32: 4.0}  # what ours is to reach
+OVER_ONE_STREAM = {1: 1.5, 8: 1.25, 32: 1.15}
+
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, *, is_causal: bool) -> None:
+        super().__init__()
+        self.heads, self.is_causal = heads, is_causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attend(self.norm1(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        x = x + self.project(seen.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Images(nn.Module):
+    def __init__(self, depth: int = 12, width: int = 768, size: int = 224, patch: int = 16, out: int = 512) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch, bias=False)
+        self.first = nn.Parameter(torch.randn(width) * 0.02)
+        self.place = nn.Parameter(torch.randn((size // patch) ** 2 + 1, width) * 0.02)
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.blocks = nn.Sequential(*(Block(width, width // 64, is_causal=False) for _ in range(depth)))
+        self.project = nn.Linear(width, out, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(x.shape[0], 1, -1), x], dim=1) + self.place
+        return self.project(self.after(self.blocks(self.before(x))[:, 0]))
+
+
+class Texts(nn.Module):
+    def __init__(self, depth: int = 12, width: int = 512, out: int = 512) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Parameter(torch.randn(WORDS, width) * 0.02)
+        self.blocks = nn.Sequential(*(Block(width, width // 64, is_causal=True) for _ in range(depth)))
+        self.after, self.project = nn.LayerNorm(width), nn.Linear(width, out, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.project(self.after(self.blocks(self.token(words) + self.place)[:, -1]))
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts = Images(), Texts()
+        self.scale = nn.Parameter(torch.tensor(2.66))
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        return self.compare(self.images(images), self.texts(words))
+
+    def compare(self, image: Tensor, text: Tensor) -> Tensor:
+        return functional.normalize(image, dim=-1) @ functional.normalize(text, dim=-1).T * self.scale.exp()
+
+
+class Eager:
+    def __init__(self, model: Towers) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, words: Tensor) -> Tensor:
+        return self.model(images, words)
+
+
+class TwoStreams:
+    """The towers on a stream each, written by hand."""
+
+    def __init__(self, model: Towers) -> None:
+        self.model, self.side = model, torch.cuda.Stream()
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, words: Tensor) -> Tensor:
+        now = torch.cuda.current_stream()
+        self.side.wait_stream(now)
+        with torch.cuda.stream(self.side):
+            text = self.model.texts(words)
+        image = self.model.images(images)
+        now.wait_stream(self.side)
+        text.record_stream(now)
+        return self.model.compare(image, text)
+
+
+def contenders(model: Towers, example: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Run]]:
+    """Return who takes part, and how each is made."""
+    return {
+        "eager": lambda: Eager(model),
+        "eager, two streams": lambda: TwoStreams(model),
+        "one-stream graph": lambda: Graph(model, example, branches=1),
+        "ours": lambda: Graph(model, example),
+    }
+
+
+def run(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> dict[int, dict[str, list[float]]]:
+    """Time everybody for each batch size; return the milliseconds of each run."""
+    torch.manual_seed(0)
+    model = Towers().cuda().bfloat16().eval()
+    found: dict[int, dict[str, list[float]]] = {}
+    for batch in batches:
+        data = [
+            (
+                torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.bfloat16),
+                torch.randint(0, VOCABULARY, (batch, WORDS), device="cuda"),
+            )
+            for _ in range(4)
+        ]
+        times = found[batch] = {}
+        with torch.no_grad():
+            wanted = [model(*one).float() for one in data]
+        for name, make in contenders(model, data[0]).items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            times[name], error = _times(make(), data, wanted, repeats)
+            print(f"  batch {batch:>2}  {name:<20} {spread(times[name]):<24} ms  off by {error:.1e}", flush=True)
+        for name, bar in (("eager", OVER_EAGER), ("one-stream graph", OVER_ONE_STREAM)):
+            reached = ratio(times[name], times["ours"])
+            print(f"  batch {batch:>2}  ours over {name:<18} {reached:.2f}× (to reach: {bar[batch]:g}×)", flush=True)
+    print(Graph(model, data[0]).explain(), flush=True)
+    return found
+
+
+def _times(
+    made: Run, data: list[tuple[Tensor, Tensor]], wanted: list[Tensor], repeats: int
+) -> tuple[list[float], float]:
+    """Return the milliseconds of each run, and by how much the results are off those of eager."""
+    at = 0
+
+    def once() -> Tensor:
+        nonlocal at
+        at += 1
+        return made(*data[at % len(data)])
+
+    for _ in range(5):
+        once()
+    results = [made(*one).float() for one in data]
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True))
+    return milliseconds(once, repeats=repeats, warm=3), error
+
+
+if __name__ == "__main__":
+    run()

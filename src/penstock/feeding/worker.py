@@ -1,0 +1,178 @@
+"""Worker: the thread that pulls items from a loader ahead of the user, and the channel between the two.
+
+                    ┌── room for `ahead` parcels ──┐
+    worker ── put ──►  parcel  parcel  parcel       ├── take ──► user
+           ◄────────  event behind the use of each ◄──────────┘
+
+A parcel is copied to a GPU when there is room for it, and when the GPU has done with the one `ahead + 1` before it. So
+a user whose host runs far ahead of the GPU does not fill its memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.feeding.carrier import Carrier, Lifted, Parcel
+from penstock.runtime.streams import Event
+
+__all__ = ["Channel", "End", "Failure", "Job", "end", "start"]
+
+_GRACE_SECONDS = 4.0  # for a worker that is in the loader to come back
+
+
+@dataclass(frozen=True)
+class End:
+    """The loader has no more; `state` is its own after that."""
+
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The loader, or what was done with its item, raised."""
+
+    error: BaseException
+
+
+class Channel:
+    """Parcels on their way, a bounded number of them."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._changed = threading.Condition()
+        self._parcels: deque[Parcel | End | Failure] = deque()
+        self._used: deque[Sequence[Event]] = deque()
+        self._num_put = 0
+        self.is_closed = False
+
+    def wait_for_room(self) -> bool:
+        """Wait until one more may be sent; return False when nobody wants it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closed or len(self._parcels) < self._ahead)
+            if self.is_closed:
+                return False
+            # the user has asked for all but the last `ahead` of those before it, so this one's use has its event
+            used = self._used.popleft() if self._num_put > self._ahead else ()
+        for event in used:
+            event.synchronize()
+        return True
+
+    def put(self, parcel: Parcel | End | Failure) -> None:
+        """Hand over a parcel."""
+        with self._changed:
+            if not self.is_closed:
+                self._parcels.append(parcel)
+                self._num_put += 1
+                self._changed.notify_all()
+
+    def take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
+        """Return the next parcel, when it is there; None when the channel was closed.
+
+        Args:
+            used: behind the use of the one before; None for the first.
+        """
+        with self._changed:
+            if used is not None:
+                self._used.append(used)
+            self._changed.wait_for(lambda: self.is_closed or self._parcels)
+            if self.is_closed:
+                return None
+            self._changed.notify_all()
+            return self._parcels.popleft()
+
+    def close(self) -> None:
+        """Let go of all parcels; nobody wants more."""
+        with self._changed:
+            self.is_closed = True
+            self._parcels.clear()
+            self._used.clear()
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker does in one epoch.
+
+    Attributes:
+        loader: what to iterate over.
+        carrier: brings items to where they are used.
+        num_skipped: items to pass over first.
+        takes_state: the loader has a state of its own, which goes with each item.
+    """
+
+    loader: Iterable[Any]
+    carrier: Carrier
+    num_skipped: int = 0
+    takes_state: bool = False
+
+    def items(self) -> Iterator[Any]:
+        """Return the items, but for those that are passed over."""
+        iterator = iter(self.loader)
+        count = sum(1 for _ in islice(iterator, self.num_skipped))
+        if count < self.num_skipped:
+            raise UsageError(f"the state is of an epoch of {self.num_skipped} batches or more; the loader has {count}")
+        return iterator
+
+    def state(self) -> Any:  # noqa: ANN401 - the loader's own
+        """Return the loader's state as it is now, whatever the loader does with it later."""
+        return copy.deepcopy(self.loader.state_dict()) if self.takes_state else None  # type: ignore[attr-defined]
+
+
+def start(job: Job, channel: Channel) -> threading.Thread:
+    """Start the worker of one epoch."""
+    # the loader finds the device that the user chose
+    on_device: AbstractContextManager[Any] = nullcontext()
+    if job.carrier.devices:
+        on_device = torch.cuda.device(torch.cuda.current_device())
+    # a daemon: a loader that never returns must not keep the process alive
+    thread = threading.Thread(target=_work, args=(job, channel, on_device), name="penstock-feed", daemon=True)
+    thread.start()
+    return thread
+
+
+def end(channel: Channel, thread: threading.Thread) -> None:
+    """End the worker of an epoch; one that is in a loader which does not return is left to itself after a while."""
+    channel.close()
+    if thread is not threading.current_thread():  # memory may be collected in any thread
+        thread.join(_GRACE_SECONDS)
+
+
+def _work(job: Job, channel: Channel, on_device: AbstractContextManager[Any]) -> None:
+    """Bring items until there are no more, something fails, or nobody wants them."""
+    try:
+        with on_device:
+            for item in job.items():
+                if channel.is_closed:
+                    return
+                lifted, state = job.carrier.lift(item), job.state()
+                del item  # else it lives as long as the next one takes
+                if not _deliver(job.carrier, channel, lifted, state):
+                    return
+                del lifted, state
+            channel.put(End(job.state()))
+    except BaseException as error:  # is raised where the user asks for this item
+        failure = error
+        if isinstance(error, StopIteration):  # which would end the user's loop without a word
+            failure = RuntimeError("StopIteration was raised by what was done with an item")
+            failure.__cause__ = error
+        channel.put(Failure(failure))
+        del failure
+
+
+def _deliver(carrier: Carrier, channel: Channel, lifted: Lifted, state: Any) -> bool:  # noqa: ANN401 - the loader's
+    """Send an item when there is room for it; return False when nobody wants it."""
+    if not channel.wait_for_room():
+        return False
+    channel.put(carrier.send(lifted, state))
+    carrier.settle()
+    return True

@@ -1,4 +1,4 @@
-"""The small CNN of the tutorials, batch 128, the whole training loop: through Penstock, and as plain PyTorch writes it."""
+"""The small CNN of the tutorials, batch 128, its whole training loop: through Penstock, and in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -4,23 +4,48 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import errors, schedules
 from penstock.explain import explain
+from penstock.metrics import Metrics
 from penstock.model.costs import Costs
 from penstock.planning.cluster import Cluster, Link
 from penstock.planning.simulate import simulate
 from penstock.report.timeline import Timeline
 
 if TYPE_CHECKING:
+    from penstock import doctor, timing
+    from penstock.feeding.feed import feed
     from penstock.pipeline import Pipeline
 
-__all__ = ["Cluster", "Costs", "Link", "Pipeline", "Timeline", "errors", "explain", "schedules", "simulate"]
+__all__ = [
+    "Cluster",
+    "Costs",
+    "Link",
+    "Metrics",
+    "Pipeline",
+    "Timeline",
+    "doctor",
+    "errors",
+    "explain",
+    "feed",
+    "schedules",
+    "simulate",
+    "timing",
+]
 
 __version__ = "0.1.0.dev0"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a module
     """Import what needs torch when it is first asked for: the deciding half works without."""
     if name == "Pipeline":
         from penstock.pipeline import Pipeline
 
         return Pipeline
+    if name == "feed":
+        from penstock.feeding.feed import feed
+
+        return feed
+    if name in ("doctor", "timing"):
+        from importlib import import_module
+
+        return import_module(f"penstock.{name}")
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

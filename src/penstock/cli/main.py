@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.demo import demo
+from penstock.cli.doctor import doctor
 from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
 
@@ -25,6 +26,8 @@ app = typer.Typer(
 app.command()(simulate)
 app.command()(profile)
 app.command()(demo)
+# what stands behind the script's name is the script's own
+app.command(context_settings={"allow_interspersed_args": False})(doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,136 @@
+"""penstock doctor: run a training script for some steps, and say where it makes the host or the GPU wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.doctor import Report, Watch
+
+__all__ = ["doctor"]
+
+_STEPS, _WARM = 20, 2
+_RAISED, _STOPPED = 1, 130  # what shells say of Ctrl-C
+
+
+class _EnoughError(BaseException):
+    """Ends the script when all steps are done; not an Exception, which a script may catch."""
+
+
+def doctor(
+    script: Annotated[Path, typer.Argument(help="A training script.", metavar="SCRIPT")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="What the script itself takes; options of doctor stand before SCRIPT.", metavar="ARGS"),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(help=f"Stop the script after so many optimizer steps; the first {_WARM} are left out.", min=3),
+    ] = _STEPS,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if anything was found, for CI.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as JSON; what the script prints goes to stderr.")
+    ] = False,
+) -> None:
+    """Run a training script for some steps and find stray synchronisations: the line, how often, what they cost.
+
+    It also finds copies from memory that is not pinned, reductions over the wrong
+    dimension, steps that are bound by launches, and data loaders that are too slow.
+
+    [bold]Examples[/bold]
+
+      penstock doctor train.py
+
+      penstock doctor --steps 50 --json train.py --batch-size 64
+    """
+    _check_script(script)
+    from penstock.doctor import Watch
+
+    watching = Watch(steps, warm=_WARM, at_end=_enough)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        error = _run(script, arguments or [], watching)
+    if error is not None:
+        sys.stdout.flush()
+        typer.echo(_told(error, script), err=True)
+    _show(watching.report, error, as_json=as_json)
+    if isinstance(error, KeyboardInterrupt):
+        raise typer.Exit(_STOPPED)
+    if error is not None or (check and watching.report.findings):
+        raise typer.Exit(_RAISED)
+
+
+def _check_script(script: Path) -> None:
+    from penstock.errors import UsageError
+
+    if not script.exists():
+        raise UsageError(f"{script}: there is no such file; give the script that trains, as train.py")
+    if not script.is_file():
+        raise UsageError(f"{script}: this is a folder; give the script that trains, as {script / 'train.py'}")
+    try:
+        script.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"{script}: cannot be read: {error.strerror}") from error
+
+
+def _enough() -> None:
+    raise _EnoughError
+
+
+def _run(script: Path, arguments: list[str], watching: Watch) -> BaseException | None:
+    """Run a script as `python script` would, watched; return what ended it, if that was an error."""
+    try:
+        with _as_main(script, arguments), watching:
+            runpy.run_path(str(script), run_name="__main__")
+    except _EnoughError:
+        return None
+    except SystemExit as end:
+        return end if end.code else None
+    except (Exception, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
+    """Let a script find its arguments, and the modules beside it."""
+    words, folders = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = words, folders
+
+
+def _told(error: BaseException, script: Path) -> str:
+    """Return an error as Python tells it, from the script on, without the frames that watch."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Stopped by Ctrl-C."
+    if isinstance(error, SystemExit):
+        return f"{script} exited with {error.code}"
+    told = traceback.TracebackException.from_exception(error)
+    first = next((k for k, frame in enumerate(told.stack) if frame.filename == str(script)), len(told.stack))
+    own = str(Path(__file__).parent.parent / "doctor")
+    told.stack[:] = [frame for frame in told.stack[first:] if not frame.filename.startswith(own)]
+    return "".join(told.format()).rstrip()
+
+
+def _show(report: Report, error: BaseException | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    if as_json:
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        typer.echo(json.dumps({**report.to_dict(), "error": failure}, indent=2))
+        return
+    console = Console()
+    width = console.width if console.is_terminal else None
+    typer.echo("\n" + report.to_text(width=width, color=console.is_terminal and not console.no_color))

@@ -1,0 +1,91 @@
+"""Busy: how much of some steps the GPU works, read from torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Busy", "Profiling", "count_busy"]
+
+SHORT_SECONDS = 200e-6  # more than the host takes to launch a kernel, less than anything else that it does
+
+
+@dataclass(frozen=True)
+class Busy:
+    """What a GPU did, from the first kernel's start to the last one's end.
+
+    Attributes:
+        seconds: of the whole.
+        busy_seconds: of them, with at least one kernel or copy at work.
+        num_kernels: kernels and copies.
+        short_seconds: of the time with nothing at work, what passed in gaps so short that a launch explains them.
+    """
+
+    seconds: float
+    busy_seconds: float
+    num_kernels: int
+    short_seconds: float = 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds with nothing at work."""
+        return self.seconds - self.busy_seconds
+
+
+def count_busy(spans: Iterable[tuple[float, float]]) -> Busy | None:
+    """Return what the spans of kernels amount to; those of several streams may overlap.
+
+    >>> count_busy([(0.0, 1.0), (4.0, 5.0), (0.5, 2.0)])
+    Busy(seconds=5.0, busy_seconds=3.0, num_kernels=3, short_seconds=0.0)
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        return None
+    first = last = ordered[0][0]
+    busy = short = 0.0
+    for start, end in ordered:
+        if 0 < start - last <= SHORT_SECONDS:
+            short += start - last
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return Busy(last - first, busy, len(ordered), short)
+
+
+class Profiling:
+    """Records the kernels of the current GPU between a start and a stop; `reason` says why it could not."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self.reason = ""
+
+    def start(self) -> None:
+        """Begin, unless a profiler is at work already: there can be one only."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.reason = "a profiler is at work already"
+            return
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        try:
+            profile.start()
+        except RuntimeError as error:
+            self.reason = f"torch's profiler does not start: {str(error).splitlines()[0]}"
+            return
+        self._profile = profile
+
+    def stop(self) -> Busy | None:
+        """End, and return what was recorded; waits until the GPU has nothing left to do."""
+        if self._profile is None:
+            return None
+        self._profile.stop()
+        device = torch.cuda.current_device()
+        found = count_busy(
+            (event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in self._profile.events()
+            if event.device_type.name == "CUDA" and event.device_index == device and not event.is_user_annotation
+        )
+        self._profile = None
+        if found is None:
+            self.reason = "torch's profiler saw no kernel"
+        return found

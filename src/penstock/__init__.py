@@ -11,7 +11,7 @@ from penstock.planning.simulate import simulate
 from penstock.report.timeline import Timeline
 
 if TYPE_CHECKING:
-    from penstock import doctor, timing
+    from penstock import doctor, infer, timing
     from penstock.feeding.feed import feed
     from penstock.pipeline import Pipeline
 
@@ -26,6 +26,7 @@ __all__ = [
     "errors",
     "explain",
     "feed",
+    "infer",
     "schedules",
     "simulate",
     "timing",
@@ -44,7 +45,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a mo
         from penstock.feeding.feed import feed
 
         return feed
-    if name in ("doctor", "timing"):
+    if name in ("doctor", "infer", "timing"):
         from importlib import import_module
 
         return import_module(f"penstock.{name}")

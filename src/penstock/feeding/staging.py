@@ -164,7 +164,7 @@ def _is_ready(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the stride of a tensor without its gaps and repetitions: channels that come last stay last."""
-    return torch.empty_like(tensor, device="meta").stride()
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,212 @@
+"""Branches: which parts of a model's graph run side by side, on which stream each node, and who waits for whom.
+
+A branch is a path through the graph. The longest path gets the first stream. Of what is left the longest path gets a
+stream beside it, if it is long enough to be worth a fork and the whole is done sooner by a simulation of all streams;
+and so on. What lies on no such path (the keys and values of an attention, a mask) goes where it is used. Nodes are
+given to the GPU in the order of the model, so a stream's own order and the waits are all that holds them together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.errors import GraphError
+
+__all__ = ["MOST_BRANCHES", "Branches", "Work", "find_branches"]
+
+MOST_BRANCHES = 8
+_MOST_PATHS = 64  # that are tried, longest first
+_LEAST_KERNELS = 8  # on a path that gets a stream of its own: shorter ones cost more in waits than they save
+_LEAST_GAIN = 0.25  # of a path's time that must be saved
+_SWITCH_SECONDS = 2e-6  # from the end of a kernel to the start of one that waits for it on another stream
+
+
+@dataclass(frozen=True)
+class Work:
+    """One node.
+
+    Attributes:
+        name: of the node.
+        after: the nodes that must be done before, by their places.
+        seconds: what it takes, by estimate; 0 for what needs no kernel, such as a view.
+    """
+
+    name: str
+    after: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The stream of each node; all else follows.
+
+    >>> towers = [Work("a"), Work("b", (0,), 3e-6), Work("c", (), 5e-6), Work("d", (1, 2), 1e-6)]
+    >>> Branches(tuple(towers), (0, 0, 1, 0)).waits
+    ((), (), (), (2,))
+
+    Attributes:
+        nodes: in the order in which they are given to the GPU.
+        stream_of: for each node its stream, from 0.
+    """
+
+    nodes: tuple[Work, ...]
+    stream_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{node.name} comes after a node that is not before it"
+            for index, node in enumerate(self.nodes)
+            if any(not 0 <= before < index for before in node.after)
+        ]
+        if len(self.stream_of) != len(self.nodes):
+            faults.append(f"nodes: {len(self.nodes)}, but streams are said for {len(self.stream_of)}")
+        if set(self.stream_of) != set(range(max(self.stream_of, default=-1) + 1)):
+            faults.append(f"streams are not numbered from 0 without a gap: {sorted(set(self.stream_of))}")
+        if faults:
+            raise GraphError("; ".join(faults[:5]))
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams there are, at least one."""
+        return max(self.stream_of, default=0) + 1
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """The nodes that a node of another stream comes after."""
+        return frozenset(
+            before
+            for index, node in enumerate(self.nodes)
+            for before in node.after
+            if self.stream_of[before] != self.stream_of[index]
+        )
+
+    @cached_property
+    def waits(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the nodes of other streams to wait for: those that its stream is not behind already."""
+        seen = [[-1] * self.num_streams for _ in range(self.num_streams)]  # of each stream, how far it is behind others
+        seen_at: dict[int, tuple[int, ...]] = {}
+        found: list[tuple[int, ...]] = []
+        for index, node in enumerate(self.nodes):
+            stream, waits = self.stream_of[index], []
+            own = seen[stream]
+            for before in sorted(node.after, reverse=True):  # the latest first: the others may follow from it
+                if self.stream_of[before] != stream and own[self.stream_of[before]] < before:
+                    waits.append(before)
+                    own[:] = map(max, own, seen_at[before])
+            own[stream] = index
+            if index in self.crossing:
+                seen_at[index] = tuple(own)
+            found.append(tuple(waits))
+        return tuple(found)
+
+    @cached_property
+    def awaited(self) -> frozenset[int]:
+        """The nodes that are waited for."""
+        return frozenset(before for waits in self.waits for before in waits)
+
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """When each node is done, by estimate, if streams do not slow each other down."""
+        free = [0.0] + [_SWITCH_SECONDS] * (self.num_streams - 1)
+        found: list[float] = []
+        for node, stream in zip(self.nodes, self.stream_of, strict=True):
+            ready = [found[a] + _SWITCH_SECONDS * (self.stream_of[a] != stream) for a in node.after]
+            free[stream] = max([free[stream], *ready]) + node.seconds
+            found.append(free[stream])
+        return tuple(found)
+
+    @cached_property
+    def seconds(self) -> float:
+        """What all of it takes, by estimate."""
+        joined = [end + _SWITCH_SECONDS * (s > 0) for end, s in zip(self.ends, self.stream_of, strict=True)]
+        return max(joined, default=0.0)
+
+    @property
+    def total_seconds(self) -> float:
+        """What all of it takes one after the other, by estimate."""
+        return sum(node.seconds for node in self.nodes)
+
+    def to_text(self) -> str:
+        """Return a table: the nodes of each branch, the kernels among them, and their share of the work."""
+        lines = ["branch  nodes  kernels  share of the work"]
+        for stream in range(self.num_streams):
+            own = [node for node, at in zip(self.nodes, self.stream_of, strict=True) if at == stream]
+            share = sum(node.seconds for node in own) / self.total_seconds if self.total_seconds else 0.0
+            lines.append(f"{stream:<6}  {len(own):>5}  {sum(node.seconds > 0 for node in own):>7}  {share:>17.0%}")
+        return "\n".join(lines)
+
+
+def find_branches(nodes: Sequence[Work], *, most: int = MOST_BRANCHES) -> Branches:
+    """Return the branches of a graph.
+
+    Args:
+        nodes: in the order of the model, each after those that it needs.
+        most: streams; 1 puts all on one.
+    """
+    works = tuple(nodes)
+    found = Branches(works, (0,) * len(works))
+    if most == 1 or not works:
+        return found
+    paths = _long_paths(works)
+    chosen = dict.fromkeys(paths[0], 0) if paths else {}
+    for path in paths[1:]:
+        used = found.num_streams
+        trials = [chosen | dict.fromkeys(path, stream) for stream in range(1, min(used + 1, most))]
+        results = [Branches(works, _spread(works, trial)) for trial in trials]
+        # while another stream is the one that takes longest, it still counts that nodes are done sooner
+        best = min(range(len(trials)), key=lambda at: (results[at].seconds, sum(results[at].ends)))
+        if found.seconds - results[best].seconds >= _LEAST_GAIN * sum(works[index].seconds for index in path):
+            found, chosen = results[best], trials[best]
+    return found
+
+
+def _long_paths(nodes: Sequence[Work]) -> list[list[int]]:
+    """Return paths through the graph that have no node in common, longest first, as far as they are worth a fork."""
+    is_left = [True] * len(nodes)
+    paths: list[list[int]] = []
+    while len(paths) < _MOST_PATHS:
+        path = _longest(nodes, is_left)
+        if sum(nodes[index].seconds > 0 for index in path) < _LEAST_KERNELS:
+            break
+        for index in path:
+            is_left[index] = False
+        paths.append(path)
+    return paths
+
+
+def _longest(nodes: Sequence[Work], is_left: Sequence[bool]) -> list[int]:
+    """Return the path that takes longest through what is left."""
+    length = [0.0] * len(nodes)
+    came_from: list[int | None] = [None] * len(nodes)
+    for index, node in enumerate(nodes):
+        if is_left[index]:
+            before = max((a for a in node.after if is_left[a]), key=length.__getitem__, default=None)
+            came_from[index] = before
+            length[index] = node.seconds + (0.0 if before is None else length[before])
+    at: int | None = max((i for i in range(len(nodes)) if is_left[i]), key=length.__getitem__, default=None)
+    path: list[int] = []
+    while at is not None:
+        path.append(at)
+        at = came_from[at]
+    return path[::-1]
+
+
+def _spread(nodes: Sequence[Work], chosen: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the stream of every node: those that lie on no path go where they are used, or else were made."""
+    stream_of: list[int | None] = [chosen.get(index) for index in range(len(nodes))]
+    users: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for before in node.after:
+            users[before].append(index)
+    for index in reversed(range(len(nodes))):
+        if stream_of[index] is None:
+            wanted = Counter(stream for user in users[index] if (stream := stream_of[user]) is not None)
+            stream_of[index] = min(wanted, key=lambda s: (-wanted[s], s), default=None)
+    found: list[int] = []
+    for index, node in enumerate(nodes):
+        known = stream_of[index]
+        found.append(known if known is not None else found[max(node.after)] if node.after else 0)
+    return tuple(found)

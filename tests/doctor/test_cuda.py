@@ -257,6 +257,7 @@ def test_large_kernels_are_not():
     assert report.step_ms > 1
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_profiler_of_the_script_s_own_goes_before():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         report = report_of(item, 12)

@@ -66,7 +66,7 @@ class Profiling:
         if torch.autograd.profiler._is_profiler_enabled:
             self.reason = "a profiler is at work already"
             return
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
         try:
             profile.start()
         except RuntimeError as error:

@@ -153,19 +153,23 @@ class SyncWarnings:
         if self._is_on:
             self._insist()
             return
+        self._mode_before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that this is a prototype, which may be an error to a script
+            torch.cuda.set_sync_debug_mode("warn")
         self._is_on = True
         self._show_before = warnings.showwarning
         warnings.showwarning = self._show
         self._insist()
-        self._mode_before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
 
     def stop(self) -> None:
         """Leave things as they were. Does nothing where they are."""
         if not self._is_on:
             return
         self._is_on = False
-        torch.cuda.set_sync_debug_mode(self._mode_before)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(self._mode_before)
         self._forget()
         if warnings.showwarning == self._show:  # unless the script has put its own there since
             warnings.showwarning = self._show_before

@@ -191,6 +191,8 @@ class Capture:
 
     def open(self, step: Step) -> tuple[Step, Doing]:
         """Begin: return a step whose inputs are slots, and what to do."""
+        if self.stream is not None and self._streams is not None:
+            self.stream.wait_stream(self._streams.compute)
         if self._ends is not None:
             self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
         names = {feed.given for run in self._stages.values() for feed in run.feeds if feed.given}
@@ -215,6 +217,9 @@ class Capture:
 
     def close(self) -> None:
         """End: the tape is ready if all was captured."""
+        if self.stream is not None and self._streams is not None:  # slots were made there
+            self._streams.compute.wait_stream(self.stream)
+            self._streams.copies.wait_stream(self.stream)
         self._step = None
 
     def finish(self) -> Tape:

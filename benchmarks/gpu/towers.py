@@ -1,6 +1,6 @@
 """Two towers as in CLIP, for inference: eager, eager on two streams, one CUDA graph, and ours with parallel branches.
 
-In bf16: an image tower of 12 × 768 on patches of 16 × 16 of a 224 × 224 image, a text tower of 12 × 512 on 77 words.
+In bf16: an image tower of 12 × 768 on patches of 32 × 32 of a 224 × 224 image, a text tower of 12 × 512 on 77 words.
 Each contender is called with data that is on the GPU, and its results must be those of eager, by norm.
 """
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Images(nn.Module):
-    def __init__(self, depth: int = 12, width: int = 768, size: int = 224, patch: int = 16, out: int = 512) -> None:
+    def __init__(self, depth: int = 12, width: int = 768, size: int = 224, patch: int = 32, out: int = 512) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch, bias=False)
         self.first = nn.Parameter(torch.randn(width) * 0.02)

@@ -22,9 +22,27 @@ __all__ = ["Staging", "is_plain", "mark", "pinned"]
 
 Ready = tuple[torch.device, Event]
 
+_MOST_PLANS = 64
 _NUM_SLOTS = 2  # one is filled while the other is copied from
 _ALIGNMENT = 64  # bytes: any type of number may begin at a multiple
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is done with all items whose tensors have the same shapes.
+
+    Attributes:
+        devices: where each goes; None for those that stay.
+        is_direct: which lie in pinned memory of the loader's own.
+        places: for each that is staged its place in a slot: offset, bytes, type, shape and stride; None for others.
+        num_bytes: of a slot.
+    """
+
+    devices: list[torch.device | None]
+    is_direct: list[bool]
+    places: list[tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]] | None]
+    num_bytes: int
 
 
 @dataclass
@@ -33,16 +51,20 @@ class _Slot:
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     copied: list[Event] = field(default_factory=list)
+    _rooms: tuple[_Plan, list[torch.Tensor | None]] | None = None  # of the last plan: mostly it is the next one too
 
-    def reserve(self, num_bytes: int) -> None:
-        """Have so much memory at least."""
-        if len(self.memory) < num_bytes:
-            self.memory = pinned(1 << (num_bytes - 1).bit_length())  # torch takes powers of two anyhow
+    def rooms(self, plan: _Plan) -> list[torch.Tensor | None]:
+        """Return memory for each tensor that is staged."""
+        if self._rooms is None or self._rooms[0] is not plan or len(self.memory) < plan.num_bytes:
+            if len(self.memory) < plan.num_bytes:
+                self.memory = pinned(1 << (plan.num_bytes - 1).bit_length())  # torch takes powers of two anyhow
+            self._rooms = plan, [None if place is None else self._room(*place) for place in plan.places]
+        return self._rooms[1]
 
-    def put(self, tensor: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
-        """Copy a tensor to a place in the memory; return it as it is there."""
-        there = self.memory[offset : offset + _num_bytes(tensor)].view(tensor.dtype).as_strided(tensor.shape, stride)
-        return there.copy_(tensor.detach())
+    def _room(
+        self, offset: int, num_bytes: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        return self.memory[offset : offset + num_bytes].view(dtype).as_strided(shape, stride)
 
 
 @dataclass
@@ -74,6 +96,7 @@ class Staging:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
         self._direct: list[Ready] = []
+        self._plans: dict[object, _Plan] = {}
         self.clear()
 
     @property
@@ -92,21 +115,25 @@ class Staging:
         for event in slot.copied:
             event.synchronize()
         slot.copied = []
-        where = [device if _can_move(tensor) else None for tensor, device in zip(tensors, devices, strict=True)]
-        strides = [_dense_stride(t) if d is not None else () for t, d in zip(tensors, where, strict=True)]
-        pairs = list(zip(tensors, strides, strict=True))
-        is_direct = [d is not None and _is_ready(*pair) for d, pair in zip(where, pairs, strict=True)]
-        found, offset = list(tensors), 0
-        sizes = [
-            0 if device is None or direct else -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
-            for tensor, device, direct in zip(tensors, where, is_direct, strict=True)
+        plan = self._plan(tensors, devices)
+        found = [
+            tensor if room is None else room.copy_(tensor.detach())
+            for tensor, room in zip(tensors, slot.rooms(plan), strict=True)
         ]
-        slot.reserve(sum(sizes))
-        for at, (tensor, stride) in enumerate(pairs):
-            if where[at] is not None and not is_direct[at]:
-                found[at] = slot.put(tensor, stride, offset)
-                offset += sizes[at]
-        return Staged(found, where, [tensor.requires_grad for tensor in tensors], slot, any(is_direct))
+        return Staged(found, plan.devices, [tensor.requires_grad for tensor in tensors], slot, any(plan.is_direct))
+
+    def _plan(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | None]) -> _Plan:
+        """Return what to do with tensors; of those that are like others before, the same."""
+        signs = [
+            (t.shape, t.stride(), t.dtype, t.is_pinned(), t.is_conj(), t.is_neg()) if _can_move(t) else None
+            for t in tensors
+        ]
+        key = (tuple(signs), tuple(devices))
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = _plan_of(tensors, devices)
+        return self._plans[key]
 
     def send(self, staged: Staged) -> tuple[list[torch.Tensor], list[Ready]]:
         """Queue the copies; return where the tensors will be, and for each GPU the event behind its copies."""
@@ -117,7 +144,8 @@ class Staging:
                 continue
             with torch.cuda.stream(stream):
                 for at in mine:
-                    found[at] = _copied(staged.tensors[at], device).requires_grad_(staged.wants[at])
+                    copied = _copied(staged.tensors[at], device)
+                    found[at] = copied.requires_grad_() if staged.wants[at] else copied
             ready.append((device, mark(stream)))
         staged.slot.copied = [event for _, event in ready]
         self._direct = list(ready) if staged.has_direct else []
@@ -128,6 +156,20 @@ class Staging:
         for _, event in self._direct:
             event.synchronize()
         self._direct = []
+
+
+def _plan_of(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | None]) -> _Plan:
+    where = [device if _can_move(tensor) else None for tensor, device in zip(tensors, devices, strict=True)]
+    strides = [_dense_stride(t) if d is not None else () for t, d in zip(tensors, where, strict=True)]
+    is_direct = [d is not None and _is_ready(t, s) for t, d, s in zip(tensors, where, strides, strict=True)]
+    places: list[tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]] | None] = [None] * len(tensors)
+    offset = 0
+    for at, (tensor, stride) in enumerate(zip(tensors, strides, strict=True)):
+        if where[at] is not None and not is_direct[at]:
+            size = _num_bytes(tensor)
+            places[at] = (offset, size, tensor.dtype, tensor.shape, stride)
+            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return _Plan(where, is_direct, places, offset)
 
 
 def mark(stream: torch.cuda.Stream) -> Event:

@@ -83,7 +83,7 @@ class GraphSteps:
             return "deferred batch norm collects statistics outside the graph"
         return ""
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let go of all graphs, and of their memory: a pool that no graph uses any more cannot be used again."""
         self._tapes.clear()
         self._makers.clear()
@@ -91,7 +91,7 @@ class GraphSteps:
 
     def _give_up(self, why: str) -> None:
         self.is_on = False
-        self._forget()
+        self.forget()
         if self._wanted is True:
             raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly then")
         warnings.warn(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start", stacklevel=4)
@@ -103,7 +103,7 @@ class GraphSteps:
             return
         ground = self._look()
         if ground != self._ground:
-            self._forget()
+            self.forget()
             self._ground = ground
         key = _signature(step)
         if key not in self._tapes and key in self._seen and len(self._tapes) < _MOST_SHAPES:

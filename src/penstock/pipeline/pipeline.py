@@ -379,6 +379,7 @@ class Pipeline:
         """Stop the lanes; a pipeline that is left alone does so by itself."""
         self._is_closed = True
         self._company.close()
+        self._graphs.forget()
 
     def __enter__(self) -> Pipeline:
         return self

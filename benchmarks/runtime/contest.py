@@ -300,11 +300,13 @@ class _Worker:
         return self.job.case.lanes if self.world == 1 else 1
 
     def _predict(self) -> float:
-        from ours import predict
+        from ours import hand_over_seconds, predict
 
         task = make(self.job.case)
         self._meet()
-        return predict(self.job.case, task)
+        seconds = self._gather(hand_over_seconds(self.contenders["ours"].pipe, task))[0]
+        self._meet()
+        return predict(self.job.case, task, seconds)
 
     def _time(self, name: str) -> tuple[float, float]:
         """Return seconds of a step, from a start that all agree on to when the last is done; and CPU seconds of all."""

@@ -66,3 +66,10 @@ def test_the_host_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
     metrics.flush()
     assert told == [(2, {"loss": 0.5}), (4, {"loss": 2.5}), (6, {"loss": 4.5})]
+
+
+def test_whole_numbers_do_not_overflow():
+    metrics = penstock.Metrics(every=2)
+    for _ in range(2):
+        metrics.add(small=torch.tensor(200, dtype=torch.uint8), large=torch.tensor(2**31 - 1, dtype=torch.int32))
+    assert metrics.latest == {"small": 200.0, "large": float(2**31 - 1)}

@@ -60,7 +60,7 @@ class Metrics:
                     f"{name}: a metric is one number a step; given: a tensor of shape {tuple(value.shape)}"
                 )
             if isinstance(value, torch.Tensor):
-                value = value.reshape(()).double() if value.is_floating_point() else value.reshape(())
+                value = value.reshape(()).double()
             before = self._sums.get(name)
             self._sums[name] = value + 0 if before is None else before + value  # never the caller's own tensor
             self._counts[name] = self._counts.get(name, 0) + 1

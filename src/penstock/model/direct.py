@@ -58,6 +58,7 @@ class _Between:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
         self.tensors, self.template = flatten((args, dict(kwargs)), apart=apart)
         self.count = len(self.tensors)
+        self.is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         self.is_changed = [False] * self.count
 
     def cut(self) -> None:
@@ -118,6 +119,7 @@ class Direct:
                     result = shell.get_submodule(path)(*args, **kwargs)
                     place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
                     place = _Between(*self._next(result))
+                    place.is_plain &= isinstance(result, torch.Tensor)  # a tuple of one is taken apart
                     place.cut()
                     places.append(place)
         finally:
@@ -228,14 +230,17 @@ class DirectProgram:
             if tensor is not None
         ]
         self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
-        self._is_plain_behind = [places[index + 1].count == 1 for index in nodes]
+        # one positional argument, as nn.Sequential hands on
+        self._is_plain_behind = [places[index + 1].is_plain for index in nodes]
+        self._is_plain_first = self._place.is_plain
 
     def compile(self) -> None:
         """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
         grouped: list[list[nn.Module]] = [[]]
         for module, is_plain in zip(self._modules, self._is_plain_behind, strict=True):
             grouped[-1].append(module)
-            if not is_plain or len(grouped[-1]) == _AT_ONCE:
+            is_alone = not self._is_plain_first and len(grouped) == 1
+            if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
                 grouped.append([])
         wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped if group]
         self._modules = [torch.compile(whole, dynamic=False) for whole in wholes]  # type: ignore[misc]

@@ -23,7 +23,7 @@ from penstock.runtime.step import Step
 if TYPE_CHECKING:
     from penstock.decide import Progress
 
-__all__ = ["GraphSteps", "Wanted"]
+__all__ = ["GraphSteps", "Wanted", "trained"]
 
 
 class Run(Protocol):
@@ -37,7 +37,7 @@ class Run(Protocol):
 Wanted = bool | Literal["auto"]
 
 _MOST_SHAPES = 8  # of batches that graphs are kept for; others run eagerly
-_COMPUTE = frozenset("FBIW")
+_COMPUTE = frozenset({"F", "B", "I", "W", "RECOMPUTE"})
 
 
 class GraphSteps:
@@ -85,9 +85,12 @@ class GraphSteps:
 
     def forget(self) -> None:
         """Let go of all graphs, and of their memory: a pool that no graph uses any more cannot be used again."""
+        for tape in (tape for tapes in self._tapes.values() for tape in tapes.values()):
+            tape.forget()
         self._tapes.clear()
         self._makers.clear()
         self._seen.clear()
+        self._gradients = _Gradients()  # what was frozen wants none any more
 
     def _give_up(self, why: str) -> None:
         self.is_on = False
@@ -101,17 +104,18 @@ class GraphSteps:
         if not self.is_on or step.measures_memory or not all(step.scales):
             run(step, is_recorded=True)
             return
-        ground = self._look()
-        if ground != self._ground:
+        ground, key = self._look(), _signature(step)
+        # lanes of several processes capture together or not at all
+        told = self._company.agree(step, "ground", [ground != self._ground, key in self._seen])
+        if any(has_changed for has_changed, _ in told):
             self.forget()
             self._ground = ground
-        key = _signature(step)
-        if key not in self._tapes and key in self._seen and len(self._tapes) < _MOST_SHAPES:
+        elif key not in self._tapes and all(is_seen for _, is_seen in told) and len(self._tapes) < _MOST_SHAPES:
             self._capture(step, key, run)
         tapes = self._tapes.get(key)
         if tapes is None:
-            self._seen.add(key)
             run(step, is_recorded=True)
+            self._seen.add(key)  # not before: a step that failed has warmed up nothing
             self._gradients.note(self._parameters())
             return
         self._gradients.prepare()
@@ -128,7 +132,7 @@ class GraphSteps:
 
     def _capture(self, step: Step, key: object, run: Run) -> None:
         """Capture what a step like this one does; nothing of it is computed."""
-        told = [why for why in self._company.gather(self._changed_by_hand()) if why]
+        told = [why for why in self._company.agree(step, "by hand", self._changed_by_hand()) if why]
         if told:
             self._give_up(told[0])
             return
@@ -144,19 +148,33 @@ class GraphSteps:
 
         captures = {e.lane: Capture(e, self._maker(e.lane), tell) for e in executors}
         self._gradients.prepare()
+        held = [run.stage.held for executor in executors for run in executor.stages.values()]
+        before = [(own, name, own.get(name)) for own in held for name in own]
+        gradients = [(parameter, parameter.grad) for parameter in self._parameters()]
+        trial, is_captured, why = replace(step, tapes=captures, losses={}), False, ""
         try:
             with _no_collection(), _no_word_of_streams():
-                run(replace(step, tapes=captures, losses={}), is_recorded=False)
-        except LaneError as error:
-            self._give_up(str(error))
-        else:
+                run(trial, is_recorded=False)
             if self._look() != self._ground:
-                self._give_up("the model puts new tensors in the place of buffers or parameters")
+                why = "the model puts new tensors in the place of buffers or parameters"
             elif strays := self._gradients.strays(self._parameters()):
-                self._give_up(f"{strays} parameters have a gradient that they had not before")
-            else:
-                self._tapes[key] = {lane: capture.finish() for lane, capture in captures.items()}
-        step.number += 1
+                why = f"{strays} parameters have a gradient that they had not before"
+            told = [why for why in self._company.agree(trial, "captured", why) if why]
+            why, is_captured = told[0] if told else "", not told
+        except LaneError as error:
+            why = str(error)
+        finally:
+            step.number = trial.number + 1
+            if not is_captured:  # nothing of it was computed, so nothing of it may stay
+                for own, name, tensor in before:
+                    if own.get(name) is not tensor:
+                        own.set(name, tensor)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+        if is_captured:
+            self._tapes[key] = {lane: capture.finish() for lane, capture in captures.items()}
+        else:
+            self._give_up(why)
 
     def _maker(self, lane: int) -> Maker:
         if lane not in self._makers:
@@ -174,6 +192,16 @@ class GraphSteps:
         if any(run.draws_on_host for run in runs):
             return "the model draws random numbers on the host"
         return ""
+
+
+def trained(parameters: Callable[[], Iterator[nn.Parameter]], loss: object) -> Callable[[], Iterator[nn.Parameter]]:
+    """Return what yields all parameters that a step may give a gradient: a loss may have some of its own."""
+
+    def everything() -> Iterator[nn.Parameter]:
+        yield from parameters()
+        yield from loss.parameters() if isinstance(loss, nn.Module) else ()
+
+    return everything
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -195,7 +223,7 @@ class _Gradients:
 
     def note(self, parameters: Iterator[nn.Parameter]) -> None:
         """Note after an eager step which parameters got a gradient."""
-        self._wanting |= {id(p): p for p in parameters if p.grad is not None}
+        self._wanting |= {id(p): p for p in parameters if p.grad is not None and p.requires_grad}
 
     @torch.no_grad()
     def prepare(self) -> None:

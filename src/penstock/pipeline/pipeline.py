@@ -17,7 +17,7 @@ from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import check_seconds, check_words
-from penstock.pipeline.graphs import GraphSteps, Wanted
+from penstock.pipeline.graphs import GraphSteps, Wanted, trained
 from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
@@ -163,7 +163,7 @@ class Pipeline:
             is_compiled=compile,
         )
         self._graphs = GraphSteps(
-            graphs, self._setup, self._company, parameters=self._weights.parameters, progress=progress
+            graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
         self._number, self._is_closed = 0, False
@@ -256,6 +256,7 @@ class Pipeline:
 
         self._number += 1
         step = Step(self._number, ready.batch, mode, finish, ready.targets, shares)
+        step.measures_memory = self._recording is not None and self._recording.measures_memory
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         return step
@@ -265,7 +266,6 @@ class Pipeline:
         recording = self._recording if is_recorded else None
         spans = None
         if recording is not None:
-            step.measures_memory = recording.measures_memory
             spans = recording.begin(step, self._setup.lowered(step.mode.is_training), executors)
         try:
             self._company.run(executors, step, spans)

@@ -305,7 +305,9 @@ class Weights:
             total = torch.linalg.vector_norm(torch.tensor(self._company.gather(float(own)), dtype=own.dtype), norm_type)
         # as torch does, a norm that is not a number shows in all gradients
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-        scale_on = {device: scale.to(device, non_blocking=True) for device in {g.device for g in gradients}}
+        scale_on = {
+            device: scale.to(device, non_blocking=device.type == "cuda") for device in {g.device for g in gradients}
+        }
         for gradient in gradients:
             gradient.mul_(scale_on[gradient.device].to(gradient.dtype))
         return total
@@ -323,7 +325,7 @@ class Weights:
                 norm = torch.linalg.vector_norm(
                     gradient, norm_type, dtype=torch.float32 if is_narrow else None
                 ).double()
-                norms.append(norm if not norms else norm.to(norms[0].device, non_blocking=True))
+                norms.append(norm if not norms else norm.to(norms[0].device, non_blocking=norms[0].is_cuda))
         return norms
 
     @property

@@ -53,7 +53,7 @@ def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever
     tensors, template = flatten(thing, apart=True)
     if all(tensor.device == device for tensor in tensors):
         return thing
-    return rebuild(template, [tensor.to(device, non_blocking=True) for tensor in tensors])
+    return rebuild(template, [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors])
 
 
 def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:

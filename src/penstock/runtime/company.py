@@ -73,6 +73,10 @@ class Company(Protocol):
         """Return what each process gave, in the order of their lanes."""
         ...
 
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave under a name in a step; raises when one refuses the step, or fails."""
+        ...
+
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
         """Return what each of some lanes gave, in order; called by all of them under the same number."""
         ...
@@ -129,6 +133,10 @@ class LocalCompany:
         return choose()
 
     def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what this process gave."""
+        return [thing]
+
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401, ARG002 - whatever JSON can hold
         """Return what this process gave."""
         return [thing]
 

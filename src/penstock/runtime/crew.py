@@ -67,8 +67,7 @@ class Crew:
         self.boxes.reset()
         if self.num_lanes == 1:  # there is nobody to work beside: the caller does it, and nothing is handed over
             executors[0].transport = self.transports[0]
-            with torch.enable_grad():
-                executors[0].run(step, None if spans is None else spans[0])
+            executors[0].run(step, None if spans is None else spans[0])
             return
         if not self._threads:
             self._start()

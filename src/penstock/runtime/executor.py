@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from penstock.errors import LaneError
 from penstock.model.source import line_of
@@ -30,6 +32,13 @@ Stamp = int | Event  # nanoseconds, or on a GPU an event that will know them
 Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
 
+@contextmanager
+def _alone(kind: str) -> Iterator[None]:
+    """Run as in a thread of one's own: what is around the user's call is not around backwards too."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+        yield
+
+
 class Executor:
     """One lane.
 
@@ -51,6 +60,7 @@ class Executor:
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
         self.versions, self.streams = versions, streams
         self._row = board_row
+        self._kind = next(iter(stages.values())).device.type
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
         self._recomputing = {stage for stage, _ in program.recomputed}
         self.doing: Doing = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
@@ -78,7 +88,10 @@ class Executor:
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
-            with _NOTHING if self.streams is None else self.streams.running(None if tape is None else tape.stream):
+            with (
+                _alone(self._kind),
+                _NOTHING if self.streams is None else self.streams.running(None if tape is None else tape.stream),
+            ):
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
                 self._run(doing, self._step, spans)
                 for run in self.stages.values():

@@ -157,6 +157,10 @@ class Tape:
         """End a step: let go of it."""
         self.step = None
 
+    def forget(self) -> None:
+        """Let the graphs go, which know who captured them, who knows this."""
+        self._doing.clear()
+
 
 class Capture:
     """Makes the tape of one lane, while its executor runs its program once.

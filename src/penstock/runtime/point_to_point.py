@@ -51,8 +51,9 @@ class PointToPoint:
         work = dist.isend(room, dst=to_lane, group=self._group, tag=tag)
         self._on_way.append((work, room))
         while len(self._on_way) > _MOST_ON_WAY:  # their memory is free when they have been received
-            oldest, _ = self._on_way.popleft()
-            oldest.wait()
+            oldest, room = self._on_way.popleft()
+            oldest.wait()  # of NCCL: this thread's stream does, and not the host
+            _in_use_here(room)
 
     def _as_one(self, description: Description, values: Sequence[Any]) -> torch.Tensor:
         """Return all values as one stretch of bytes; one tensor that lies so already is sent as it lies."""
@@ -64,9 +65,17 @@ class PointToPoint:
         is_staged = self._room.type == "cpu" and self._device.type == "cuda"
         room = torch.empty(description.num_bytes, dtype=torch.uint8, device=self._room, pin_memory=is_staged)
         description.write(values, room)
+        for tensor in tensors:
+            _in_use_here(tensor)
         return room
 
     def post(self, from_lane: int, tag: int, num_bytes: int) -> tuple[Any, torch.Tensor]:
         """Begin to receive a message that is on its way."""
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self._room)
         return dist.irecv(room, src=from_lane, group=self._group, tag=tag), room
+
+
+def _in_use_here(tensor: torch.Tensor) -> None:
+    """Keep memory of a lane's own stream until this thread's stream has come this far."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

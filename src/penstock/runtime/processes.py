@@ -88,13 +88,27 @@ class ProcessCompany:
         """Run this lane's part of a step; when one lane fails, all raise."""
         (executor,) = executors
         self._executor = executor
+        self._go_on(step)
+        with self._telling(), joined(self.streams.values()):
+            self._transport.check()
+            executor.run(step, None if spans is None else spans[0])
+
+    def _go_on(self, step: Step) -> None:
         if self._has_failed:  # lanes may have stopped in different steps: go on from the latest
             self._transport.recover()
             step.number = max(self.gather(step.number))
             self._has_failed = False
-        with self._telling(), joined(self.streams.values()):
+
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave before, or in, a step; who refuses the step, or fails, is heard of."""
+        self._go_on(step)
+        with self._telling():
+            self._transport.start(step.number, sum(step.batch.sizes))
             self._transport.check()
-            executor.run(step, None if spans is None else spans[0])
+            name = f"{what} {step.number}"
+            for other in self._links.peers:
+                self._transport.tell(other, name, thing)
+            return [thing if lane == self.lane else self._transport.hear(lane, name) for lane in range(self.num_lanes)]
 
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the others that this process does not begin a step."""

@@ -330,7 +330,7 @@ def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
     if step.seeds is None:
         if step.factor is None:
             return torch.full_like(loss, step.scales[mb])
-        return (step.factor * step.scales[mb]).to(loss.device, loss.dtype, non_blocking=True)
+        return (step.factor * step.scales[mb]).to(loss.device, loss.dtype, non_blocking=loss.is_cuda)
     return step.seeds[mb].to(loss.dtype)
 
 
@@ -346,7 +346,7 @@ def _cut_off(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tenso
         return value
     leaf = value.detach()
     if leaf.device != device:
-        leaf = leaf.to(device, non_blocking=True)
+        leaf = leaf.to(device, non_blocking=device.type == "cuda")
     return leaf.requires_grad_(value.requires_grad)
 
 

@@ -39,8 +39,10 @@ class Streams:
         self.compute = compute or _stream(device)
         self.copies = _stream(device)
         self.is_shared = compute is not None
+        self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self.begun, self.ended = self.event(), self.event()
+        self.callers: dict[torch.device, Event] = {}  # behind what the caller's own streams had been given
         self._base, self._base_ns = self.event(is_timed=True), 0
 
     def event(self, *, is_timed: bool = False) -> Event:
@@ -55,7 +57,11 @@ class Streams:
 
     def capture_stream(self) -> torch.cuda.Stream | None:
         """Return the stream to capture on, where that cannot be the one that other lanes compute on too."""
-        return _stream(self.device) if self.is_shared else None
+        if (
+            self.is_shared and self._capturing is None
+        ):  # one for all: torch has but 32 streams, and gives them out again
+            self._capturing = _stream(self.device)
+        return self._capturing
 
     def mark(self) -> Event:
         """Return an event behind all that the lane has been given to do so far."""
@@ -75,7 +81,9 @@ class Streams:
         now = torch.cuda.current_stream(self.device)
         if ready is None and all(value.device == self.device for value in values if isinstance(value, torch.Tensor)):
             # they are there, and whoever made them has been waited for: a copy needs no stream of its own
-            return [value if room is None else room.copy_(value) for value, room in zip(values, rooms, strict=True)]
+            return [
+                value if room is None else room.copy_(value.detach()) for value, room in zip(values, rooms, strict=True)
+            ]
         with torch.cuda.stream(self.copies):
             if ready is not None:
                 self.copies.wait_event(ready)
@@ -91,8 +99,11 @@ class Streams:
         with ExitStack() as around:
             if value.is_cuda and value.device != self.device:  # torch copies on a stream of the source's device
                 side = self._side(value.device)
-                if ready is not None:
-                    side.wait_event(ready)
+                made = self.callers.get(value.device) if ready is None else ready
+                if made is not None:
+                    side.wait_event(made)
+                if ready is None:  # the caller's own memory, which may be freed as soon as the step returns
+                    value.record_stream(side)
                 around.enter_context(torch.cuda.stream(side))
             copied.copy_(value.detach(), non_blocking=True)
         if is_new:
@@ -133,6 +144,7 @@ def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, i
         return streams.bring(values, ready, into)
     if ready is not None:  # from a GPU to a lane of the CPU
         ready.synchronize()
+        values = [_on_host(value) for value in values]
     if into is None:
         return values
     found: list[Any] = []
@@ -142,6 +154,10 @@ def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, i
         else:
             found.append(room.detach().copy_(value.detach()).requires_grad_(value.requires_grad))
     return found
+
+
+def _on_host(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+    return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -207,10 +223,12 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     round, without a word to the allocator.
     """
     everyone = list(streams)
+    begun = {own.device: torch.cuda.current_stream(own.device).record_event(own.begun) for own in everyone}
     for own in everyone:
-        now = torch.cuda.current_stream(own.device).record_event(own.begun)
+        now, own.callers = begun[own.device], begun
         own.compute.wait_event(now)
         own.copies.wait_event(now)
+        own.copies.wait_event(own.ended)  # the step before, which another of the caller's streams may have asked for
     try:
         yield
     finally:

@@ -258,6 +258,19 @@ def test_hooks_of_parameters_are_not_left_out():
     assert len(calls) > count
 
 
+def test_hooks_that_come_after_the_capture_are_called():
+    model, calls = model_of(), []
+    x, target = data(0)
+    with pipeline(model) as pipe:
+        for _ in range(3):
+            pipe.step(x, target)
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+        pipe.step(x, target)
+        with pytest.warns(UserWarning, match="hooks"):
+            pipe.step(x, target)
+    assert len(calls) == 8  # micro-batches of two steps
+
+
 def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch, device):
     class Refusing(CpuGraphs):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

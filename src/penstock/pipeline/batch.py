@@ -83,7 +83,7 @@ class BatchReader:
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
         shares = self._shares(batch, call.batch_size, targets, sizes, groups)
-        if key is not None and not self._left_to_watch:
+        if key is not None and (not self._left_to_watch or len(sizes) == 1):  # one alone counts as it counts
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = (list(sizes), shares)

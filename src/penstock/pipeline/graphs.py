@@ -36,6 +36,7 @@ class Run(Protocol):
 
 Wanted = bool | Literal["auto"]
 
+_MOST_SEEN = 256
 _MOST_SHAPES = 8  # of batches that graphs are kept for; others run eagerly
 _COMPUTE = frozenset({"F", "B", "I", "W", "RECOMPUTE"})
 
@@ -45,7 +46,7 @@ class GraphSteps:
 
     The first step with a batch of some shape runs eagerly, and warms up what a capture may not do for the first time;
     the second is captured and replayed, and those after it are replayed. What a captured graph relies on is looked at
-    before each replay: where parameters moved, were frozen or thawed, all is captured anew.
+    before each replay: where parameters moved, were frozen or thawed, or got hooks, all is captured anew.
 
     Args:
         wanted: True, False, or "auto": where they can be.
@@ -65,7 +66,7 @@ class GraphSteps:
         self._tapes: dict[object, dict[int, Tape]] = {}
         self._seen: set[object] = set()
         self._gradients = _Gradients()
-        self._ground: list[tuple[int, bool]] = []
+        self._ground: list[tuple[int, bool, bool]] = []
         on_gpu = all(map(has_graphs, setup.devices))
         if wanted is True and not on_gpu:
             raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or give devices=")
@@ -115,6 +116,8 @@ class GraphSteps:
         tapes = self._tapes.get(key)
         if tapes is None:
             run(step, is_recorded=True)
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
             self._seen.add(key)  # not before: a step that failed has warmed up nothing
             self._gradients.note(self._parameters())
             return
@@ -122,10 +125,14 @@ class GraphSteps:
         step.tapes = tapes
         run(step, is_recorded=True)
 
-    def _look(self) -> list[tuple[int, bool]]:
+    def _look(self) -> list[tuple[int, bool, bool]]:
         """Return what a captured graph relies on."""
         stages = [run.stage for executor in self._executors() for run in executor.stages.values()]
-        return [(t.data_ptr(), t.requires_grad) for stage in stages for t in stage.held.tensors()]
+        return [
+            (t.data_ptr(), t.requires_grad, bool(t._backward_hooks or t._post_accumulate_grad_hooks))
+            for stage in stages
+            for t in stage.held.tensors()
+        ]
 
     def _executors(self) -> Sequence[Executor]:
         return self._setup.executors(training=True, has_backward=True)

@@ -210,7 +210,6 @@ def test_autocast():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(_where["device"])
     x, target = (tensor.float() for tensor in data(0))
-    kind = torch.device(_where["device"]).type
 
     def gradients(graphs):
         own = copy.deepcopy(model)
@@ -220,7 +219,6 @@ def test_autocast():
                 pipe.step(x, target)
         return [p.grad for p in own.parameters()]
 
-    assert kind in ("cpu", "cuda")
     for ours, eager in zip(gradients(True), gradients(False), strict=True):
         assert (ours - eager).norm() <= 1e-3 * eager.norm()
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from penstock.errors import PenstockError, UsageError
 from penstock.infer.branches import MOST_BRANCHES
-from penstock.infer.places import check_device, has_graphs
 from penstock.infer.program import Form, Program, quick_name
 from penstock.infer.replay import Replay
 from penstock.infer.shapes import Shapes
@@ -22,7 +21,8 @@ from penstock.model.example import read_example
 from penstock.model.modes import in_mode
 from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
-from penstock.runtime.graphs import CudaGraphs, Maker
+from penstock.runtime.devices import check_device, has_graphs
+from penstock.runtime.graphs import Maker, make_graphs
 
 __all__ = ["Graph", "Plain"]
 
@@ -252,11 +252,6 @@ class Plain:
         """Return what the model returns."""
         with self._lock, torch.no_grad(), in_mode(self.model, training=False):
             return self.model(*args, **kwargs)
-
-
-def make_graphs() -> Maker:
-    """Return what makes graphs."""
-    return CudaGraphs()
 
 
 def _check_branches(branches: object) -> int:

@@ -16,8 +16,8 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.infer.graphs import Graph, Plain
 from penstock.infer.line import Arguments, Line, Parcel, arguments
-from penstock.infer.places import check_device
 from penstock.infer.works import CLOSED, Works
+from penstock.runtime.devices import check_device
 
 __all__ = ["Pipeline"]
 

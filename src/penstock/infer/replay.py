@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from penstock.infer.interpret import Interpreter
-from penstock.runtime.graphs import Maker
+from penstock.runtime.graphs import Maker, no_collection
 
 __all__ = ["Replay"]
 
@@ -51,7 +50,7 @@ class Replay:
                 self._once = interpreter.make_once(arguments)
                 for _ in range(_WARM_RUNS):
                     interpreter.run(arguments, self._once, streams)
-            with _no_collection(), maker.capturing(()) as replay:
+            with no_collection(), maker.capturing(()) as replay:
                 self.outputs: tuple[torch.Tensor, ...] = interpreter.run(arguments, self._once, streams)
         self._replay = replay
 
@@ -91,16 +90,3 @@ class Replay:
                 tensor.copy_(old)
             if drawn is not None:
                 torch.cuda.set_rng_state(drawn, self._device)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from freeing what is on a GPU in the middle of a capture."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

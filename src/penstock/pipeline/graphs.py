@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from torch import nn
 from penstock.errors import LaneError, UsageError
 from penstock.model.structure import flatten, plain_values
 from penstock.runtime.company import Company
+from penstock.runtime.devices import has_graphs
 from penstock.runtime.executor import Executor
-from penstock.runtime.graphs import Capture, CudaGraphs, Maker, Tape
+from penstock.runtime.graphs import COMPUTE, Capture, Maker, Tape, make_graphs, no_collection
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Step
 
@@ -38,7 +38,6 @@ Wanted = bool | Literal["auto"]
 
 _MOST_SEEN = 256
 _MOST_SHAPES = 8  # of batches that graphs are kept for; others run eagerly
-_COMPUTE = frozenset({"F", "B", "I", "W", "RECOMPUTE"})
 
 
 class GraphSteps:
@@ -128,11 +127,7 @@ class GraphSteps:
     def _look(self) -> list[tuple[int, bool, bool]]:
         """Return what a captured graph relies on."""
         stages = [run.stage for executor in self._executors() for run in executor.stages.values()]
-        return [
-            (t.data_ptr(), t.requires_grad, bool(t._backward_hooks or t._post_accumulate_grad_hooks))
-            for stage in stages
-            for t in stage.held.tensors()
-        ]
+        return [(t.data_ptr(), t.requires_grad, _has_hooks(t)) for stage in stages for t in stage.held.tensors()]
 
     def _executors(self) -> Sequence[Executor]:
         return self._setup.executors(training=True, has_backward=True)
@@ -144,7 +139,7 @@ class GraphSteps:
             self._give_up(told[0])
             return
         executors = self._executors()
-        total = sum(i.kind.value in _COMPUTE for e in executors for i in e.program.instructions)
+        total = sum(i.kind in COMPUTE for e in executors for i in e.program.instructions)
         done = 0
 
         def tell() -> None:
@@ -160,7 +155,7 @@ class GraphSteps:
         gradients = [(parameter, parameter.grad) for parameter in self._parameters()]
         trial, is_captured, why = replace(step, tapes=captures, losses={}), False, ""
         try:
-            with _no_collection(), _no_word_of_streams():
+            with no_collection(), _no_word_of_streams():
                 run(trial, is_recorded=False)
             if self._look() != self._ground:
                 why = "the model puts new tensors in the place of buffers or parameters"
@@ -190,9 +185,8 @@ class GraphSteps:
 
     def _changed_by_hand(self) -> str:
         """Return what a replay would leave out, as far as it shows: code of the user's that runs with gradients."""
-        for parameter in self._parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                return "a parameter has hooks, which a replay would not call"
+        if any(map(_has_hooks, self._parameters())):
+            return "a parameter has hooks, which a replay would not call"
         runs = [run for executor in self._executors() for run in executor.stages.values()]
         if any(run.restores_buffers for run in runs):
             return "a stage that is recomputed changes buffers, as batch norm does"
@@ -211,14 +205,8 @@ def trained(parameters: Callable[[], Iterator[nn.Parameter]], loss: object) -> C
     return everything
 
 
-def has_graphs(device: torch.device) -> bool:
-    """Return whether work on a device can be captured."""
-    return device.type == "cuda"
-
-
-def make_graphs() -> Maker:
-    """Return what makes graphs for a lane."""
-    return CudaGraphs()
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 class _Gradients:
@@ -278,16 +266,3 @@ def _no_word_of_streams() -> Iterator[None]:
         yield
     finally:
         put(before)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from freeing what is on a GPU in the middle of a capture."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

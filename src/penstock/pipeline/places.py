@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.runtime.company import world_size
+from penstock.runtime.devices import check_device
 from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
@@ -48,19 +49,7 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes:
     listed = [devices] * num_lanes if isinstance(devices, (str, torch.device, int)) else list(devices)
     if len(listed) != num_lanes:
         raise UsageError(f"devices: give one for each lane; devices: {len(listed)}, lanes: {num_lanes}")
-    found = []
-    for given in listed:
-        try:
-            device = torch.device(given)
-            torch.empty(0, device=device)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            raise UsageError(f"devices: {given!r} cannot be used: {str(error).splitlines()[0]}") from None
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device.type == "meta":
-            raise UsageError("devices: nothing runs on meta")
-        found.append(device)
-    return found
+    return [check_device(given, "devices") for given in listed]
 
 
 def threads_per_lane(devices: Sequence[torch.device]) -> int | None:

@@ -9,6 +9,7 @@ until the end of the step, so a receiver that is late finds it.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +28,11 @@ from penstock.runtime.step import Batch, Step
 from penstock.runtime.streams import Event, Room, Streams, bring
 from penstock.schedule.actions import Kind
 
-__all__ = ["Capture", "CudaGraphs", "Maker", "Tape"]
+__all__ = ["COMPUTE", "Capture", "CudaGraphs", "Maker", "Tape", "make_graphs", "no_collection"]
 
 Replay = Callable[[], None]
 
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 _DRAWING = frozenset({Kind.F, Kind.RECOMPUTE})
@@ -76,6 +77,24 @@ class CudaGraphs:
                 finally:
                     if not is_captured:
                         _free_generators(generators)
+
+
+def make_graphs() -> Maker:
+    """Return what makes graphs for a lane."""
+    return CudaGraphs()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python from freeing what is on a GPU in the middle of a capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _free_generators(generators: Sequence[torch.Generator]) -> None:
@@ -128,16 +147,13 @@ class Tape:
     """One lane's step as replays.
 
     Args:
-        streams: of the lane; None on a CPU.
         doing: what to do, an entry an instruction.
         scales: memory for what each micro-batch's loss counts, where the lane ends the model.
         kept: tensors that were sent.
     """
 
-    def __init__(
-        self, streams: Streams | None, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]
-    ) -> None:
-        self._streams, self._doing, self._scales, self._kept = streams, doing, scales, kept
+    def __init__(self, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
+        self._doing, self._scales, self._kept = doing, scales, kept
         self._loaded: list[float] = []
         self.stream: torch.cuda.Stream | None = None
         self.step: Step | None = None
@@ -183,7 +199,7 @@ class Capture:
         self._kept: list[torch.Tensor] = []
         self._doing: Doing = [(_pass, i) for i in executor.program.instructions]
         self._step: Step | None = None
-        last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in _COMPUTE}
+        last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in COMPUTE}
         self._last = set(last.values())
         ends = [run for run in self._stages.values() if run.is_last]
         self._device = next(iter(self._stages.values())).device
@@ -228,14 +244,14 @@ class Capture:
 
     def finish(self) -> Tape:
         """Return the tape."""
-        self.tape = Tape(self._streams, self._doing, self._scales, self._kept)
+        self.tape = Tape(self._doing, self._scales, self._kept)
         return self.tape
 
     # ---- one instruction
 
     def _captured(self, at: int, do: Callable[..., None]) -> Callable[[Instruction], None]:
         def handle(i: Instruction) -> None:
-            if i.kind in _COMPUTE:
+            if i.kind in COMPUTE:
                 self._compute(at, do, i)
             elif i.kind in _RECEIVES:
                 self._receive(at, do, i)

@@ -57,9 +57,7 @@ class Streams:
 
     def capture_stream(self) -> torch.cuda.Stream | None:
         """Return the stream to capture on, where that cannot be the one that other lanes compute on too."""
-        if (
-            self.is_shared and self._capturing is None
-        ):  # one for all: torch has but 32 streams, and gives them out again
+        if self.is_shared and self._capturing is None:  # one for all captures: torch has but 32 streams to give out
             self._capturing = _stream(self.device)
         return self._capturing
 
@@ -223,7 +221,8 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     round, without a word to the allocator.
     """
     everyone = list(streams)
-    begun = {own.device: torch.cuda.current_stream(own.device).record_event(own.begun) for own in everyone}
+    firsts = {own.device: own for own in reversed(everyone)}  # one event a device is enough
+    begun = {device: torch.cuda.current_stream(device).record_event(own.begun) for device, own in firsts.items()}
     for own in everyone:
         now, own.callers = begun[own.device], begun
         own.compute.wait_event(now)

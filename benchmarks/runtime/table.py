@@ -37,7 +37,7 @@ class Row:
     num_actions: int = 0
     nap_seconds: float = 0.0  # what 10 ms of sleep take where all lanes only sleep
     error: float = 0.0  # off the plain model, relative
-    value: float = 0.0  # predicted seconds, or bytes
+    value: float = 0.0  # bytes
     expected: float = 0.0  # simulated bytes
     note: str = ""
 
@@ -190,13 +190,12 @@ def _memory(case: Named) -> list[list[str]]:
 
 def _prediction(case: Named) -> list[list[str]]:
     row = case.get("predicted")
-    if row is None or not row.value:
+    if row is None or not row.times:
         return []
-    names = [name for name in ("ours", "floor") if _times(case, name)]
-    measured = [f"{spread(_times(case, n))}: {row.value / statistics.median(_times(case, n)):.3f}" for n in names]
-    filled = dict(zip(names, measured, strict=True))
-    cells = [row.model, row.where, row.schedule, str(row.micro_batches), f"{row.value:.3f}"]
-    return [[*cells, filled.get("ours", "–"), filled.get("floor", "–")]]
+    cells = [row.model, row.where, row.schedule, str(row.micro_batches), spread(row.times)]
+    for name in ("ours", "floor"):
+        cells += [spread(_times(case, name)), ratio(row.times, _times(case, name))]
+    return [cells]
 
 
 def _recording(case: Named) -> list[list[str]]:
@@ -231,7 +230,8 @@ _COLUMNS = {
     "actions": " | schedule | micro-batches | CPU µs an action | wall µs an action of a lane | CPU / floor "
     "| CPU / peer",
     "memory": "schedule | lanes |  | measured, MiB | simulated, MiB | measured / simulated",
-    "prediction": "model | lanes | schedule | micro-batches | predicted, s | ours, s: predicted / measured | floor",
+    "prediction": "model | lanes | schedule | micro-batches | predicted, s | ours, s | predicted / ours | floor, s "
+    "| predicted / floor",
     "recording": "model | lanes | micro-batches | without, s | recorded, s | recorded / without "
     "| of the quickest steps | CPU time",
 }

@@ -327,3 +327,19 @@ def test_a_lane_with_nothing_to_do_is_all_bubble():
     assert time.lane_bubbles == (0.0, 1.0)
     assert time.bubble == pytest.approx(0.5)
     assert time.peak_saved == (2, 0)
+
+
+def test_what_the_runtime_adds_counts_once_an_action_whatever_the_speed():
+    schedule = schedules.build("gpipe", lanes=2, micro_batches=4)
+    costs = Costs(forward=1.0, backward=2.0)
+    time = simulate(schedule, costs, cluster=Cluster(speed=2.0, action_seconds=0.25))
+    assert time.step_seconds == pytest.approx(5 * (0.5 + 0.25) + 5 * (1.0 + 0.25))
+    pairs = schedules.build("dualpipe", lanes=2, micro_batches=6)
+    without = simulate(pairs, Costs(overlapped=2.0)).step_seconds
+    assert simulate(pairs, Costs(overlapped=2.0), cluster=Cluster(action_seconds=0.5)).step_seconds > without
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "1", True])
+def test_what_the_runtime_adds_must_be_a_number(wrong):
+    with pytest.raises(CostError, match="action_seconds"):
+        Cluster(action_seconds=wrong)

@@ -54,12 +54,14 @@ class Cluster:
         link: the link between any two lanes that `links` does not name.
         links: for (from lane, to lane), the link that is different.
         host_link: between each lane and its host memory, for offload and fetch, one each way.
+        action_seconds: what the runtime itself adds to each action of a lane, whatever the device's speed.
     """
 
     speed: float | Sequence[float] = 1.0
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     host_link: Link = Link()
+    action_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.speed, np.ndarray):
@@ -75,6 +77,8 @@ class Cluster:
                 raise CostError(f"links: give a Link for (from lane, to lane); given: {pair!r}: {link!r}")
         if not isinstance(self.link, Link) or not isinstance(self.host_link, Link):
             raise CostError("link and host_link: give a Link")
+        if not _is_number(self.action_seconds) or not 0 <= self.action_seconds < math.inf:
+            raise CostError(f"action_seconds: {self.action_seconds!r} must be a number, finite and not negative")
 
     def speeds(self, num_lanes: int) -> NDArray[np.float64]:
         """Return one speed a lane."""

@@ -143,7 +143,7 @@ class Wiring:
         on_lane = occupying(Where.LANE)
         table = np.stack([costs.seconds_of(kind) if kind in on_lane else 0 * costs.forward for kind in KINDS])
         speeds = self.cluster.speeds(self.lowered.schedule.num_lanes)
-        duration = table[rows.kind[at], rows.stage[at]] / speeds[rows.lane[at]]
+        duration = table[rows.kind[at], rows.stage[at]] / speeds[rows.lane[at]] + self.cluster.action_seconds
         servers = self._number([("lane", lane) for lane in range(len(speeds))])
         return _Piece(at, rows.lane[at].astype(np.int64), servers, duration, np.zeros(len(at)))
 
@@ -212,7 +212,8 @@ class Wiring:
         stages = self.rows.stage[at]
         given = np.maximum(self.costs.overlapped[stages[first]], self.costs.overlapped[stages[second]])
         speed = self.cluster.speeds(plan.num_lanes)[self.rows.lane[at][first]]
-        together = np.where(np.isnan(given), duration[first] + duration[second], given / speed)
+        both = duration[first] + duration[second]
+        together = np.where(np.isnan(given), both, given / speed + 2 * self.cluster.action_seconds)
         duration[first], lag[first], duration[second] = 0.0, together, together
         return wait_together(needs, first, second)
 

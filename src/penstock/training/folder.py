@@ -1,0 +1,103 @@
+"""RunFolder: where a training keeps everything, and the lock that keeps a second one out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.errors import OutputError, UsageError
+
+__all__ = ["RunFolder"]
+
+_LOCK, _PATIENCE_SECONDS = "lock", 10.0
+
+
+class RunFolder:
+    """A folder that belongs to one training at a time.
+
+    The first process holds a lock of the operating system's, which goes with the process, however that ends; so a lock
+    file that was left behind keeps nobody out.
+
+    Args:
+        path: of the folder; made if it is not there.
+        is_first: whether this process speaks for all; others write nothing.
+    """
+
+    def __init__(self, path: str | Path, *, is_first: bool) -> None:
+        self.path, self.is_first = Path(path), is_first
+        self._lock: int | None = None
+
+    def take(self) -> None:
+        """Make the folder and take its lock.
+
+        Raises:
+            OutputError: when it cannot be made or written.
+            UsageError: when another training has it.
+        """
+        if not self.is_first:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be used as a run folder: {error.strerror}") from error
+        # a training that was killed a moment ago, and is being restarted, may not be gone yet
+        patience = _PATIENCE_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else 0.0
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    holder = os.read(lock, 200).decode(errors="replace").strip()
+                    os.close(lock)
+                    raise UsageError(
+                        f"{self.path}: another training is running in this folder ({holder or 'unknown'}); "
+                        "wait for it, or choose another folder"
+                    ) from None
+                time.sleep(0.1)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let another training have it."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file whole, or not at all."""
+        path = self.path / name
+        if self.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_name(f".{path.name}.tmp")
+            beside.write_text(text)
+            beside.replace(path)
+        return path
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line of JSON; one write, so that lines of several processes do not mix."""
+        data = (json.dumps({"time": round(time.time(), 3), **line}) + "\n").encode()
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(file, data)
+        finally:
+            os.close(file)
+
+    def __enter__(self) -> RunFolder:
+        self.take()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()

@@ -1,0 +1,362 @@
+"""Trainer: the loop around a pipeline; it resumes, logs, validates, saves, and ends when it is told to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.checkpoint import Checkpoints, Restored
+from penstock.errors import NonFiniteError, UsageError
+from penstock.feeding.feed import Feed, feed
+from penstock.pipeline.pipeline import Pipeline
+from penstock.training.asking import Asked
+from penstock.training.callbacks import Callback, Callbacks
+from penstock.training.faulty import Faults
+from penstock.training.folder import RunFolder
+from penstock.training.memory import lane_bytes
+from penstock.training.position import Position
+from penstock.training.reading import Reading, Summary
+from penstock.training.signals import Signals
+from penstock.training.steps import Made, Stepper
+
+if TYPE_CHECKING:
+    from penstock.report.timeline import Timeline
+
+__all__ = ["Trainer"]
+
+_MOST_REWINDS = 5  # in one run: then it is not the data
+
+Split = Callable[[Any], tuple[Any, Any]]
+
+
+class Trainer:
+    """Trains a pipeline for some steps, and keeps all that is worth keeping in a folder.
+
+    What it adds to a loop of one's own: it goes on where the last checkpoint in the folder is, saves on the way without
+    a stop, logs, validates, records timelines, ends with a checkpoint when it is told to (SIGTERM, Ctrl-C), and stops
+    before a loss that is not a number reaches the weights.
+
+    Args:
+        pipe: the pipeline.
+        optimizer: made of `pipe.parameters()`; None for schedules that update weights within the step.
+        data: batches for `pipe.step`: a DataLoader, a feed, or whatever can be iterated over, each time anew; each item
+            is (batch, target), or a batch alone for a model that knows its loss.
+        steps: updates, those before a resume counted in.
+        folder: where everything goes; one training at a time.
+        scheduler: of the learning rate, or several; stepped after each update.
+        scaler: the GradScaler that the pipeline was given.
+        validation: batches to validate with.
+        validate_every: steps between validations; 0: only at the end.
+        clip: the most that the norm of all gradients may be.
+        accumulate: batches of an update.
+        checkpoint_every: steps between checkpoints; 0: only at the end.
+        keep_checkpoints: how many of the newest are kept.
+        resume: "auto" goes on from the newest checkpoint in the folder, if there is one; "never" does not; or the
+            folder of a checkpoint.
+        log_every: steps between logs.
+        record_every: steps between recorded timelines; 0: only the last step's.
+        on_nan: what to do with a loss or gradient that is not finite: "stop" before the update, "skip" the update, or
+            "rewind" to the last checkpoint and go on with the data that follows; "ignore" takes it as it is.
+        max_seconds: end, with a checkpoint, after so long.
+        callbacks: to be told what happens.
+        split: from an item of the data to (batch, target).
+        count_tokens: tokens of an item, for the log.
+
+    Raises:
+        UsageError: for arguments that cannot be right.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None,
+        data: Iterable[Any],
+        *,
+        steps: int,
+        folder: str | Path,
+        scheduler: Any | Sequence[Any] | None = None,  # noqa: ANN401 - torch's have no common type
+        scaler: torch.amp.GradScaler | None = None,
+        validation: Iterable[Any] | None = None,
+        validate_every: int = 0,
+        clip: float | None = None,
+        accumulate: int = 1,
+        checkpoint_every: int = 0,
+        keep_checkpoints: int = 3,
+        resume: str | Path = "auto",
+        log_every: int = 10,
+        record_every: int = 0,
+        on_nan: str = "stop",
+        max_seconds: float | None = None,
+        callbacks: Iterable[Callback] = (),
+        split: Split | None = None,
+        count_tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.asked = Asked(
+            steps, validate_every, clip, accumulate, checkpoint_every, keep_checkpoints, resume, log_every, record_every,
+            on_nan, max_seconds,
+        )  # fmt: skip
+        if not isinstance(pipe, Pipeline):
+            raise UsageError(f"pipe: give a penstock.Pipeline; given: {type(pipe).__name__}")
+        self.pipe, self.optimizer = pipe, optimizer
+        self.schedulers = [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        self.is_first = 0 in pipe.lanes
+        self.folder = RunFolder(folder, is_first=self.is_first)
+        self.step = 0
+        self.reading: Reading | None = None
+        self.validation_loss: float | None = None
+        self._split, self._count_tokens = split, count_tokens
+        self._feed = data if isinstance(data, Feed) else feed(data, pipe, split=split)
+        self._validation = validation
+        self._position = Position(self._feed)
+        self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
+        self._callbacks = Callbacks(callbacks)
+        self._checkpoints: Checkpoints | None = None
+        self._should_stop, self._num_rewinds = False, 0
+        self._pages: list[Path] = []
+        self._skipped: list[int] = []
+        self._losses: list[float] = []
+        self._timeline: Timeline | None = None
+
+    def stop(self) -> None:
+        """End after this step, with a checkpoint; for callbacks."""
+        self._should_stop = True
+
+    def fit(self) -> Summary:
+        """Train; return how it ended.
+
+        Raises:
+            UsageError: when the folder is in use, or does not go with `resume`.
+            CheckpointError: when there are checkpoints, and none of them is good or fits the model.
+            NonFiniteError: for a loss or gradient that is not finite, unless it is to be skipped.
+            LaneError: when an action failed.
+        """
+        begin = time.monotonic()
+        with ExitStack() as stack:
+            signals = stack.enter_context(Signals())
+            self._take_folder()
+            stack.callback(self.folder.release)
+            self._checkpoints = stack.enter_context(self._make_checkpoints())
+            faults = Faults(self, self._callbacks)
+            restored = self._resume()
+            self._callbacks.tell("on_train_begin", self)
+            if restored is not None:
+                self._callbacks.tell("on_recover", self, restored.step)
+            with faults.noting():
+                status = self._loop(signals, faults, begin)
+                if self._validation is not None and status == "done":
+                    self._validate()
+                faults.at("save", self.step)
+                self._save(wait=True)
+            summary = self._summary(status, restored, time.monotonic() - begin)
+            self._callbacks.tell("on_train_end", self, summary)
+        return summary
+
+    # ---- begin
+
+    def _take_folder(self) -> None:
+        """Take the folder; when the first process cannot, all say why."""
+        fault: BaseException | None = None
+        try:
+            self.folder.take()
+        except (UsageError, OSError) as error:
+            fault = error
+        told = next((text for text in self.pipe._company.gather("" if fault is None else str(fault)) if text), "")
+        if fault is not None:
+            raise fault
+        if told:
+            raise UsageError(told)
+
+    def _make_checkpoints(self) -> Checkpoints:
+        made = Checkpoints(
+            self.folder.path,
+            self.pipe,
+            optimizer=self.stepper.optimizers,
+            scheduler=self.schedulers,
+            scaler=self.stepper.scaler,
+            data=self._position,
+            keep=self.asked.keep_checkpoints,
+        )
+        made.on_saved = lambda step, folder: self._callbacks.tell("on_save", self, step, folder)
+        return made
+
+    def _resume(self) -> Restored | None:
+        assert self._checkpoints is not None
+        source = str(self.asked.resume)
+        if source == "never":
+            if self._checkpoints.steps():
+                raise UsageError(
+                    f"{self.folder.path}: has checkpoints of an earlier training, and resume is never: choose another "
+                    'folder, or resume="auto"'
+                )
+            return None
+        restored = self._checkpoints.restore("newest" if source == "auto" else source)
+        if restored is not None:
+            self.step = restored.step
+            self._skipped = list(restored.notes.get("skipped", []))
+        return restored
+
+    # ---- the loop
+
+    def _loop(self, signals: Signals, faults: Faults, begin: float) -> str:
+        """Run steps until all are done or something ends them; return why it ended."""
+        batches = self._batches()
+        while self.step < self.asked.steps:
+            self._callbacks.tell("on_step_begin", self)
+            start = time.monotonic()
+            faults.at("data", self.step + 1)
+            given = [item for _, item in zip(range(self.stepper.accumulate), batches, strict=False)]
+            if len(given) < self.stepper.accumulate:
+                return "data ended"
+            self._run_step(given, faults, start)
+            why = self._why_to_end(signals, begin)
+            if why is not None:
+                return why
+        return "done"
+
+    def _run_step(self, given: list[Any], faults: Faults, start: float) -> None:
+        number = self.step + 1
+        faults.at("step", number)
+        is_recorded = number == self.asked.steps or _is_due(number, self.asked.record_every)
+        items = [_as_call(item) for item in given]
+        made = self.stepper.run(items, is_recorded=is_recorded)
+        if made.timeline is not None:
+            self._timeline = made.timeline
+        if faults.is_taken(made, items, number):
+            faults.at("optimizer", number)
+            self.stepper.update(lambda: self._callbacks.tell("on_pre_optimizer_step", self))
+        else:
+            self.stepper.forget()
+            if self.asked.on_nan == "rewind":
+                self._rewind(number)
+                return
+            self._skipped.append(number)
+        self._finish_step(number, made, items, time.monotonic() - start)
+
+    def _finish_step(self, number: int, made: Made, items: list[tuple[Any, ...]], seconds: float) -> None:
+        self.step = number
+        asked, rates = self.asked, self.stepper.rates
+        norm = math.nan if made.gradient_norm is None else made.gradient_norm
+        tokens = None if self._count_tokens is None else sum(self._count_tokens(item) for item in items)
+        self.reading = Reading(
+            number, asked.steps, self._feed.epoch, made.loss, norm, rates, seconds, sum(map(_num_samples, items)),
+            tokens, self._timeline, lane_bytes(self.pipe),
+        )  # fmt: skip
+        self._losses.append(made.loss)
+        self._callbacks.tell("on_step_end", self, self.reading)
+        if made.timeline is not None:
+            self._write_page(number, made.timeline)
+        if number == 1 or number == asked.steps or _is_due(number, asked.log_every):
+            self._log()
+        if _is_due(number, asked.validate_every) and self._validation is not None and number < asked.steps:
+            self._validate()
+        if _is_due(number, asked.checkpoint_every) and number < asked.steps:
+            self._save()
+
+    def _batches(self) -> Iterator[Any]:
+        """Yield items, epoch after epoch, until an epoch has none."""
+        while True:
+            num_given = 0
+            was_resumed = self._feed.state_dict()["batches"] > 0
+            for item in self._feed:
+                num_given += 1
+                yield item
+            if not num_given and not was_resumed:
+                return
+
+    def _why_to_end(self, signals: Signals, begin: float) -> str | None:
+        """Return why all processes end now; None where they go on."""
+        limit = self.asked.max_seconds
+        is_late = limit is not None and time.monotonic() - begin > limit
+        own = signals.told or ("stopped" if self._should_stop else "time" if is_late else None)
+        return next((why for why in self.pipe._company.gather(own) if why is not None), None)
+
+    # ---- what happens at some steps
+
+    def _log(self) -> None:
+        assert self.reading is not None
+        figures = self.reading.figures() | {"mean_loss": math.fsum(self._losses) / len(self._losses)}
+        self._losses.clear()
+        self._callbacks.tell("on_log", self, figures)
+
+    def _validate(self) -> float:
+        """Return the mean loss over the validation data, a sample counting once."""
+        begin, total, count = time.monotonic(), 0.0, 0
+        assert self._validation is not None
+        for item in self._validation:
+            call = _as_call(item if self._split is None else self._split(item))
+            size = _num_samples(call)
+            total, count = total + size * float(self.pipe.evaluate(*call)), count + size
+        if not count:
+            raise UsageError("validation: it has no batches")
+        loss = total / count
+        figures = {"step": self.step, "validation_loss": loss, "samples": count, "seconds": time.monotonic() - begin}
+        self.validation_loss = loss
+        self._callbacks.tell("on_evaluate", self, figures)
+        return loss
+
+    def _save(self, *, wait: bool = False) -> None:
+        assert self._checkpoints is not None
+        if self.step:
+            self._checkpoints.save(self.step, notes={"skipped": self._skipped, "steps": self.asked.steps}, wait=wait)
+
+    def _rewind(self, number: int) -> None:
+        """Go back to the weights of the last checkpoint, and on with the data that follows what was used."""
+        assert self._checkpoints is not None
+        self._checkpoints.wait()
+        with self._position.kept():
+            restored = self._checkpoints.restore("newest")
+        if restored is None:
+            raise NonFiniteError(f"step {number}: there is no checkpoint yet to rewind to; give checkpoint_every=")
+        self._num_rewinds += 1
+        if self._num_rewinds > _MOST_REWINDS:
+            raise NonFiniteError(f"step {number}: rewound {_MOST_REWINDS} times, and it is not finite again")
+        self.step = restored.step
+        self._callbacks.tell("on_recover", self, restored.step)
+
+    def _write_page(self, number: int, timeline: Timeline) -> None:
+        if not self.is_first:
+            return
+        page = self.folder.path / "timelines" / f"step-{number:06d}.html"
+        page.parent.mkdir(exist_ok=True)
+        timeline.to_html(page)
+        self._pages.append(page)
+        self._callbacks.tell("on_record", self, page)
+
+    def _summary(self, status: str, restored: Restored | None, seconds: float) -> Summary:
+        assert self._checkpoints is not None
+        return Summary(
+            status,
+            self.step,
+            self.asked.steps,
+            None if self.reading is None else self.reading.loss,
+            self.validation_loss,
+            seconds,
+            self.folder.path,
+            resumed_from=None if restored is None else restored.step,
+            checkpoints=tuple(self._checkpoints.folders()),
+            failures=tuple(self._checkpoints.failures),
+            timelines=tuple(self._pages),
+            skipped=tuple(self._skipped),
+        )
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _as_call(item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
+    """Return what an item gives `pipe.step`: a batch and its target, or a batch alone."""
+    return tuple(item) if isinstance(item, (tuple, list)) and len(item) == 2 else (item,)
+
+
+def _num_samples(call: tuple[Any, ...]) -> int:
+    """Return the samples of a batch: the rows of its first tensor."""
+    given = call[0]
+    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, (tuple, list)) else [given]
+    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.dim()), 0)

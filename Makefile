@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SAY := @printf '\033[1m%s\033[0m\n'
 
-.PHONY: help demo test lint types tests browser format clean
+.PHONY: help demo test lint types tests browser docs images format clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -33,6 +33,14 @@ tests: $(VENV)/.installed-dev browser ## tests, on all cores
 
 browser: ## find or install Chromium, for the tests of the timeline page
 	@scripts/need_browser
+
+docs: $(VENV)/.installed-dev ## the site, in build/site; every warning is an error
+	$(SAY) "Site"
+	@$(BIN)/sphinx-build -q -W -n --keep-going -j auto -d build/doctrees -c docs . build/site
+	$(SAY) "Open build/site/docs/index.html"
+
+images: $(VENV)/.installed-dev browser ## the pictures of the README and the docs, anew
+	@$(BIN)/python scripts/make_images
 
 format: $(VENV)/.installed-dev ## put the code into shape
 	@$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 import traceback
 from contextlib import nullcontext
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -192,7 +194,7 @@ def test_after_an_error_there_is_nothing_more_until_the_next_epoch():
     with pytest.raises(KeyError):
         next(batches)
     assert list(batches) == []
-    assert feed.state_dict() == {"epoch": 0, "batches": 2, "loader": None}
+    assert place_of(feed) == (0, 2)
     loader.fails_at = None
     assert numbers(feed) == [0, 1, 2, 3]
 
@@ -397,9 +399,9 @@ def test_an_epoch_that_is_broken_off_counts():
     for _, number in feed:
         if number == 1:
             break
-    assert feed.state_dict() == {"epoch": 0, "batches": 2, "loader": None}
+    assert place_of(feed) == (0, 2)
     assert numbers(feed) == [0, 1, 2, 3, 4]
-    assert feed.state_dict() == {"epoch": 2, "batches": 0, "loader": None}
+    assert place_of(feed) == (2, 0)
 
 
 def test_a_second_iteration_replaces_the_first():
@@ -484,6 +486,11 @@ class Shuffled:
         yield from torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
+def place_of(feed):
+    state = feed.state_dict()
+    return state["epoch"], state["batches"]
+
+
 def take(feed, count):
     """Return so many items, over several epochs, each with its epoch's number."""
     found = []
@@ -521,6 +528,78 @@ def test_a_state_between_epochs(kind):
     other.load_state_dict(state)
     assert list(other) == list(feed)
     assert other.state_dict() == feed.state_dict()
+
+
+class Shuffling:
+    """A loader that shuffles by Python's own numbers, or by numpy's."""
+
+    def __init__(self, shuffle):
+        self.shuffle = shuffle
+
+    def __iter__(self):
+        order = list(range(6))
+        self.shuffle(order)
+        yield from order
+
+
+def shuffling(kind):
+    numbers = torch.arange(6)
+    if kind == "python":
+        return Shuffling(random.shuffle)
+    if kind == "numpy":
+        return Shuffling(numpy.random.shuffle)
+    own = torch.Generator().manual_seed(3) if kind == "own" else None
+    return DataLoader(numbers, batch_size=None, shuffle=True, generator=own)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6, 7, 11, 12])
+@pytest.mark.parametrize("kind", ["torch", "own", "python", "numpy"])
+def test_an_order_that_was_drawn_at_the_start_of_an_epoch_is_drawn_again(kind, at):
+    """Every sample once an epoch, also where it was broken off; and what the user draws meanwhile is the same too."""
+
+    seed_all()
+    whole = draw_with(penstock.feed(shuffling(kind), device="cpu"), 18)
+    seed_all()
+    feed = penstock.feed(shuffling(kind), device="cpu", ahead=3)
+    found = draw_with(feed, at)
+    state = json.loads(json.dumps(feed.state_dict()))
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    seed_all(1)  # another process, another moment
+    resumed = penstock.feed(shuffling(kind), device="cpu", ahead=3)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(generators[0]), random.setstate(generators[1]), numpy.random.set_state(generators[2])
+    later = draw_with(resumed, 18 - at)
+    assert found + later == whole
+    items = [item for item, _, _ in found + later]
+    assert all(sorted(items[epoch : epoch + 6]) == list(range(6)) for epoch in (0, 6, 12))
+
+
+def draw_with(feed, count):
+    """Return so many items, each with what a step would draw beside it."""
+    found = []
+    while len(found) < count:
+        for item in feed:
+            found.append((int(item), torch.rand(()).item(), random.random()))
+            if len(found) == count:
+                break
+    return found
+
+
+def seed_all(seed=0):
+    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+
+
+def test_a_state_whose_random_states_cannot_be_read():
+    feed = penstock.feed(Counting(4), device="cpu")
+    next(iter(feed))
+    state = feed.state_dict()
+    state["draws"] = {"torch": "!", "python": [], "own": []}
+    other = penstock.feed(Counting(4), device="cpu")
+    other.load_state_dict(state)
+    before = torch.get_rng_state()
+    with pytest.raises(UsageError, match="random states cannot be read"):
+        list(other)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_loading_a_state_ends_the_iteration_under_way():

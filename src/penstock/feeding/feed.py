@@ -12,6 +12,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Parcel, Split
+from penstock.feeding.draws import draws_of, own_draws_of, set_own
 from penstock.feeding.places import Places, places_of, places_on
 from penstock.feeding.staging import mark
 from penstock.feeding.worker import Channel, End, Failure, Job, end, start
@@ -99,6 +100,9 @@ class Feed:
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._epoch, self._num_given = 0, 0
         self._num_skipped = 0  # of the next epoch, by a state that was loaded
+        self._draws: Mapping[str, Any] | None = (
+            None  # what the epoch's order was drawn from, without a loader's own state
+        )
         self._is_open = False  # an epoch was begun, and has not come to its end
         self._loader_state: Any = None  # as of the batches that were handed out
         self._current: weakref.ref[_Epoch] | None = None
@@ -126,9 +130,13 @@ class Feed:
         skipped, self._num_skipped = self._num_skipped, 0
         for sampler in _samplers_of(self._loader):
             sampler.set_epoch(self._epoch)
+        again = self._draws if skipped else None
+        if again is None:
+            self._draws = None if self._has_state else draws_of(self._loader)
         channel = Channel(self._ahead)
         self._is_open, self._current = True, weakref.ref(epoch)
-        self._thread = start(Job(self._loader, self._carrier, skipped, takes_state=self._has_state), channel)
+        job = Job(self._loader, self._carrier, skipped, draws=again, takes_state=self._has_state)
+        self._thread = start(job, channel)
         return channel, self._thread
 
     def _mark(self) -> list[Event]:
@@ -148,17 +156,24 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """Return where the user is, whatever was pulled ahead: the epoch, and the batches of it that were handed out.
 
-        Of a loader that has a state of its own, as torchdata's StatefulDataLoader, also that, as it was then.
+        Of a loader that has a state of its own, as torchdata's StatefulDataLoader, also that, as it was then; within an
+        epoch of any other, the random states that its order was drawn from.
         """
         state = self._loader_state
         if self._has_state and state is None:
             state = self._loader.state_dict()  # type: ignore[attr-defined]
-        return {"epoch": self._epoch, "batches": self._num_given, "loader": state}
+        found = {"epoch": self._epoch, "batches": self._num_given, "loader": state}
+        if self._has_state:
+            return found
+        between = own_draws_of(self._loader)
+        draws = self._draws if self._num_given else between if between["own"] else None
+        return found if draws is None else found | {"draws": draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on, in the next iteration, behind the batches that had been handed out.
 
-        A loader with a state of its own gets it back; of others so many batches are pulled and passed over.
+        A loader with a state of its own gets it back; of others so many batches are pulled and passed over, in
+        the order that the epoch had.
 
         Raises:
             UsageError: when it is no state of a feed.
@@ -174,7 +189,9 @@ class Feed:
         if loaders is not None:
             self._loader.load_state_dict(loaders)  # type: ignore[attr-defined]
         self._epoch, self._num_given = state["epoch"], state["batches"]
-        self._num_skipped = self._num_given if loaders is None else 0
+        self._num_skipped, self._draws = self._num_given if loaders is None else 0, state.get("draws")
+        if self._draws is not None and not self._num_given:
+            set_own(self._loader, self._draws)
         self._loader_state, self._is_open = loaders, False
 
     # ---- ending

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +23,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Lifted, Parcel
+from penstock.feeding.draws import as_at
 from penstock.runtime.streams import Event
 
 __all__ = ["Channel", "End", "Failure", "Job", "end", "start"]
@@ -107,18 +108,21 @@ class Job:
         loader: what to iterate over.
         carrier: brings items to where they are used.
         num_skipped: items to pass over first.
+        draws: the generators' states that the loader starts from, where its order is to be that of an epoch before.
         takes_state: the loader has a state of its own, which goes with each item.
     """
 
     loader: Iterable[Any]
     carrier: Carrier
     num_skipped: int = 0
+    draws: Mapping[str, Any] | None = None
     takes_state: bool = False
 
     def items(self) -> Iterator[Any]:
         """Return the items, but for those that are passed over."""
-        iterator = iter(self.loader)
-        count = sum(1 for _ in islice(iterator, self.num_skipped))
+        with as_at(self.loader, self.draws):
+            iterator = iter(self.loader)
+            count = sum(1 for _ in islice(iterator, self.num_skipped))
         if count < self.num_skipped:
             raise UsageError(f"the state is of an epoch of {self.num_skipped} batches or more; the loader has {count}")
         return iterator

@@ -1,0 +1,146 @@
+"""Picture: a training as a terminal shows it now: figures, memory, what the lanes did, and a bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.report.format import show_bytes, show_seconds, show_share
+from penstock.report.text import draw_text, summary
+from penstock.training.view_figures import Pace, Spark
+from penstock.training.view_lines import show_clock, show_loss
+
+if TYPE_CHECKING:
+    from penstock.report.timeline import Timeline
+    from penstock.training.reading import Reading
+
+__all__ = ["Picture"]
+
+_GAP, _SPARK = "   ", 16
+_LEAST_LANES = 2  # a strip of fewer, where there are more, says nothing
+
+
+class Picture:
+    """All that is known of a training, drawn to fit.
+
+    Args:
+        steps: how many there will be.
+        step: how many are done already.
+    """
+
+    def __init__(self, steps: int, *, step: int = 0) -> None:
+        self.steps, self.step = steps, step
+        self.pace, self._spark = Pace(), Spark(_SPARK)
+        self.reading: Reading | None = None
+        self.validation: float | None = None
+        self._begin = time.monotonic()
+        self._recorded_at = 0
+        self._strip: tuple[Timeline, int, list[Text]] | None = None
+
+    def add(self, reading: Reading) -> None:
+        """Take a step in."""
+        before = None if self.reading is None else self.reading.timeline
+        if reading.timeline is not before:
+            self._recorded_at = reading.step
+        self.reading, self.step = reading, reading.step
+        self.pace.add(reading)
+        self._spark.add(reading.loss)
+
+    def draw(self, width: int, height: int, *, is_last: bool = False) -> RenderableType:
+        """Return what to show in so many columns and lines; the last picture, which stays, is without the lanes."""
+        top = [*self._figures(width), *self._memory(width)]
+        lanes = [] if is_last else self._lanes(width, height - len(top) - 2)  # a bar, and the line of the cursor
+        return Group(*top, *lanes, self._bar(width))
+
+    # ---- its parts
+
+    def _bar(self, width: int) -> RenderableType:
+        to_go = self.pace.seconds_to_go
+        words = [Text(f"{self.step}/{self.steps} steps"), Text(show_clock(time.monotonic() - self._begin), style="dim")]
+        if self.step < self.steps:
+            words.append(Text(f"to go {'?' if to_go is None else show_clock(to_go)}", style="cyan"))
+        taken = sum(len(word) + 1 for word in words) + len("training ")
+        row = Table.grid(padding=(0, 1, 0, 0))
+        bar = ProgressBar(total=self.steps, completed=self.step, width=max(4, min(40, width - taken - 1)))
+        row.add_row(Text("training", no_wrap=True), bar, *words)
+        return row
+
+    def _figures(self, width: int) -> list[Text]:
+        reading = self.reading
+        if reading is None:
+            return [Text("the first step is under way", style="dim")]
+        loss = Text.assemble("loss ", (show_loss(reading.loss), "bold"), " ", (str(self._spark), "green"))
+        parts = [loss, Text(self.pace.speed_text), Text(f"step {show_seconds(self.pace.step_seconds, digits=3)}")]
+        if reading.timeline is not None:
+            parts.append(Text(f"bubble {show_share(reading.timeline.bubble)}"))
+        if self.validation is not None:
+            parts.append(Text(f"validation {show_loss(self.validation)}"))
+        if reading.lr:
+            parts.append(Text(f"lr {reading.lr[0]:.3g}", style="dim"))
+        return _packed(parts, width)
+
+    def _memory(self, width: int) -> list[Text]:
+        held = () if self.reading is None else self.reading.lane_bytes
+        if not held:
+            return []
+        each = [Text(f"lane {lane} {show_bytes(size, digits=3)}") for lane, size in enumerate(held)]
+        lines = _packed([Text("memory"), *each], width)
+        if len(lines) <= 2:
+            return lines
+        fullest = max(range(len(held)), key=held.__getitem__)
+        low, high = (show_bytes(size, digits=3) for size in (min(held), max(held)))
+        return _packed([Text("memory"), Text(f"{low} to {high} a lane"), Text(f"most on lane {fullest}")], width)
+
+    def _lanes(self, width: int, room: int) -> list[Text]:
+        """Return the lanes of the step recorded last, as far as there is room for them."""
+        timeline = None if self.reading is None else self.reading.timeline
+        if timeline is None:
+            return []
+        head, num_lanes = Text(f"lanes in step {self._recorded_at}", style="dim"), timeline.num_lanes
+        lines = self._drawn(timeline, width)
+        if len(lines) + 1 <= room:
+            return [head, *lines]
+        num_shown = min(room - 2, num_lanes)  # beside the head and what says that there are more
+        if num_shown < min(_LEAST_LANES, num_lanes):
+            return []
+        more = [Text(f"({num_lanes - num_shown} more lanes)", style="dim")] if num_shown < num_lanes else []
+        return [head, *lines[:num_shown], *more]
+
+    def _drawn(self, timeline: Timeline, width: int) -> list[Text]:
+        """Draw a timeline, once for a width: it stays for many pictures."""
+        if self._strip is None or self._strip[0] is not timeline or self._strip[1] != width:
+            drawn = draw_text(timeline, width=width - 1, color=True).removesuffix(summary(timeline))
+            # what says that it is too narrow is for a timeline that one studies
+            lines = [Text.from_ansi(line) for line in drawn.splitlines() if not line.startswith("(too narrow")]
+            self._strip = (timeline, width, [_cut(line, width) for line in lines])
+        return self._strip[2]
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width - 1)
+    line.no_wrap = True
+    return line
+
+
+def _packed(parts: Iterable[Text], width: int) -> list[Text]:
+    """Put parts side by side, in as few lines as hold them."""
+    lines: list[list[Text]] = []
+    room = 0
+    for part in parts:
+        if lines and len(part) + len(_GAP) <= room:
+            lines[-1].append(part)
+            room -= len(part) + len(_GAP)
+        else:
+            lines.append([part])
+            room = width - 1 - len(part)
+    return [_cut(_joined(line), width) for line in lines]
+
+
+def _joined(parts: Sequence[Text]) -> Text:
+    return Text(_GAP).join(parts)

@@ -62,7 +62,7 @@ def read_page(app: Any, name: str, source: list[str]) -> None:  # noqa: ANN401, 
     if name == root_doc:
         source[0] += menu(source[0])
     elif name.startswith("benchmarks/"):
-        source[0] += contents(re.findall(r"\]\(([^.)#][^)#:]*)\.md\)", source[0]))
+        source[0] += contents(list(dict.fromkeys(re.findall(r"\]\(([^.)#][^)#:]*)\.md\)", source[0]))))
     elif name == "docs/api":
         source[0] = link_names(source[0])
     elif name.startswith("docs/reference/"):

@@ -12,8 +12,9 @@ import typer
 from penstock.cli.training import LANES, MICRO_BATCHES
 
 if TYPE_CHECKING:
-    from penstock.cli.training import Reading, Settings, Training
+    from penstock.cli.training import Settings, Training
     from penstock.report.timeline import Timeline
+    from penstock.training.reading import Reading
 
 __all__ = ["demo"]
 
@@ -91,7 +92,7 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
                 training = stack.enter_context(open_training(settings, progress=progress))
             if not as_json:
                 _introduce(training)
-            readings = list(training.run()) if as_json else show_training(training.run(), settings)
+            readings = list(training.run()) if as_json else show_training(training.run(), steps=settings.steps)
             text = training.write()
     except KeyboardInterrupt:
         typer.echo("Stopped by Ctrl-C; nothing was written.", err=True)
@@ -144,6 +145,8 @@ def _conclude(training: Training, text: str) -> None:
 
 
 def _figures(training: Training, readings: list[Reading], text: str) -> dict[str, Any]:
+    from penstock.training.view_figures import Pace
+
     schedule = training.pipe.schedule
     return {
         "schedule": schedule.name,
@@ -152,7 +155,7 @@ def _figures(training: Training, readings: list[Reading], text: str) -> dict[str
         "micro_batches": schedule.num_mbs,
         "cuts": list(training.pipe.cuts),
         "losses": [reading.loss for reading in readings],
-        "tokens_per_second": readings[-1].tokens_per_second,
+        "tokens_per_second": Pace(readings).tokens_per_second,
         "measured": _step_figures(training.timeline),
         "predicted": _step_figures(training.explanation.timeline),
         "text": text,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
     from penstock.planning.explanation import Explanation
     from penstock.report.timeline import Timeline
+    from penstock.training.reading import Reading
 
 __all__ = [
     "BATCH_SIZE",
@@ -27,7 +28,6 @@ __all__ = [
     "LENGTH",
     "MICRO_BATCHES",
     "PROMPT",
-    "Reading",
     "Settings",
     "Training",
     "open_training",
@@ -38,7 +38,6 @@ PROMPT = "The wheel does not care how much"  # as long as a sample: a captured m
 LANES, MICRO_BATCHES = 2, 8  # where nothing is said
 _SEED, _RATE, _NUM_WRITTEN = 0, 4e-3, 300
 _MEASURE_EVERY = 5  # steps, for measuring takes a little time of its own
-_RECENT = 20  # steps whose speed is that of now
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,6 @@ class Settings:
     def has_updates(self) -> bool:
         """Does the schedule update weights within the step?"""
         return not self.is_file and not describe(self.schedule).trains_exactly
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Where the training is after a step; `timeline` is of the last step that was measured."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    timeline: Timeline
 
 
 class Training:
@@ -122,15 +111,24 @@ class Training:
 
     def run(self) -> Iterator[Reading]:
         """Train, and tell after each step where it is."""
-        ends = deque([time.perf_counter()], maxlen=_RECENT + 1)
-        last = self.settings.steps
-        for step in range(1, last + 1):
-            loss = self._step(is_measured=step in (1, last) or step % _MEASURE_EVERY == 0)
-            ends.append(time.perf_counter())
-            speed = BATCH_SIZE * LENGTH * (len(ends) - 1) / (ends[-1] - ends[0])
-            yield Reading(step, loss, speed, self.timelines[-1])
+        from penstock.training.memory import lane_bytes
+        from penstock.training.reading import Reading
 
-    def _step(self, *, is_measured: bool) -> float:
+        steps = self.settings.steps
+        held: tuple[int, ...] = ()
+        for step in range(1, steps + 1):
+            is_measured = step in (1, steps) or step % _MEASURE_EVERY == 0
+            begin, rate = time.perf_counter(), self._optimizers[0].param_groups[0]["lr"]
+            loss, norm = self._step(is_measured=is_measured)
+            seconds = time.perf_counter() - begin
+            if is_measured:
+                held = lane_bytes(self.pipe, optimizers=self._optimizers, timeline=self.timelines[-1])
+            yield Reading(
+                step, steps, 0, loss, norm, (rate,), seconds, BATCH_SIZE, BATCH_SIZE * LENGTH, self.timelines[-1], held
+            )
+
+    def _step(self, *, is_measured: bool) -> tuple[float, float]:
+        """Return the loss of a step, and the norm of its gradients."""
         batch, target = self.text.batch(BATCH_SIZE, LENGTH, self._random)
         if is_measured:
             with self.pipe.record() as recording:
@@ -138,14 +136,15 @@ class Training:
             self.timelines.append(recording.timeline)
         else:
             loss = self.pipe.step(batch, target)
+        norm = math.nan
         if not self.pipe.optimizers:  # else the stages have made their updates within the step
-            self.pipe.clip_grad_norm_(1.0)
+            norm = self.pipe.clip_grad_norm_(1.0).item()
             for optimizer in self._optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for rate in self._rates:
             rate.step()
-        return loss.item()
+        return loss.item(), norm
 
     @property
     def timeline(self) -> Timeline:

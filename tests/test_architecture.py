@@ -33,6 +33,7 @@ ARROWS = {
     "feeding": {"errors", "model", "runtime", "pipeline"},
     "doctor": {"errors", "timing", "report"},
     "infer": {"errors", "model", "runtime"},
+    "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},
     "__init__": {
         "errors",
         "explain",
@@ -105,7 +106,7 @@ def test_every_part_has_its_arrows():
 # data about models, which the deciding half reads
 PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
-RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer")
+RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "faults")
 
 
 def imports_at_once(path):

@@ -11,6 +11,7 @@ PenstockError                    everything below; catch this to catch them all
 ├── LaneError (RuntimeError)     an action failed; names lane, stage, micro-batch, action and the line in the model
 │   ├── HangError                a lane waited too long; says for what, from whom, and what that lane was doing
 │   └── LostError                a process of the pipeline is gone
+├── NonFiniteError (ArithmeticError)  a loss or gradient that is not finite; says where it began
 ├── OutputError (OSError)        a file that cannot be written
 └── SolverError                  the exact solver is missing, or gave no answer in its time
 """
@@ -27,6 +28,7 @@ __all__ = [
     "HangError",
     "LaneError",
     "LostError",
+    "NonFiniteError",
     "OutputError",
     "PartitionError",
     "PenstockError",
@@ -86,6 +88,10 @@ class HangError(LaneError):
 
 class LostError(LaneError):
     """A process of the pipeline is gone: killed, crashed, or its machine cannot be reached."""
+
+
+class NonFiniteError(PenstockError, ArithmeticError):
+    """A loss or gradient is NaN or infinite; the message says where that began, and what the weights are now."""
 
 
 class OutputError(PenstockError, OSError):

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from types import FrameType, TracebackType
 
-__all__ = ["is_called_by_torch", "line_of", "line_of_stack", "line_of_trace"]
+__all__ = ["is_called_by_torch", "line_of", "line_of_frame", "line_of_stack", "line_of_trace"]
 
 _LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _OWN = str(Path(__file__).resolve().parent.parent)
@@ -71,7 +71,13 @@ def line_of_stack() -> str:
     """Return "file:line" of the innermost line of the user's model that is running now, or nothing."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not _is_inside(frame.f_code.co_filename):
-            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if line := line_of_frame(frame):
+            return line
         frame = frame.f_back
     return ""
+
+
+def line_of_frame(frame: FrameType) -> str:
+    """Return "file:line" where a call is in the user's model, else nothing."""
+    file = frame.f_code.co_filename
+    return "" if _is_inside(file) else f"{_short(file)}:{frame.f_lineno}"

@@ -101,7 +101,7 @@ class GraphSteps:
 
     def run(self, step: Step, run: Run) -> None:
         """Run a step, as graphs if that can be; `run` runs one pass of all lanes, and may record it."""
-        if not self.is_on or step.measures_memory or not all(step.scales):
+        if not self.is_on or step.measures_memory or step.watch is not None or not all(step.scales):
             run(step, is_recorded=True)
             return
         ground, key = self._look(), _signature(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,8 @@ from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import check_seconds, check_words
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
-from penstock.pipeline.places import check_devices, choose_lanes, threads_per_lane
+from penstock.pipeline.past import Past
+from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
 from penstock.runtime.batches import join_results
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.model.rates import Rates
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
+    from penstock.runtime.watch import Watch
 
 __all__ = ["Pipeline"]
 
@@ -84,6 +87,9 @@ class Pipeline:
         compile: let Inductor compile the stages.
         timeout: seconds that a lane waits for a value before it says that the other hangs.
         progress: is told what is being done, how much is done, and of how much.
+
+    Attributes:
+        watch: is told of every action, where one is set: see `penstock.runtime.watch`.
 
     Raises:
         CaptureError: when the model cannot be captured; says where it stopped, and what to do.
@@ -147,7 +153,7 @@ class Pipeline:
         for stage in (stage for chain in self._chains for stage in chain.stages if compile):
             stage.compile_programs()
         self._loss = torch.compile(loss, dynamic=False) if compile and loss is not None else loss
-        self._weight, self._autocast, self._scaler = weight, autocast, scaler
+        self._weight, self._cast, self._scaler = weight, partial(autocast_of, autocast, self.devices[0]), scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._company.give_streams(self._weights.together())
         self._setup = Setup(
@@ -168,6 +174,8 @@ class Pipeline:
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
         self._number, self._is_closed = 0, False
         self._recording: Recording | None = None
+        self._past = Past()
+        self.watch: Watch | None = None
         self.training = True
         self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
 
@@ -193,6 +201,7 @@ class Pipeline:
                 self._graphs.run(step, self._run)
             is_done = True
         finally:
+            self._past.note(batch, step)
             self._setup.end_step(self._company, is_done=is_done)
         self._weights.agree_on_buffers()
         return self._total(step, ready.shares)
@@ -255,7 +264,7 @@ class Pipeline:
             return find_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
-        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares)
+        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch)
         step.measures_memory = self._recording is not None and self._recording.measures_memory
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
@@ -277,13 +286,6 @@ class Pipeline:
     def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
         return total_loss(losses, shares, step.batch.sizes, is_updated_within=self.schedule.versions is not None)
-
-    def _cast(self) -> torch.dtype | None:
-        """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
-        if self._autocast is not None:
-            return self._autocast
-        kind = self.devices[0].type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all stages into training."""

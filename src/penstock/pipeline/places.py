@@ -12,7 +12,7 @@ from penstock.runtime.devices import check_device
 from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["check_devices", "choose_lanes", "threads_per_lane"]
+__all__ = ["autocast_of", "check_devices", "choose_lanes", "threads_per_lane"]
 
 _LANES = 2  # where nothing is said
 
@@ -58,3 +58,10 @@ def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
     if on_cpu < 2 or world_size() > 1:
         return None
     return max(1, torch.get_num_threads() // on_cpu)
+
+
+def autocast_of(own: torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
+    if own is not None:
+        return own
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

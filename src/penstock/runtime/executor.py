@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from penstock.runtime.step import Step
 from penstock.runtime.streams import Event, Room, Streams
 from penstock.runtime.transport import Key, Stopped, Transport
 from penstock.runtime.versions import Versions
+from penstock.runtime.watch import Watch, apart_from
 from penstock.schedule.actions import Kind
 from penstock.schedule.rules import Value
 
@@ -93,7 +95,10 @@ class Executor:
                 _NOTHING if self.streams is None else self.streams.running(None if tape is None else tape.stream),
             ):
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
-                self._run(doing, self._step, spans)
+                if step.watch is None:
+                    self._run(doing, self._step, spans)
+                else:
+                    self._run([(partial(self._watched, step.watch, do), i) for do, i in doing], self._step, spans)
                 for run in self.stages.values():
                     run.end_step(step)
         except (Stopped, LaneError, KeyboardInterrupt):
@@ -126,6 +131,42 @@ class Executor:
             if step.measures_memory:
                 self._weigh(instruction)
         self._at_hand = None
+
+    def _watched(self, watch: Watch, do: Callable[[Instruction], None], i: Instruction) -> None:
+        """Do an action while somebody watches."""
+        number = self._step.number
+        if not watch.before(self.lane, number, i):
+            return
+        try:
+            do(i)
+        except BaseException:
+            watch.failed(self.lane, number, i)
+            raise
+        watch.after(self.lane, number, i, self._made_by(i))
+
+    def _made_by(self, i: Instruction) -> list[torch.Tensor]:
+        """Return what an action has made, as far as it is new: an output may be what the stage was given, or holds."""
+        run, mb, record = self.stages[i.stage], i.mb, self._records.get((i.stage, i.mb))
+        found: list[Any] = []
+        if i.kind in (Kind.F, Kind.RECOMPUTE):
+            for edge in run.out_of if i.kind is Kind.F else ():
+                key = Key("F", i.stage, edge.target, mb)
+                found += self._leaving.get(key) or self._arrived.get((i.stage, edge.target, mb)) or []
+            found += [] if record is None else [*record.made, record.loss]
+            found += [self._step.losses.get(mb)] if run.is_last else []
+            given = [*self._step.batch.inputs[mb].values(), *([] if record is None else record.arrived())]
+            return apart_from([*run.stage.held.tensors(), *given], found)
+        if i.kind in (Kind.B, Kind.I):
+            for edge in run.into:
+                key = Key("B", i.stage, edge.source, mb)
+                found += self._leaving.get(key) or self._gradients.get((i.stage, edge.source, mb)) or []
+        if i.kind in (Kind.B, Kind.I, Kind.W):
+            found += [parameter.grad for parameter in run.stage.parameters()]
+        if i.kind is Kind.RECV_F:
+            found += self._arrived.get((i.peer, i.stage, mb), [])
+        if i.kind is Kind.RECV_B:
+            found += self._gradients.get((i.peer, i.stage, mb), [])
+        return apart_from((), found)
 
     def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
         """Return spans in nanoseconds of the host's clock; on a GPU, waits for their end."""

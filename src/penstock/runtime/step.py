@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.runtime.watch import Watch
+
 __all__ = ["Batch", "Mode", "Step"]
 
 # Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none).
@@ -78,6 +80,7 @@ class Step:
         seed: random numbers of a stage and micro-batch follow from it.
         measures_memory: forwards count what they save, whatever their keep policy.
         tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
+        watch: is told of every action.
         losses: for each micro-batch its loss, once it is known.
     """
 
@@ -92,4 +95,5 @@ class Step:
     seed: int = 0
     measures_memory: bool = False
     tapes: Mapping[int, Tapes] | None = None
+    watch: Watch | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Faults: making them happen on purpose, and saying where one that happened came from."""

@@ -1,0 +1,234 @@
+"""Where a value first was not finite: run a batch again, look at all that is made, and name the first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.faults.ops import OpFinder, is_finite
+from penstock.runtime.step import Mode, Step
+from penstock.schedule.actions import Action, Kind
+
+if TYPE_CHECKING:
+    from penstock.pipeline.past import Ran
+    from penstock.pipeline.pipeline import Pipeline
+    from penstock.runtime.program import Instruction
+    from penstock.runtime.watch import Watch
+
+__all__ = ["Place", "locate"]
+
+_NO_TARGET = object()
+_FORWARD = (Kind.F, Kind.RECOMPUTE)
+_BACKWARD = (Kind.B, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value first was not finite.
+
+    >>> print(Place("action", lane=1, stage=1, mb=2, action="1F2", what="an output", operation="log at model.py:9"))
+    lane 1, stage 1, micro-batch 2, action 1F2 (forward): an output is not finite, first made by log at model.py:9
+
+    Attributes:
+        kind: "input" (it came in with the batch), "weight" (a parameter or buffer was so before), or "action".
+        lane: which saw it; -1 for the batch.
+        stage: of the model; -1 for the batch.
+        mb: the micro-batch; -1 for a weight.
+        action: as `1F2`, where one made it.
+        what: the name of the input, the parameter or what the action made.
+        operation: that made it within the action, with its module and line where they are known.
+    """
+
+    kind: str
+    lane: int = -1
+    stage: int = -1
+    mb: int = -1
+    action: str = ""
+    what: str = ""
+    operation: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "input":
+            return f"the batch itself is not finite: {self.what}, in micro-batch {self.mb}; look at the data"
+        if self.kind == "weight":
+            return (
+                f"lane {self.lane}, stage {self.stage}: {self.what} is not finite before the step begins; an earlier "
+                "update made it so"
+            )
+        words = Action.parse(self.action).kind.words
+        by = f", first made by {self.operation}" if self.operation else ""
+        return (
+            f"lane {self.lane}, stage {self.stage}, micro-batch {self.mb}, action {self.action} ({words}): {self.what} "
+            f"is not finite{by}"
+        )
+
+    def order(self, num_stages: int) -> tuple[int, int, int]:
+        """Return what sorts places by which can be the cause of which; then by micro-batch."""
+        if self.kind != "action":
+            return (0 if self.kind == "input" else 1, self.stage, self.mb)
+        is_forward = Action.parse(self.action).kind in _FORWARD
+        return (2, self.stage if is_forward else 2 * num_stages - self.stage, self.mb)
+
+
+def locate(pipe: Pipeline, batch: object, target: object = _NO_TARGET) -> Place | None:
+    """Run a step's batch again as it was and say where a value first was not finite; None where all are finite.
+
+    Call it right after the step, before the weights change; under torchrun all processes call it. Random numbers are
+    those of the step, so dropout drops the same. Gradients, buffers and random states are afterwards as they were. Of a
+    schedule that updates weights within the step only the forwards are run again, with the weights as they are now.
+
+    Args:
+        pipe: the pipeline.
+        batch: the very one that the step was given.
+        target: as the step's, if it was given one.
+
+    Raises:
+        UsageError: when the batch is not like the example.
+        LaneError: when an action failed.
+    """
+    ran = pipe._past.find(batch)
+    finder = _Finder(pipe, ran)
+    given = () if target is _NO_TARGET else (target,)
+    has_backward = pipe.schedule.versions is None
+    with _undisturbed(pipe):
+        ready = pipe._read(batch, given, groups=pipe._weights.groups)
+        step = pipe._step(
+            ready, Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
+        )
+        if ran is not None:
+            step.seed, step.factor = ran.seed, ran.factor
+        finder.look_before(step)
+        step.watch = finder
+        try:
+            pipe._run(step, is_recorded=False)
+        finally:
+            pipe._setup.end_step(pipe._company, is_done=False)
+    first = _first(finder.found, pipe.schedule.num_stages)
+    everyone = pipe._company.gather(None if first is None else asdict(first))
+    return _first([Place(**told) for told in everyone if told is not None], pipe.schedule.num_stages)
+
+
+def _first(places: Sequence[Place], num_stages: int) -> Place | None:
+    return min(places, key=lambda place: place.order(num_stages), default=None)
+
+
+class _Finder:
+    """Looks at all that actions make. What watched the pipeline before goes on doing so, as in the step itself."""
+
+    def __init__(self, pipe: Pipeline, ran: Ran | None) -> None:
+        self._pipe, self._ran = pipe, ran
+        self._inner: Watch | None = pipe.watch
+        self.found: list[Place] = []  # by all lanes here; appending is safe from any thread
+        self._stages = {(e.lane, s): run.stage for e in self._executors() for s, run in e.stages.items()}
+        self._open = threading.local()
+
+    def _executors(self) -> Sequence[Any]:
+        return self._pipe._setup.executors(training=True, has_backward=True)
+
+    def look_before(self, step: Step) -> None:
+        """Look at what comes in: the batch, and what the stages hold."""
+        for mb, given in enumerate(step.batch.inputs):
+            self.found += [Place("input", mb=mb, what=name) for name, value in given.items() if not is_finite(value)]
+        for mb, target in enumerate(step.targets):
+            if any(isinstance(thing, torch.Tensor) and not is_finite(thing) for thing in target):
+                self.found.append(Place("input", mb=mb, what="target"))
+        for (lane, index), stage in self._stages.items():
+            held = [*stage.named_parameters(), *stage.named_buffers()]
+            bad = [name for name, tensor in held if not is_finite(tensor) and not _is_mask(tensor)]
+            self.found += [Place("weight", lane, index, what=name) for name in bad]
+
+    def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
+        """Begin to look into an action."""
+        if self._inner is not None and not self._inner.before(lane, self._number(step_number), instruction):
+            return False
+        if instruction.kind in (*_FORWARD, *_BACKWARD) and not self._pipe._setup.is_compiled:
+            held = self._stages[lane, instruction.stage].held
+            self._open.finder = OpFinder({id(held.get(name)): name for name in held})
+            self._open.finder.__enter__()
+        return True
+
+    def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
+        """Look at what an action made."""
+        ops = self._close()
+        if self._inner is not None:
+            self._inner.after(lane, self._number(step_number), instruction, values)
+        bad = [value for value in values if not is_finite(value)]
+        if instruction.kind in _FORWARD:
+            bad = [value for value in bad if not (value.dim() and _is_mask(value))]
+        if not bad or instruction.kind not in (*_FORWARD, *_BACKWARD):
+            return
+        has_nan = any(bool(torch.isnan(value.detach()).any()) for value in bad)
+        operation = "" if ops is None else ops.nan if has_nan else ops.infinity
+        self.found.append(
+            Place(
+                "action",
+                lane,
+                instruction.stage,
+                instruction.mb,
+                str(instruction.action),
+                self._name(lane, instruction, bad[0]),
+                operation,
+            )
+        )
+
+    def failed(self, lane: int, step_number: int, instruction: Instruction) -> None:
+        """Stop looking."""
+        self._close()
+        if self._inner is not None:
+            self._inner.failed(lane, self._number(step_number), instruction)
+
+    def _close(self) -> OpFinder | None:
+        ops: OpFinder | None = getattr(self._open, "finder", None)
+        if ops is not None:
+            self._open.finder = None
+            ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return ops
+
+    def _number(self, step_number: int) -> int:
+        return step_number if self._ran is None else self._ran.number
+
+    def _name(self, lane: int, i: Instruction, value: torch.Tensor) -> str:
+        if i.kind in _BACKWARD:
+            named = self._stages[lane, i.stage].named_parameters()
+            own = next((name for name, p in named if p.grad is value), None)
+            return "the gradient of its input" if own is None else f"the gradient of {own}"
+        is_last = i.stage == self._pipe.schedule.num_stages - 1
+        return "the loss" if is_last and value.dim() == 0 else "its output"
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may hold its infinities on purpose: nothing learns from it, and it has no NaN."""
+    return not tensor.requires_grad and not bool(torch.isnan(tensor).any())
+
+
+@contextmanager
+def _undisturbed(pipe: Pipeline) -> Iterator[None]:
+    """Run something inside; gradients, buffers and random states are afterwards as they were."""
+    state = torch.get_rng_state()
+    gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
+    held = {id(stage.held): stage.held for chain in pipe._chains for stage in chain.stages}
+    own = [
+        (one, name, tensor, tensor.detach().clone())
+        for one in held.values()
+        for name in one
+        if not isinstance(tensor := one.get(name), torch.nn.Parameter) and not tensor.is_meta
+    ]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for one, name, tensor, values in own:
+                if one.get(name) is not tensor:
+                    one.set(name, tensor)
+                if not torch.equal(tensor, values):
+                    tensor.copy_(values)
+        torch.set_rng_state(state)

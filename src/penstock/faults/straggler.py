@@ -1,0 +1,85 @@
+"""Straggler: which lanes compute for longer than the others, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.errors import UsageError
+from penstock.report.format import show_seconds
+from penstock.report.timeline import Timeline
+
+__all__ = ["SlowLane", "slow_lanes"]
+
+_FACTOR = 1.3  # what is less shows in any two steps of a busy machine
+
+
+@dataclass(frozen=True)
+class SlowLane:
+    """A lane that takes longer than the others.
+
+    >>> print(SlowLane(2, 1.8, 0.9, 0.5, (2,)))
+    lane 2 takes 1.8 × the others: 900 ms of compute a step, the others 500 ms (stage 2)
+
+    Attributes:
+        lane: which one.
+        ratio: its compute over the median of the others.
+        seconds: it computes in a step.
+        others_seconds: the median of the others.
+        stages: that it runs.
+        is_as_planned: its stages were predicted to take longer, so the cuts are the cause, not the device.
+    """
+
+    lane: int
+    ratio: float
+    seconds: float
+    others_seconds: float
+    stages: tuple[int, ...] = ()
+    is_as_planned: bool = False
+
+    def __str__(self) -> str:
+        stages = f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"
+        planned = (
+            "; its stages are the longer ones by plan: other cuts would balance them" if self.is_as_planned else ""
+        )
+        return (
+            f"lane {self.lane} takes {self.ratio:.1f} × the others: {show_seconds(self.seconds, digits=3)} of compute "
+            f"a step, the others {show_seconds(self.others_seconds, digits=3)}{stages if self.stages else ''}{planned}"
+        )
+
+
+def slow_lanes(
+    timeline: Timeline, *, factor: float = _FACTOR, expected: Timeline | None = None
+) -> tuple[SlowLane, ...]:
+    """Return the lanes that compute for longer than the others in a step, the slowest first.
+
+    Waiting does not count: the lanes behind a slow one wait for it, and are not slow.
+
+    Args:
+        timeline: of a step, as `pipe.record()` gives it.
+        factor: how much longer than the median of the others.
+        expected: the predicted step (`pipe.explain().timeline`), to tell slow devices from uneven cuts.
+
+    Raises:
+        UsageError: when the prediction has other lanes.
+    """
+    if expected is not None and expected.num_lanes != timeline.num_lanes:
+        raise UsageError(f"expected: has {expected.num_lanes} lanes, and the timeline {timeline.num_lanes}")
+    busy = timeline.busy_seconds
+    planned = None if expected is None else _over_others(expected.busy_seconds)
+    found = []
+    for lane, ratio in enumerate(_over_others(busy)):
+        if ratio >= factor:
+            others = median(seconds for other, seconds in enumerate(busy) if other != lane)
+            stages = tuple(sorted({int(stage) for stage in timeline.stage[timeline.lane == lane]}))
+            is_planned = planned is not None and ratio < factor * planned[lane]
+            found.append(SlowLane(lane, ratio, busy[lane], others, stages, is_planned))
+    return tuple(sorted(found, key=lambda slow: -slow.ratio))
+
+
+def _over_others(seconds: tuple[float, ...]) -> list[float]:
+    """Return for each lane its time over the median of the others."""
+    if len(seconds) < 2:
+        return [1.0] * len(seconds)
+    of_others = [median(s for other, s in enumerate(seconds) if other != lane) for lane in range(len(seconds))]
+    return [own / other if other > 0 else 1.0 for own, other in zip(seconds, of_others, strict=True)]

@@ -1,0 +1,193 @@
+"""Wanted: which fault is to happen where, and its text form."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from penstock.errors import UsageError, nearest
+from penstock.schedule.actions import Kind
+
+__all__ = ["KINDS", "POINTS", "Chaos", "Wanted", "parse"]
+
+# what can happen, in words
+KINDS = {
+    "kill": "the process gets SIGKILL",
+    "stop": "the process gets SIGSTOP: it hangs, and nothing in it can tell",
+    "exit": "the process ends with a code",
+    "raise": "an exception, as of the user's own code",
+    "oom": "an exception, as when memory runs out",
+    "nan": "what the action made becomes NaN",
+    "corrupt": "one bit of what the action made flips",
+    "delay": "it takes longer",
+    "drop": "a message is not sent",
+}
+POINTS = ("step", "data", "optimizer", "save")  # where things can happen outside actions
+_MAKING = ("F", "B", "I", "W", "RECOMPUTE", "RECV_F", "RECV_B")  # actions that make values
+_SENDING = ("SEND_F", "SEND_B")
+_KEYS = ("lane", "rank", "step", "action", "attempt", "seconds", "code")
+_CHAOS_KEYS = ("mtti", "seed", "kinds")
+_ACTION = re.compile(r"([0-9]*)(" + "|".join(sorted((k.value for k in Kind), key=len, reverse=True)) + r")([0-9]*)")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One fault that is to happen; where a field is None, anything goes.
+
+    >>> print(Wanted.parse("kill@lane=1,step=3,action=B2"))
+    kill@lane=1,step=3,action=B2
+
+    Attributes:
+        kind: what happens.
+        lane: on which lane.
+        rank: in which process.
+        step: in which step.
+        action: at which action: a kind (`F`), with its micro-batch (`B2`), or with its stage too (`1F0`); or a point
+            outside actions: step, data, optimizer, save.
+        attempt: after how many restarts of the processes; by default before the first only, so that a restart goes on.
+        seconds: that a delay takes.
+        code: that an exit ends with.
+    """
+
+    kind: str
+    lane: int | None = None
+    rank: int | None = None
+    step: int | None = None
+    action: str | None = None
+    attempt: int = 0
+    seconds: float | None = None
+    code: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"fault {self.kind!r}: not one of {', '.join(KINDS)}.{nearest(self.kind, KINDS)}")
+        what = self._check_action()
+        if (self.kind == "delay") != (self.seconds is not None):
+            raise UsageError(f"fault {self.kind}: seconds= says how long a delay takes; only a delay has it")
+        if self.code is not None and (self.kind != "exit" or not 0 <= self.code < 256):
+            raise UsageError("fault exit: code= is 0 to 255, and only an exit has it")
+        if self.kind in ("nan", "corrupt") and what not in _MAKING:
+            raise UsageError(f"fault {self.kind}: say action=, one that makes values: {', '.join(_MAKING)}, as in F1")
+        if self.kind == "drop" and what not in _SENDING:
+            raise UsageError(f"fault drop: say action=, one that sends: {', '.join(_SENDING)}")
+
+    def _check_action(self) -> str | None:
+        """Return the kind of action, or the point."""
+        if self.action is None or self.action in POINTS:
+            return self.action
+        match = _ACTION.fullmatch(self.action)
+        if match is None:
+            words = [*POINTS, *(kind.value for kind in Kind)]
+            raise UsageError(
+                f"fault {self.kind}: action {self.action!r} is none: write a kind, as F, with a micro-batch, as B2, "
+                f"with a stage too, as 1F0, or one of {', '.join(POINTS)}.{nearest(self.action, words)}"
+            )
+        return match[2]
+
+    @property
+    def is_at_action(self) -> bool:
+        """Whether it waits for an action of the schedule; one with no place named does."""
+        return self.action not in POINTS
+
+    def is_action(self, kind: str, stage: int, mb: int) -> bool:
+        """Return whether an action is the one that is meant."""
+        if self.action is None:
+            return True
+        match = _ACTION.fullmatch(self.action)
+        if match is None or match[2] != kind:
+            return False
+        return match[1] in ("", str(stage)) and match[3] in ("", str(mb))
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """Read one fault's text form.
+
+        Raises:
+            UsageError: when it is none.
+        """
+        kind, _, rest = text.partition("@")
+        given = _read_pairs(rest, _KEYS, text) if rest.strip() else {}
+        numbers = {key: _whole(key, given[key]) for key in ("lane", "rank", "step", "attempt", "code") if key in given}
+        seconds = _seconds("seconds", given["seconds"]) if "seconds" in given else None
+        return cls(kind.strip(), action=given.get("action"), seconds=seconds, **numbers)
+
+    def __str__(self) -> str:
+        named = {key: getattr(self, key) for key in _KEYS}
+        told = ",".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in named.items() if v or v == 0)
+        told = told.replace(",attempt=0", "").removeprefix("attempt=0").removeprefix(",")
+        return f"{self.kind}@{told}" if told else self.kind
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Faults at random.
+
+    Attributes:
+        mtti: the mean seconds from one to the next, over all processes.
+        seed: the same seed gives the same faults at the same times.
+        kinds: to choose from.
+    """
+
+    mtti: float
+    seed: int = 0
+    kinds: tuple[str, ...] = ("kill", "stop", "raise")
+
+    def __post_init__(self) -> None:
+        able = ("kill", "stop", "exit", "raise", "oom")
+        wrong = [kind for kind in self.kinds if kind not in able]
+        if wrong or not self.kinds:
+            word = wrong[0] if wrong else ""
+            raise UsageError(f"chaos: kinds are {'+'.join(able)}; given: {'+'.join(self.kinds)}.{nearest(word, able)}")
+
+    def __str__(self) -> str:
+        return f"mtti={self.mtti:g}s,seed={self.seed},kinds={'+'.join(self.kinds)}"
+
+
+def parse(text: str) -> list[Wanted | Chaos]:
+    """Read faults, with a semicolon between them.
+
+    Raises:
+        UsageError: naming the piece that is none.
+    """
+    pieces = [piece.strip() for piece in text.split(";") if piece.strip()]
+    if not pieces:
+        raise UsageError(f"faults {text!r}: there are none; write, as in kill@lane=1,step=3,action=B2")
+    return [_chaos(piece) if "@" not in piece and "=" in piece else Wanted.parse(piece) for piece in pieces]
+
+
+def _chaos(text: str) -> Chaos:
+    given = _read_pairs(text, _CHAOS_KEYS, text)
+    if "mtti" not in given:
+        raise UsageError(f"faults {text!r}: write kind@lane=..., or mtti=5s for faults at random")
+    more = {} if "kinds" not in given else {"kinds": tuple(k.strip() for k in given["kinds"].split("+"))}
+    return Chaos(_seconds("mtti", given["mtti"]), _whole("seed", given.get("seed", "0")), **more)
+
+
+def _read_pairs(text: str, keys: tuple[str, ...], whole: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for piece in text.split(","):
+        key, is_pair, value = (part.strip() for part in piece.partition("="))
+        if not is_pair or not value:
+            raise UsageError(f"faults {whole!r}: {piece.strip()!r} is not name=value")
+        if key not in keys:
+            raise UsageError(f"faults {whole!r}: {key!r} is not one of {', '.join(keys)}.{nearest(key, keys)}")
+        if key in given:
+            raise UsageError(f"faults {whole!r}: {key} stands there twice")
+        given[key] = value
+    return given
+
+
+def _whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UsageError(f"faults: {key}={text}: give a whole number, 0 or more")
+    return int(text)
+
+
+def _seconds(key: str, text: str) -> float:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?", text)
+    factor = {"ms": 1e-3, None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+    seconds = float(match[1]) * factor[match[2]] if match else math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UsageError(f"faults: {key}={text}: give a time above 0, as in 5s, 200ms or 1m")
+    return seconds

@@ -1,0 +1,42 @@
+"""Past: how the last training steps were run, so that one of them can be run again as it was."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.step import Mode, Step
+
+__all__ = ["Past", "Ran"]
+
+_MOST = 64  # steps: an update may take several
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One step: its number, what its random numbers follow from, its mode, and the scaler's factor."""
+
+    batch: int  # the id of what the user gave
+    number: int
+    seed: int
+    mode: Mode
+    factor: torch.Tensor | None
+
+
+class Past:
+    """The last steps."""
+
+    def __init__(self) -> None:
+        self._ran: deque[Ran] = deque(maxlen=_MOST)
+
+    def note(self, batch: object, step: Step) -> None:
+        """Remember a step; not its batch, which is the user's."""
+        self._ran.append(Ran(id(batch), step.number, step.seed, step.mode, step.factor))
+
+    def find(self, batch: object) -> Ran | None:
+        """Return the last step that was given this very batch; else the last step; None where there was none."""
+        # the batch is alive since it was given, so no other object after it had its id
+        last = self._ran[-1] if self._ran else None
+        return next((ran for ran in reversed(self._ran) if ran.batch == id(batch)), last)

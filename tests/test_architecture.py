@@ -33,6 +33,7 @@ ARROWS = {
     "feeding": {"errors", "model", "runtime", "pipeline"},
     "doctor": {"errors", "timing", "report"},
     "infer": {"errors", "model", "runtime"},
+    "checkpoint": {"errors", "schedule", "pipeline", "__init__"},
     "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},
     "__init__": {
         "errors",
@@ -47,6 +48,7 @@ ARROWS = {
         "feeding",
         "doctor",
         "infer",
+        "checkpoint",
     },
     "cli": {
         "errors",
@@ -66,6 +68,7 @@ ARROWS = {
         "feeding",
         "doctor",
         "infer",
+        "checkpoint",
         "__init__",
     },
 }
@@ -106,7 +109,7 @@ def test_every_part_has_its_arrows():
 # data about models, which the deciding half reads
 PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
-RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "faults")
+RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults")
 
 
 def imports_at_once(path):

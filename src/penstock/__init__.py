@@ -12,16 +12,21 @@ from penstock.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from penstock import doctor, infer, timing
+    from penstock.checkpoint import Checkpoints
     from penstock.feeding.feed import feed
     from penstock.pipeline import Pipeline
+    from penstock.training import Callback, Trainer
 
 __all__ = [
+    "Callback",
+    "Checkpoints",
     "Cluster",
     "Costs",
     "Link",
     "Metrics",
     "Pipeline",
     "Timeline",
+    "Trainer",
     "doctor",
     "errors",
     "explain",
@@ -41,10 +46,18 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a mo
         from penstock.pipeline import Pipeline
 
         return Pipeline
+    if name == "Checkpoints":
+        from penstock.checkpoint import Checkpoints
+
+        return Checkpoints
     if name == "feed":
         from penstock.feeding.feed import feed
 
         return feed
+    if name in ("Callback", "Trainer"):
+        from penstock import training
+
+        return getattr(training, name)
     if name in ("doctor", "infer", "timing"):
         from importlib import import_module
 

@@ -7,6 +7,7 @@ PenstockError                    everything below; catch this to catch them all
 ├── CostError (ValueError)       costs that are not finite, not positive or not as many as stages
 ├── GraphError (ValueError)      a graph or cuts that contradict themselves
 ├── CaptureError                 a model that no path can take; says where, and what to do
+├── CheckpointError              a checkpoint that is damaged, incomplete or of another model; says what is wrong where
 ├── PartitionError (ValueError)  no cuts fit; says what is missing where, and what would fit
 ├── LaneError (RuntimeError)     an action failed; names lane, stage, micro-batch, action and the line in the model
 │   ├── HangError                a lane waited too long; says for what, from whom, and what that lane was doing
@@ -23,6 +24,7 @@ from difflib import get_close_matches
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "CostError",
     "GraphError",
     "HangError",
@@ -69,6 +71,10 @@ class GraphError(PenstockError, ValueError):
 
 class CaptureError(PenstockError):
     """A model that no path can take; the message names the line in the model and what to do."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint that is damaged, incomplete or of another model; the message names the file and what is wrong."""
 
 
 class PartitionError(PenstockError, ValueError):

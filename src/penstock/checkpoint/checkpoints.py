@@ -1,0 +1,333 @@
+"""Checkpoints: save the state of a training beside its steps, and take it up again."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.content import Content
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.manifest import Manifest, folder_name, read_manifest
+from penstock.checkpoint.plain import from_plain
+from penstock.checkpoint.reader import Loaded, MisfitError, Restored, complete, faults_of, found, load
+from penstock.checkpoint.saving import Job, Saving
+from penstock.checkpoint.staging import Staging
+from penstock.errors import CheckpointError, UsageError
+from penstock.pipeline.pipeline import Pipeline
+
+__all__ = ["Checkpoints"]
+
+_NO_NOTES: Mapping[str, Any] = MappingProxyType({})
+_MAX_STEP = 10**18
+
+
+class Checkpoints:
+    """The checkpoints of a training in a folder.
+
+    `save` copies everything to host memory and returns; the disk is written to meanwhile. A checkpoint has its name
+    only when it is complete and on the disk, and is never written to again. What a lane holds is stored under the
+    model's own names, so that any number of lanes, threads or processes, can take it up, with another schedule too.
+
+    Under torchrun every process makes one, with the same arguments, and calls the same methods; the folder must be one
+    that all of them see.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> batch, target = torch.ones(6, 4), torch.zeros(6, 1)
+    >>> with (
+    ...     TemporaryDirectory() as folder,
+    ...     Pipeline(model, example=batch, loss=torch.nn.MSELoss(), lanes=2, micro_batches=3, cuts=[2]) as pipe,
+    ...     Checkpoints(folder, pipe, optimizer=torch.optim.AdamW(pipe.parameters())) as checkpoints,
+    ... ):
+    ...     _ = pipe.step(batch, target)
+    ...     checkpoints.save(1, notes={"epoch": 0}, wait=True)
+    ...     restored = checkpoints.restore()
+    >>> restored.step, restored.notes["epoch"]
+    (1, 0)
+
+    Args:
+        folder: where they are; made when the first is saved.
+        pipe: the pipeline.
+        optimizer: of its parameters, or several, as `pipe.optimizers.values()`.
+        scheduler: of the learning rate, or several.
+        scaler: the GradScaler that the pipeline was given.
+        data: anything with `state_dict()` and `load_state_dict()` that knows its place in the data, as a feed.
+        keep: so many of the newest stay; older ones are deleted when a newer one is complete.
+
+    Attributes:
+        failures: what went wrong with saves; each was warned about, and the training went on.
+        on_saved: is told the step and folder of what became complete, at the next `save` or `wait`.
+
+    Raises:
+        UsageError: for arguments that cannot be right.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pipe: Pipeline,
+        *,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        scheduler: Any | Iterable[Any] | None = None,  # noqa: ANN401 - torch's have no common type
+        scaler: torch.amp.GradScaler | None = None,
+        data: Any = None,  # noqa: ANN401 - anything with a state
+        keep: int = 3,
+    ) -> None:
+        if not isinstance(pipe, Pipeline):
+            raise UsageError(f"pipe: give a penstock.Pipeline; given: {type(pipe).__name__}")
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise UsageError(f"keep: at least 1 checkpoint must stay; given: {keep!r}")
+        self.folder = Path(folder)
+        self._keep, self._company = keep, pipe._company
+        self._process = pipe.lanes[0] if len(pipe.lanes) < pipe.schedule.num_lanes else 0
+        self._num_processes = pipe.schedule.num_lanes // len(pipe.lanes)
+        self._content = Content(pipe, _several(optimizer), _several(scheduler), scaler, data)
+        self.failures: list[str] = []
+        self.on_saved: Callable[[int, Path], None] | None = None
+        self.patience_seconds = 120.0
+        self._disk, self._staging = Disk(), Staging()
+        self._saving: Saving | None = None
+        self._own: set[int] = set()  # the steps that were saved or taken up here
+        self._restored_step: int | None = None
+        self._num_saves = 0
+        if self._process == 0:
+            self._sweep()
+        self._nonce = str(self._company.gather(secrets.token_hex(4))[0])
+
+    def save(self, step: int, *, notes: Mapping[str, Any] = _NO_NOTES, wait: bool = False) -> None:
+        """Save everything as it is now; return when it is copied to host memory.
+
+        One save is under way at a time: the next one waits until it is on the disk. A step that has a good checkpoint
+        is not saved again. What cannot be written is warned about and noted in `failures`; the training goes on.
+
+        Args:
+            step: how many steps were made.
+            notes: the caller's own, as JSON can hold them; `restore` gives them back.
+            wait: until it is complete.
+
+        Raises:
+            UsageError: for a step or a state that cannot be saved.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
+            raise UsageError(f"step: give a whole number from 0; given: {step!r}")
+        self._settle()
+        fault, snapshot, is_there = "", None, False
+        try:
+            if self._process == 0:
+                is_there = self._is_there(step)
+            snapshot = self._content.collect(step, notes) if not is_there else None
+        except (UsageError, CheckpointError) as error:
+            fault = str(error)
+        told = self._company.gather([fault, is_there])
+        faults = list(dict.fromkeys(text for text, _ in told if text))
+        if faults:
+            raise UsageError("; ".join(faults))
+        if told[0][1]:
+            if step not in self._own:
+                where = self.folder / folder_name(step)
+                self._warn(
+                    f"{where} is there already, and was not made or taken up by this training: nothing was saved. "
+                    "Choose another folder, or restore() first"
+                )
+            return
+        assert snapshot is not None
+        flat = {f"{file}:{name}": t for file, tensors in snapshot.files.items() for name, t in tensors.items()}
+        copies, waits = self._staging.copy(flat)
+        files = {file: {name: copies[f"{file}:{name}"] for name in tensors} for file, tensors in snapshot.files.items()}
+        self._num_saves += 1
+        job = Job(
+            self.folder, f"{self._nonce}{self._num_saves:x}", step, self._process, self._num_processes, files,
+            snapshot.part, snapshot.state, self._content.plan, self._content.aliases, self._keep, waits,
+            self.patience_seconds,
+        )  # fmt: skip
+        self._saving = Saving(job, self._disk)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is under way is complete, or has failed."""
+        self._settle()
+
+    def restore(self, source: str | Path | int = "newest") -> Restored | None:
+        """Take up a checkpoint: the newest that is good, or a certain one.
+
+        Everything is read and checked before anything is changed, and all processes take up the same one.
+
+        Args:
+            source: "newest", a step, the folder of a checkpoint, or a folder of checkpoints, of which the newest is
+                taken.
+
+        Returns:
+            What was taken up; None where there is none.
+
+        Raises:
+            CheckpointError: when there are checkpoints and none is good; when it is of another model; when the one
+                that was asked for is not there or damaged.
+        """
+        self._settle()
+        folders = self._candidates(source)
+        if not folders:
+            return None
+        passed_over: list[str] = []
+        for folder in folders:
+            loaded, fault, is_misfit = self._try_to_load(Path(folder))
+            told = self._company.gather([fault, is_misfit])
+            faults = list(dict.fromkeys(text for text, _ in told if text))
+            if any(misfit for _, misfit in told):
+                raise MisfitError(next(text for text, misfit in told if misfit))
+            if not faults:
+                assert loaded is not None
+                return self._take(loaded, passed_over)
+            passed_over += faults
+        hint = "" if len(folders) == 1 else "none of the checkpoints is good: "
+        raise CheckpointError(hint + "; ".join(passed_over))
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, the newest last."""
+        return [manifest.step for manifest in complete(self.folder)]
+
+    def folders(self) -> list[Path]:
+        """Return the folders of the complete checkpoints, the newest last."""
+        return [manifest.folder for manifest in complete(self.folder)]
+
+    def close(self) -> None:
+        """Wait for what is under way here; asks nothing of the other processes, which may be gone."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.hurry(min(10.0, self.patience_seconds))
+        saving.wait()
+        if saving.fault or saving.failure:
+            self._failed(saving, saving.failure or saving.fault)
+        elif saving.is_complete:
+            self._saved(saving)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- saving
+
+    def _sweep(self) -> None:
+        """Delete what saves that were killed have left."""
+        if self.folder.is_dir():
+            for path in sorted(self.folder.glob("tmp-*")):
+                self._disk.remove(path)
+
+    def _is_there(self, step: int) -> bool:
+        """Say whether a step has a good checkpoint of this training."""
+        folder = self.folder / folder_name(step)
+        if not folder.exists():
+            return False
+        is_left = self._restored_step is not None and step > self._restored_step and step not in self._own
+        if is_left:  # of the past that was left when an older one was taken up
+            return False
+        try:
+            is_good = not faults_of(read_manifest(folder))
+        except CheckpointError:
+            is_good = False
+        return is_good
+
+    def _settle(self) -> None:
+        """Wait for the save under way, and tell all processes how it ended."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait_written()
+        faults = self._company.gather(saving.fault)
+        saving.others_fault = "; ".join(f"process {n}: {fault}" for n, fault in enumerate(faults) if fault)
+        saving.wait()
+        failure, complaint = self._company.gather([saving.failure, saving.complaint])[0]
+        if failure:
+            if self._process == 0:
+                saving.clear()
+            self._failed(saving, failure)
+        else:
+            self._saved(saving)
+        if complaint:
+            self._warn(
+                f"checkpoint of step {saving.job.step} is complete, but older ones could not be deleted: {complaint}"
+            )
+
+    def _saved(self, saving: Saving) -> None:
+        self._own.add(saving.job.step)
+        if self.on_saved is not None:
+            self.on_saved(saving.job.step, saving.job.final)
+
+    def _failed(self, saving: Saving, failure: str) -> None:
+        text = (
+            f"the checkpoint of step {saving.job.step} was NOT saved in {self.folder}: {failure}. The training goes "
+            "on, and earlier checkpoints are as they were"
+        )
+        self.failures.append(text)
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    # ---- restoring
+
+    def _candidates(self, source: str | Path | int) -> list[str]:
+        """Return the folders to try, the newest first; the first process looks for all."""
+        folders: list[str] = []
+        fault = ""
+        if self._process == 0:
+            try:
+                folders = [str(path) for path in self._look_for(source)]
+            except (CheckpointError, UsageError) as error:
+                fault = str(error)
+        told = self._company.gather([folders, fault])[0]
+        if told[1]:
+            raise CheckpointError(told[1])
+        found_folders: list[str] = told[0]
+        return found_folders
+
+    def _look_for(self, source: str | Path | int) -> list[Path]:
+        if isinstance(source, int) and not isinstance(source, bool):
+            folder = self.folder / folder_name(source)
+            if not folder.is_dir():
+                there = ", ".join(map(str, self.steps())) or "none"
+                raise CheckpointError(f"{self.folder}: has no checkpoint of step {source}; there are: {there}")
+            return [folder]
+        where = self.folder if source == "newest" else Path(str(source))
+        if source != "newest":
+            if not where.is_dir():
+                raise CheckpointError(f"{where}: there is no such folder")
+            if (where / "MANIFEST.json").exists():
+                return [where]
+        every = [path for path, _, _, _ in found(where)]
+        if source != "newest" and not every:
+            raise CheckpointError(f"{where}: holds no checkpoint")
+        return every[::-1]
+
+    def _try_to_load(self, folder: Path) -> tuple[Loaded | None, str, bool]:
+        try:
+            manifest: Manifest = read_manifest(folder)
+            loaded = load(manifest, self._content, process=self._process, num_processes=self._num_processes)
+        except CheckpointError as error:
+            return None, str(error), isinstance(error, MisfitError)
+        return loaded, "", False
+
+    def _take(self, loaded: Loaded, passed_over: list[str]) -> Restored:
+        self._content.load(loaded.tensors, loaded.loss, loaded.prepared, loaded.state)
+        step = loaded.manifest.step
+        self._own = {step} if loaded.manifest.folder.parent == self.folder else set()
+        self._restored_step = step
+        if passed_over:
+            self._warn(f"went back to the checkpoint of step {step}: {'; '.join(passed_over)}")
+        return Restored(step, loaded.manifest.folder, from_plain(loaded.state["notes"]), tuple(passed_over))
+
+
+def _several(thing: Any) -> list[Any]:  # noqa: ANN401 - one or several
+    if thing is None:
+        return []
+    has_state = callable(getattr(thing, "state_dict", None))
+    return [thing] if has_state or not isinstance(thing, Iterable) else list(thing)

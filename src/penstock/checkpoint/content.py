@@ -1,0 +1,229 @@
+"""Content: what a checkpoint holds of a pipeline and what is around it, and how it gets back there."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.checkpoint.optimizers import Optimizers, OptimizerState
+from penstock.checkpoint.plain import from_plain, to_plain
+from penstock.checkpoint.randomness import generator_states, set_generator_states
+from penstock.checkpoint.shards import check_storable
+from penstock.errors import CheckpointError, UsageError
+from penstock.pipeline.pipeline import Pipeline
+from penstock.schedule.plain import to_json
+
+__all__ = ["Content", "Snapshot", "versions"]
+
+LOSS = "(loss)."  # before the names of a loss function's own parameters
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process saves.
+
+    Attributes:
+        files: for each shard its tensors.
+        part: what all processes tell the first, as JSON.
+        state: what the first process tells of the rest, as JSON.
+    """
+
+    files: dict[str, dict[str, torch.Tensor]]
+    part: dict[str, Any]
+    state: dict[str, Any]
+
+
+class Content:
+    """A pipeline, its optimizers, and the rest of what is needed to go on as if nothing had been.
+
+    Args:
+        pipe: the pipeline.
+        optimizers: of its parameters.
+        schedulers: of the learning rate.
+        scaler: a GradScaler.
+        data: what knows its place in the data.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any],
+        scaler: torch.amp.GradScaler | None, data: Any,  # noqa: ANN401 - anything with a state
+    ) -> None:  # fmt: skip
+        self.pipe, self.schedulers, self.scaler, self.data = pipe, list(schedulers), scaler, data
+        for what, thing in [("scheduler", s) for s in self.schedulers] + [("scaler", scaler), ("data", data)]:
+            if thing is not None and not all(
+                callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+            ):
+                raise UsageError(f"{what}: {type(thing).__name__} has no state_dict() and load_state_dict()")
+        self.optimizers = Optimizers(optimizers, self._named)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.pipe.named_parameters()
+        yield from ((f"{LOSS}{name}", p) for name, p in self._loss.named_parameters())
+
+    @property
+    def _loss(self) -> nn.Module:
+        loss = getattr(self.pipe._loss, "_orig_mod", self.pipe._loss)
+        return loss if isinstance(loss, nn.Module) else nn.Module()
+
+    @cached_property
+    def lane_of(self) -> dict[str, int]:
+        """The lane that saves each tensor of the model: the first that holds it."""
+        lanes: dict[str, int] = {}
+        ways = self.pipe.schedule.ways
+        for index, stage in enumerate(self.pipe._chains[0].stages):
+            first = min(way[index] for way in ways)
+            for name in stage.state_dict(keep_vars=True):
+                lanes[name] = min(first, lanes.get(name, first))
+        return lanes
+
+    def _lane_of(self, name: str) -> int:
+        return self.pipe.schedule.ways[0][-1] if name.startswith(LOSS) else self.lane_of[name]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tensors of the model."""
+        return dict(self.pipe._chains[0].aliases)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """How the pipeline is cut and what its lanes run."""
+        schedule = self.pipe.schedule
+        return {
+            "cuts": list(self.pipe.cuts),
+            "lanes": schedule.num_lanes,
+            "stages": schedule.num_stages,
+            "micro_batches": schedule.num_mbs,
+            "schedule": to_json(schedule),
+        }
+
+    # ---- to the disk
+
+    def collect(self, step: int, notes: Mapping[str, Any]) -> Snapshot:
+        """Return what this process saves; tensors are those in use, not yet copied.
+
+        Raises:
+            UsageError: for a state that cannot be saved.
+        """
+        lanes, count = self.pipe.lanes, self.pipe.schedule.num_lanes
+        files: dict[str, dict[str, torch.Tensor]] = {}
+        for lane in lanes:
+            files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"] = {}
+            files[f"optim-{lane + 1:05d}-of-{count:05d}.safetensors"] = {}
+        tensors = self.pipe.state_dict()
+        for name, lane in self.lane_of.items():
+            if lane in lanes:
+                check_storable(name, tensors[name])
+                files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"][name] = tensors[name]
+        for name, tensor in self._loss.state_dict().items():
+            if self._lane_of(LOSS) in lanes:
+                check_storable(LOSS + name, tensor)
+                files[f"optim-{self._lane_of(LOSS) + 1:05d}-of-{count:05d}.safetensors"][LOSS + name] = tensor
+        found = self.optimizers.collect(lambda name: self._lane_of(name) in lanes)
+        for name, own in found.tensors.items():
+            file = files[f"optim-{self._lane_of(name) + 1:05d}-of-{count:05d}.safetensors"]
+            for key, tensor in own.items():
+                check_storable(key, tensor)
+                if key in file:
+                    raise UsageError(f"{key}: two tensors of the optimizer would have this name")
+                file[key] = tensor
+        return Snapshot(files, self._part(found), self._state(step, notes))
+
+    def _part(self, found: OptimizerState) -> dict[str, Any]:
+        devices = [self.pipe.devices[lane] for lane in self.pipe.lanes]
+        return {"groups": found.groups, "params": found.params, "random": generator_states(devices)}
+
+    def _state(self, step: int, notes: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "step": step,
+            "notes": to_plain(dict(notes), "notes"),
+            "schedulers": [to_plain(s.state_dict(), f"scheduler {n}") for n, s in enumerate(self.schedulers)],
+            "scaler": None if self.scaler is None else to_plain(self.scaler.state_dict(), "scaler"),
+            "data": None if self.data is None else to_plain(self.data.state_dict(), "data"),
+            "has_optimizer": bool(self.optimizers.optimizers),
+        }
+
+    # ---- and back
+
+    def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Return in what a saved model differs from this one; nothing where it fits."""
+        own = {name: tuple(t.shape) for stage in self.pipe._chains[0].stages for name, t in _saved(stage)}
+        missing = sorted(own.keys() - shapes.keys())
+        unknown = sorted(shapes.keys() - own.keys())
+        wrong = [f"{n}: {shapes[n]} for {own[n]}" for n in sorted(own.keys() & shapes.keys()) if shapes[n] != own[n]]
+        if not (missing or unknown or wrong):
+            return ""
+        told = [("not in the checkpoint", missing), ("not in the model", unknown), ("of another shape", wrong)]
+        return "; ".join(f"{what}: {_some(names)}" for what, names in told if names)
+
+    def needed(self) -> list[str]:
+        """Return the names of the model's tensors that lanes here hold."""
+        aliases = self.aliases
+        return [name for name in self.pipe.state_dict() if name not in aliases]
+
+    def loss_names(self) -> list[str]:
+        """Return the names of the loss function's own tensors."""
+        return [LOSS + name for name in self._loss.state_dict()]
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], loss: Mapping[str, torch.Tensor], prepared: Sequence[Any],
+        state: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Take over everything; all of it was read and checked before."""
+        aliases = {alias: tensors[name] for alias, name in self.aliases.items() if name in tensors}
+        self.pipe.load_state_dict({**tensors, **aliases})
+        if loss:
+            self._loss.load_state_dict({name.removeprefix(LOSS): tensor for name, tensor in loss.items()})
+        self.optimizers.load(prepared)
+        for scheduler, saved in zip(self.schedulers, self.scheduler_states(state), strict=False):
+            scheduler.load_state_dict(saved)
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(from_plain(state["scaler"]))
+        if self.data is not None and state["data"] is not None:
+            self.data.load_state_dict(from_plain(state["data"]))
+        self._load_random(state["random"])
+
+    def scheduler_states(self, state: Mapping[str, Any]) -> list[Any]:
+        """Return a state for each scheduler here.
+
+        Raises:
+            CheckpointError: when there were as many others, with states that differ.
+        """
+        saved = state["schedulers"]
+        if not saved or len(saved) == len(self.schedulers):
+            return [from_plain(plain) for plain in saved]
+        if any(plain != saved[0] for plain in saved):  # one a stage, and there are other stages now
+            raise CheckpointError(f"{len(saved)} schedulers were saved, and there are {len(self.schedulers)} now")
+        return [from_plain(saved[0]) for _ in self.schedulers]
+
+    def _load_random(self, states: Sequence[dict[str, Any]]) -> None:
+        if states:
+            number = self.pipe.lanes[0] if len(self.pipe.lanes) < self.pipe.schedule.num_lanes else 0
+            devices = [self.pipe.devices[lane] for lane in self.pipe.lanes]
+            set_generator_states(states[number] if number < len(states) else states[0], devices)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what writes a checkpoint."""
+    import penstock
+
+    return {
+        "penstock": penstock.__version__,
+        "torch": torch.__version__,
+        "xxhash": version("xxhash"),
+        "python": platform.python_version(),
+    }
+
+
+def _saved(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(stage.state_dict(keep_vars=True).items())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,0 +1,99 @@
+"""Disk: the few file operations that a checkpoint is made of, all in one place, so that a test can stop at each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["Disk", "chunks", "open_plain"]
+
+_CHUNK_BYTES = 4 << 20  # stays in the cache between the hash and the write
+
+
+class Disk:
+    """Writes files so that they are on the disk when a call returns. Every change of the disk is one of its methods."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder; it may be there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Write bytes to an open file; other threads run meanwhile."""
+        while data:
+            data = data[os.write(handle, data) :]
+
+    def sync(self, handle: int) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(handle)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name, in one moment."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file or a whole folder; what cannot be deleted stays."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def write_file(self, path: Path, parts: Iterable[bytes | memoryview]) -> int:
+        """Write a new file; return its bytes.
+
+        Raises:
+            OSError: when it cannot be written; nothing of it is left.
+        """
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        num_bytes = 0
+        try:
+            try:
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    self.write(handle, view)
+                    num_bytes += len(view)
+                self.sync(handle)
+            finally:
+                os.close(handle)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return num_bytes
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.sync(handle)
+        finally:
+            os.close(handle)
+
+    def write_beside(self, path: Path, content: bytes, *, mark: str) -> None:
+        """Put a small file in the place of another, in one moment."""
+        part = path.with_name(f"tmp-{path.name}-{mark}")
+        part.unlink(missing_ok=True)
+        self.write_file(part, [content])
+        self.replace(part, path)
+        self.sync_folder(path.parent)
+
+
+def chunks(view: memoryview) -> Iterable[memoryview]:
+    """Yield the pieces of a long run of bytes."""
+    for begin in range(0, len(view), _CHUNK_BYTES):
+        yield view[begin : begin + _CHUNK_BYTES]
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """Open a file that is a file, not a link or a pipe; return its handle and its bytes.
+
+    Raises:
+        OSError: when it cannot be opened, or is something else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        raise OSError(22, "it is not a plain file")
+    return handle, found.st_size

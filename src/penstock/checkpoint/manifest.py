@@ -1,0 +1,211 @@
+"""Manifest: the file that is written last and tells what a checkpoint consists of, each part with a checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.disk import open_plain
+from penstock.checkpoint.shards import SAFE_NAMES, checksum
+from penstock.errors import CheckpointError
+
+__all__ = ["MANIFEST", "Manifest", "folder_name", "read_json", "read_manifest", "step_folders", "to_bytes"]
+
+MANIFEST = "MANIFEST.json"
+FORM = "penstock checkpoint"
+VERSION = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_FOLDER_NAME = re.compile(r"checkpoint-([0-9]{6,18})")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_MAX_JSON_BYTES = 1 << 28
+_MAX_DIMENSIONS = 64
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"checkpoint-{step:06d}"
+
+
+def step_folders(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the steps and folders that have a checkpoint's name, whether they are good or not."""
+    try:
+        paths = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from error
+    for path in paths:
+        found = _FOLDER_NAME.fullmatch(path.name)
+        if found and path.is_dir() and not path.is_symlink():
+            yield int(found[1]), path
+
+
+def to_bytes(plain: Mapping[str, Any]) -> bytes:
+    """Return JSON that is the same for the same things."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_json(path: Path, *, num_bytes: int | None = None, xxh3: str | None = None) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint, as large and with the checksum that it must have.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    try:
+        handle, size = open_plain(path)
+        with os.fdopen(handle, "rb") as file:
+            if num_bytes is not None and size != num_bytes:
+                raise CheckpointError(f"{path}: has {size} bytes, and the manifest says {num_bytes}")
+            if size > _MAX_JSON_BYTES:
+                raise CheckpointError(f"{path}: {size} bytes are more than such a file ever has")
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if xxh3 is not None and checksum(data) != xxh3:
+        raise CheckpointError(f"{path}: has checksum {checksum(data)}, expected {xxh3}")
+    try:
+        plain = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {error!s:.100}") from error
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{path}: holds no JSON object")
+    return plain
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        folder: where it is.
+        step: of the training.
+        order: counts the checkpoints of a folder; the newest has the largest.
+        plan: cuts, schedule, lanes and micro-batches of the pipeline that was saved.
+        versions: of what wrote it.
+        aliases: other names of tensors that are stored once.
+        files: for each file its bytes and checksums.
+    """
+
+    folder: Path
+    step: int
+    order: int
+    plan: Mapping[str, Any]
+    versions: Mapping[str, str]
+    aliases: Mapping[str, str]
+    files: Mapping[str, Mapping[str, Any]]
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        plain = {
+            "form": FORM, "version": VERSION, "step": self.step, "order": self.order, "plan": self.plan,
+            "versions": self.versions, "aliases": self.aliases, "files": self.files,
+        }  # fmt: skip
+        return to_bytes({**plain, "xxh3": checksum(to_bytes(plain))})
+
+    def shards(self, kind: str) -> list[str]:
+        """Return the files that hold tensors of a kind: "model" or "optim"."""
+        return sorted(name for name, entry in self.files.items() if "tensors" in entry and name.startswith(f"{kind}-"))
+
+    def file_of(self, kind: str) -> dict[str, str]:
+        """Return the file of each tensor of a kind."""
+        return {name: file for file in self.shards(kind) for name in self.files[file]["tensors"]}
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of a kind."""
+        return {
+            name: tuple(told["shape"])
+            for file in self.shards(kind)
+            for name, told in self.files[file]["tensors"].items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """What all files take together."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+    def check_sizes(self) -> None:
+        """Raise if a file is not there or not as long as it must be; nothing is read.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        for name, entry in self.files.items():
+            path = self.folder / name
+            try:
+                size = path.lstat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            if path.is_symlink() or not path.is_file():
+                raise CheckpointError(f"{path}: is not a plain file")
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{path}: has {size} bytes, and the manifest says {entry['bytes']}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint and check it against itself.
+
+    Raises:
+        CheckpointError: when it is not there, damaged, or says what cannot be.
+    """
+    path = folder / MANIFEST
+    plain = read_json(path)
+    if plain.get("form") != FORM:
+        raise CheckpointError(f"{path}: is not the manifest of a checkpoint of Penstock")
+    if plain.get("version") != VERSION:
+        raise CheckpointError(f"{path}: has version {plain.get('version')!r:.20}, and this Penstock reads {VERSION}")
+    expected = plain.pop("xxh3", None)
+    actual = checksum(to_bytes(plain))
+    if actual != expected:
+        raise CheckpointError(f"{path}: has checksum {actual}, expected {expected!r:.40}")
+    fault = _fault_of(plain)
+    if fault:
+        raise CheckpointError(f"{path}: {fault}")
+    return Manifest(folder, *(plain[key] for key in ("step", "order", "plan", "versions", "aliases", "files")))
+
+
+def _fault_of(plain: Mapping[str, Any]) -> str:  # noqa: PLR0911 - a list of faults
+    """Return what a manifest says that cannot be; its checksum is right, but anyone can make one."""
+    if not _is_count(plain.get("step")) or not _is_count(plain.get("order")):
+        return "its step or order is no whole number"
+    for key in ("plan", "versions", "aliases", "files"):
+        if not isinstance(plain.get(key), dict):
+            return f"its {key} are missing"
+    for name, entry in plain["files"].items():
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            return f"{name!r:.80} cannot be the name of its file: it must match {_FILE_NAME.pattern}"
+        if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
+            return f"the bytes of {name} are no whole number"
+        if "tensors" not in entry:
+            if not _is_hash(entry.get("xxh3")):
+                return f"{name} has no checksum"
+            continue
+        if not isinstance(entry["tensors"], dict) or not _is_count(entry.get("header_bytes")):
+            return f"the tensors of {name} are not told"
+        if not _is_hash(entry.get("header_xxh3")):
+            return f"the header of {name} has no checksum"
+        bad = next((tensor for tensor, told in entry["tensors"].items() if not _is_tensor(told)), None)
+        if bad is not None:
+            return f"{name}: tensor {bad!r:.80} has no dtype, shape or checksum that can be"
+    if "state.json" not in plain["files"]:
+        return "it names no state.json"
+    return ""
+
+
+def _is_count(thing: object) -> bool:
+    return isinstance(thing, int) and not isinstance(thing, bool) and 0 <= thing < 1 << 62
+
+
+def _is_hash(thing: object) -> bool:
+    return isinstance(thing, str) and _HASH.fullmatch(thing) is not None
+
+
+def _is_tensor(told: object) -> bool:
+    if not isinstance(told, dict) or told.get("dtype") not in SAFE_NAMES.values() or not _is_hash(told.get("xxh3")):
+        return False
+    shape: Sequence[object] = told.get("shape", None)  # type: ignore[assignment]
+    return isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))

@@ -1,0 +1,163 @@
+"""Reader: finds the newest good checkpoint, and reads of it what the lanes here need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.content import Content
+from penstock.checkpoint.manifest import Manifest, read_json, read_manifest, step_folders
+from penstock.checkpoint.shards import Shard
+from penstock.errors import CheckpointError
+
+__all__ = ["Loaded", "MisfitError", "Restored", "complete", "faults_of", "found", "load"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was taken up.
+
+    Attributes:
+        step: the training goes on after it.
+        folder: where it is.
+        notes: what was given to `save`.
+        passed_over: why newer ones were not taken.
+    """
+
+    step: int
+    folder: Path
+    notes: Mapping[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+class MisfitError(CheckpointError):
+    """A checkpoint that is good, and of something else."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read of a checkpoint, and checked; nothing was changed by it yet."""
+
+    manifest: Manifest
+    tensors: Mapping[str, torch.Tensor]
+    loss: Mapping[str, torch.Tensor]
+    prepared: list[Any]
+    state: Mapping[str, Any]
+
+
+def found(folder: Path) -> list[tuple[Path, int, Manifest | None, str]]:
+    """Return all checkpoints of a folder, the newest last: folder, step, manifest, and what is wrong with that.
+
+    Of one that cannot say when it was made, the step says it.
+    """
+    every: list[tuple[Path, int, Manifest | None, str]] = []
+    for step, path in step_folders(folder):
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != step:
+                raise CheckpointError(f"{path}: its manifest is that of step {manifest.step}")
+            every.append((path, step, manifest, ""))
+        except CheckpointError as error:
+            every.append((path, step, None, str(error)))
+    good = sorted((entry for entry in every if entry[2] is not None), key=lambda entry: entry[2].order)  # type: ignore[union-attr]
+    for entry in (entry for entry in every if entry[2] is None):
+        at = next((number for number, other in enumerate(good) if other[1] > entry[1]), len(good))
+        good.insert(at, entry)
+    return good
+
+
+def complete(folder: Path) -> list[Manifest]:
+    """Return the checkpoints whose manifest is good and whose files are there in their sizes, the newest last."""
+    result = []
+    for _, _, manifest, _ in found(folder):
+        if manifest is not None:
+            try:
+                manifest.check_sizes()
+            except CheckpointError:
+                continue
+            result.append(manifest)
+    return result
+
+
+def read_state(manifest: Manifest) -> dict[str, Any]:
+    """Read the state file of a checkpoint.
+
+    Raises:
+        CheckpointError: when it is damaged.
+    """
+    entry = manifest.files["state.json"]
+    state = read_json(manifest.folder / "state.json", num_bytes=entry["bytes"], xxh3=entry["xxh3"])
+    missing = {"step", "notes", "schedulers", "scaler", "data", "optimizer", "random"} - state.keys()
+    if missing or state["step"] != manifest.step:
+        raise CheckpointError(f"{manifest.folder / 'state.json'}: is not the state of step {manifest.step}")
+    return state
+
+
+def faults_of(
+    manifest: Manifest, names: Iterable[str] | None = None, *, read: Mapping[str, set[str]] | None = None
+) -> list[str]:
+    """Return everything that is wrong with the files of a checkpoint; each byte of them is read.
+
+    Args:
+        manifest: that of the checkpoint.
+        names: only these files.
+        read: the tensors of files that were read and checked already.
+    """
+    faults = []
+    for name in manifest.files if names is None else names:
+        entry = manifest.files[name]
+        done = (read or {}).get(name, set())
+        try:
+            if "tensors" not in entry:
+                read_json(manifest.folder / name, num_bytes=entry["bytes"], xxh3=entry["xxh3"])
+                continue
+            with Shard(manifest.folder / name, entry) as shard:
+                for tensor in shard.tensors.keys() - done:
+                    try:
+                        shard.read(tensor)
+                    except CheckpointError as error:
+                        faults.append(str(error))
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
+
+
+def load(manifest: Manifest, content: Content, *, process: int, num_processes: int) -> Loaded:
+    """Read what the lanes here need, and check all of it; with the other processes, all of the checkpoint.
+
+    Raises:
+        CheckpointError: when something is damaged, with all that is.
+        MisfitError: when it is of another model.
+    """
+    state = read_state(manifest)
+    misfit = content.misfit(manifest.shapes("model"))
+    if misfit:
+        raise MisfitError(f"{manifest.folder} is a checkpoint of another model; {misfit}")
+    model_file, optim_file = manifest.file_of("model"), manifest.file_of("optim")
+    read: dict[str, set[str]] = {}
+    with ExitStack() as stack:
+        shards: dict[str, Shard] = {}
+
+        def fetch(file_of: Mapping[str, str], name: str) -> torch.Tensor:
+            if name not in file_of:
+                raise CheckpointError(f"{manifest.folder}: tensor {name!r} is in none of its files")
+            file = file_of[name]
+            if file not in shards:
+                shards[file] = stack.enter_context(Shard(manifest.folder / file, manifest.files[file]))
+            read.setdefault(file, set()).add(name)
+            return shards[file].read(name)
+
+        tensors = {name: fetch(model_file, name) for name in content.needed()}
+        loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}
+        prepared = content.optimizers.prepare(state["optimizer"], lambda name: fetch(optim_file, name))
+        content.scheduler_states(state)
+    mine = [name for number, name in enumerate(sorted(manifest.files)) if number % num_processes == process]
+    faults = faults_of(manifest, mine, read=read)
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    return Loaded(manifest, tensors, loss, prepared, state)

@@ -1,0 +1,196 @@
+"""Shards: tensors as safetensors files, with a checksum of each; written and read so that every byte is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from penstock.checkpoint.disk import Disk, chunks, open_plain
+from penstock.errors import CheckpointError, UsageError
+
+__all__ = ["SAFE_NAMES", "Shard", "Stored", "bytes_of", "checksum", "write_shard"]
+
+# safetensors' words; what is not here it cannot hold
+SAFE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3 of some bytes: it finds accidents, not forgers."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the CPU, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]  # torch's stubs
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a shard, as the manifest tells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        count = _DTYPES[self.dtype].itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Raise where safetensors cannot hold a tensor.
+
+    Raises:
+        UsageError: naming the tensor and its dtype.
+    """
+    if tensor.dtype not in SAFE_NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(
+            f"{name}: a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}; convert it, or keep it out "
+            "of the model's state (persistent=False)"
+        )
+
+
+def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write tensors of the CPU as a safetensors file; return what the manifest says of it.
+
+    Raises:
+        OSError: when it cannot be written; nothing of it is left.
+    """
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, Any] = dict(header)
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": SAFE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]
+        }  # fmt: skip
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    told: dict[str, dict[str, Any]] = {}
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield head
+        for name, tensor in tensors.items():
+            digest = xxhash.xxh3_128()
+            for chunk in chunks(bytes_of(tensor)):
+                digest.update(chunk)
+                yield chunk
+            told[name] = {
+                "dtype": SAFE_NAMES[tensor.dtype], "shape": list(tensor.shape), "xxh3": digest.hexdigest()
+            }  # fmt: skip
+
+    num_bytes = disk.write_file(path, parts())
+    return {"bytes": num_bytes, "header_bytes": len(head), "header_xxh3": checksum(head), "tensors": told}
+
+
+class Shard:
+    """A safetensors file that a manifest describes; opened, and read tensor by tensor with a check of each.
+
+    Args:
+        path: the file.
+        entry: what the manifest says of it.
+
+    Raises:
+        CheckpointError: when the file is not what the manifest says.
+    """
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        self.path = path
+        self.tensors = {
+            name: Stored(told["dtype"], tuple(told["shape"]), told["xxh3"]) for name, told in entry["tensors"].items()
+        }
+        try:
+            self._handle, num_bytes = open_plain(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            if num_bytes != entry["bytes"]:
+                raise CheckpointError(f"{path}: has {num_bytes} bytes, and the manifest says {entry['bytes']}")
+            self._places = self._read_header(entry, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, entry: Mapping[str, Any], num_bytes: int) -> dict[str, int]:
+        """Return where each tensor begins; the header must be the one that was written."""
+        size = entry["header_bytes"]
+        if not 8 <= size <= min(num_bytes, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{self.path}: a header of {size} bytes cannot be")
+        head = self._read(0, memoryview(bytearray(size)), "its header")
+        actual = checksum(head)
+        if actual != entry["header_xxh3"]:
+            raise CheckpointError(f"{self.path}: its header has checksum {actual}, expected {entry['header_xxh3']}")
+        places, at = {}, size
+        try:
+            plain = json.loads(bytes(head[8:]))
+            plain.pop("__metadata__", None)
+            for name in sorted(plain, key=lambda name: plain[name]["data_offsets"]):
+                told, stored = plain[name], self.tensors[name]
+                begin, end = told["data_offsets"]
+                is_same = (told["dtype"], tuple(told["shape"])) == (stored.dtype, stored.shape)
+                if not is_same or end - begin != stored.num_bytes or begin + size != at:
+                    raise ValueError(name)
+                places[name] = at
+                at += stored.num_bytes
+            if at != num_bytes or len(places) != len(self.tensors):
+                raise ValueError("its tensors do not fill it")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header contradicts the manifest: {error!s:.100}") from error
+        return places
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: when its bytes are not those that were written.
+        """
+        stored = self.tensors[name]
+        memory = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        self._read(self._places[name], bytes_of(memory), f"tensor {name}")
+        actual = checksum(bytes_of(memory))
+        if actual != stored.xxh3:
+            raise CheckpointError(f"{self.path}: tensor {name} has checksum {actual}, expected {stored.xxh3}")
+        return memory.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def _read(self, at: int, view: memoryview, what: str) -> memoryview:
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._handle, [view[done : done + (1 << 30)]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {what} cannot be read: {error.strerror}") from error
+            if not count:
+                raise CheckpointError(f"{self.path}: ends within {what}")
+            done += count
+        return view
+
+    def close(self) -> None:
+        """Let the file go."""
+        os.close(self._handle)
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""What the demo and an example train: a small GPT in plain torch that knows no pipeline, and the text it learns."""
+"""What the demo, an example and `penstock train` train by default: a small GPT that knows no pipeline, and its text."""
 
 from __future__ import annotations
 

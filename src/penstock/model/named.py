@@ -15,7 +15,7 @@ from penstock.errors import UsageError, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["load"]
+__all__ = ["find", "load"]
 
 
 def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
@@ -44,9 +44,12 @@ def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, A
         return _from_transformers(name, batch_size)
 
 
-def _from_code(name: str) -> tuple[nn.Module, Any]:
-    from torch import nn
+def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
+    """Return what `package.module:callable` or `file.py:callable` names.
 
+    Raises:
+        UsageError: when there is no such thing, or it cannot be called.
+    """
     place, _, attribute = name.rpartition(":")
     module = _file(place) if place.endswith(".py") else _module(place)
     found: object = module
@@ -56,7 +59,14 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
             raise UsageError(f"{place} has no {attribute!r}.{nearest(part, names)}")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{name} is {_article(found)}, not a function or a class that makes a model")
+        raise UsageError(f"{name} is {_article(found)}, not a function or a class")
+    return found
+
+
+def _from_code(name: str) -> tuple[nn.Module, Any]:
+    from torch import nn
+
+    found = find(name)
     try:
         made = found if isinstance(found, nn.Module) else found()
     except Exception as error:

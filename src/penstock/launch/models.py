@@ -1,0 +1,89 @@
+"""Models: what a configuration names: a callable's, a transformers config's, or the small GPT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError, nearest
+from penstock.launch.calling import call, check_arguments
+from penstock.launch.gpt import load_text, make_gpt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from penstock.launch.config import Config
+
+__all__ = ["build_model"]
+
+
+def build_model(config: Config) -> tuple[nn.Module, Any]:
+    """Return the model, and an example batch where the callable gives one, else None.
+
+    Raises:
+        UsageError: when there is no such model, or its arguments are wrong.
+    """
+    name, arguments = config.model, config.model_args
+    if name == "penstock:gpt":
+        given = {"num_characters": len(load_text().characters), **arguments}
+        check_arguments("model", "penstock:gpt", make_gpt, given)
+        return make_gpt(**given), None
+    if isinstance(name, str) and ":" in name:
+        return _checked(name, call("model", name, arguments))
+    return _from_transformers(_settings(name, arguments)), None
+
+
+def _checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - whatever the callable returned
+    from torch import nn
+
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_list = isinstance(model, list) and bool(model) and all(isinstance(part, nn.Module) for part in model)
+    if not isinstance(model, nn.Module) and not is_list:
+        raise UsageError(
+            f"model: {name} returned {type(made).__name__}; it must return a model (or a list of stage modules), or"
+            " that and an example batch"
+        )
+    return model, example
+
+
+def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a transformers config, model_type among them."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    if not model.endswith(".json"):
+        return {"model_type": model, **arguments}
+    try:
+        found = json.loads(Path(model).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model: {model} cannot be read as a config: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise UsageError(f"model: {model} has no model_type: it is no config of transformers")
+    return found | dict(arguments)
+
+
+def _from_transformers(settings: dict[str, Any]) -> nn.Module:
+    kind = settings.pop("model_type")
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto import configuration_auto
+    except ImportError as error:
+        raise UsageError(
+            f"model: {kind!r} is a model of transformers, which is not installed: pip install 'penstock[hf]', or name "
+            "a model of your own as module:callable"
+        ) from error
+    from penstock.model.small_class import class_of
+
+    known: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    if kind not in known:
+        raise UsageError(
+            f"model: {kind!r} is neither module:callable nor a model type of transformers.{nearest(kind, known)}"
+        )
+    plain = AutoConfig.for_model(kind)
+    for name in settings:
+        if not hasattr(plain, name) and name not in ("architectures", "transformers_version", "torch_dtype", "dtype"):
+            raise UsageError(f"model_args: a config of {kind} has no {name!r}.{nearest(name, vars(plain))}")
+    config = AutoConfig.for_model(kind, **settings)
+    config.use_cache = False  # of generation; in training it is only in the way
+    return class_of(config)(config)  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "Lines", "plain_json"]
 
 _NAME = "events.jsonl"
+_OWN = ("time", "event", "attempt")  # of a line, whatever else it tells
 
 
 class Journal(Callback):
@@ -124,10 +125,10 @@ class Journal(Callback):
             self._lines.close()
             self._lines = None
 
-    def _write(self, event: str, step: int, **more: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+    def _write(self, event: str, step: int, /, **more: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
         if self._lines is not None:
             head = {"time": round(time.time(), 3), "event": event, "step": step, "attempt": self._attempt}
-            self._lines.append(head | {name: value for name, value in more.items() if name not in ("time", "event")})
+            self._lines.append(head | {name: value for name, value in more.items() if name not in _OWN})
 
 
 class Lines:

@@ -1,7 +1,20 @@
 """Training: a loop around a pipeline that saves, shows, and survives."""
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.training.callbacks import Callback
 from penstock.training.reading import Reading, Summary
-from penstock.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from penstock.training.trainer import Trainer
 
 __all__ = ["Callback", "Reading", "Summary", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
+    """Import what needs torch when it is first asked for: a configuration is checked without."""
+    if name == "Trainer":
+        from penstock.training.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'penstock.training' has no attribute {name!r}")

@@ -48,7 +48,9 @@ class Asked:
                 yield f"{name}: must be a whole number, {number} or more; given: {given!r}"
         for name in ("clip", "max_seconds"):
             given = getattr(self, name)
-            if given is not None and (isinstance(given, bool) or not isinstance(given, Real) or not 0 < given < math.inf):
+            if given is not None and (
+                isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf
+            ):
                 yield f"{name}: must be a number above zero, or None; given: {given!r}"
         if self.on_nan not in ON_NAN:
             yield f"on_nan: {self.on_nan!r} is not one of {', '.join(ON_NAN)}.{nearest(str(self.on_nan), ON_NAN)}"

@@ -31,6 +31,8 @@ class Faults:
     def __init__(self, trainer: Trainer, callbacks: Callbacks) -> None:
         self._trainer, self._callbacks = trainer, callbacks
         self._injector = Injector.from_environment()
+        if self._injector is not None and trainer.pipe.watch is None:
+            trainer.pipe.watch = self._injector  # sees the actions too
 
     def at(self, point: str, step: int) -> None:
         """Let a fault happen here that was asked for, as a test or a rehearsal does."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Picture"]
 
 _GAP, _SPARK = "   ", 16
+_LEAST_BAR, _MOST_BAR = 4, 40
 _LEAST_LANES = 2  # a strip of fewer, where there are more, says nothing
 
 
@@ -54,21 +55,28 @@ class Picture:
 
     def draw(self, width: int, height: int, *, is_last: bool = False) -> RenderableType:
         """Return what to show in so many columns and lines; the last picture, which stays, is without the lanes."""
-        top = [*self._figures(width), *self._memory(width)]
-        lanes = [] if is_last else self._lanes(width, height - len(top) - 2)  # a bar, and the line of the cursor
+        room = height - 2  # beside the bar, and the line of the cursor
+        top = [*self._figures(width), *self._memory(width)][:room]
+        lanes = [] if is_last else self._lanes(width, room - len(top))
         return Group(*top, *lanes, self._bar(width))
 
     # ---- its parts
 
     def _bar(self, width: int) -> RenderableType:
         to_go = self.pace.seconds_to_go
-        words = [Text(f"{self.step}/{self.steps} steps"), Text(show_clock(time.monotonic() - self._begin), style="dim")]
-        if self.step < self.steps:
-            words.append(Text(f"to go {'?' if to_go is None else show_clock(to_go)}", style="cyan"))
-        taken = sum(len(word) + 1 for word in words) + len("training ")
+        count = Text(f"{self.step}/{self.steps} steps")
+        clock = Text(show_clock(time.monotonic() - self._begin), style="dim")
+        left = Text(f"to go {'?' if to_go is None else show_clock(to_go)}", style="cyan")
+        words = [Text("training"), count, clock, *([left] if self.step < self.steps else [])]
+        for least in (words[0], clock):  # what one can do without
+            if _LEAST_BAR + 1 + _width_of(words) >= width:
+                words.remove(least)
+        bar = ProgressBar(total=self.steps, completed=self.step, width=_bar_width(width - 2 - _width_of(words)))
         row = Table.grid(padding=(0, 1, 0, 0))
-        bar = ProgressBar(total=self.steps, completed=self.step, width=max(4, min(40, width - taken - 1)))
-        row.add_row(Text("training", no_wrap=True), bar, *words)
+        at = words.index(count)
+        for _ in range(len(words) + 1):
+            row.add_column(no_wrap=True)
+        row.add_row(*words[:at], bar, *words[at:])
         return row
 
     def _figures(self, width: int) -> list[Text]:
@@ -120,6 +128,14 @@ class Picture:
             lines = [Text.from_ansi(line) for line in drawn.splitlines() if not line.startswith("(too narrow")]
             self._strip = (timeline, width, [_cut(line, width) for line in lines])
         return self._strip[2]
+
+
+def _width_of(words: Iterable[Text]) -> int:
+    return sum(len(word) + 1 for word in words)
+
+
+def _bar_width(room: int) -> int:
+    return max(_LEAST_BAR, min(_MOST_BAR, room))
 
 
 def _cut(line: Text, width: int) -> Text:

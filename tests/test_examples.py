@@ -46,6 +46,18 @@ def test_train_gpt(tmp_path):
     assert "\nThe wheel does not care how much" in out
 
 
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["threads", "processes"])
+@pytest.mark.xdist_group("processes")
+def test_two_lanes_reach_the_validation_loss_of_a_plain_loop(tmp_path, launcher):
+    """Seed by seed; in float64 what is left is rounding."""
+    out = run("same_as_plain.py", "--seeds", 2, "--steps", 8, folder=tmp_path, launcher=launcher)
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([-+][\d.e-]+)$", out, re.M)
+    assert [row[0] for row in rows] == ["0", "1"]
+    for _, plain, lanes, difference in rows:
+        assert plain == lanes
+        assert abs(float(difference)) < 1e-10
+
+
 @pytest.mark.xdist_group("processes")
 def test_train_gpt_has_the_same_losses_with_a_process_a_lane(tmp_path):
     words = ("train_gpt.py", "--steps", 5, "--characters", 40, "--html", "step.html")

@@ -80,7 +80,7 @@ class Summary:
     """How a training ended.
 
     Attributes:
-        status: "done", "data ended", "stopped" (a callback asked), "SIGTERM", "SIGINT" or "time" (as much as was given).
+        status: "done", "data ended", "stopped" (a callback asked), "time" (all that was given), or a signal's name.
         step: the steps that are done, those before a resume counted in.
         steps: that were asked for.
         loss: of the last step; None where none was run.

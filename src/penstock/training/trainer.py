@@ -98,13 +98,15 @@ class Trainer:
         count_tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self.asked = Asked(
-            steps, validate_every, clip, accumulate, checkpoint_every, keep_checkpoints, resume, log_every, record_every,
-            on_nan, max_seconds,
+            steps, validate_every, clip, accumulate, checkpoint_every, keep_checkpoints, resume, log_every,
+            record_every, on_nan, max_seconds,
         )  # fmt: skip
         if not isinstance(pipe, Pipeline):
             raise UsageError(f"pipe: give a penstock.Pipeline; given: {type(pipe).__name__}")
         self.pipe, self.optimizer = pipe, optimizer
-        self.schedulers = [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        self.schedulers = (
+            [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        )
         self.is_first = 0 in pipe.lanes
         self.folder = RunFolder(folder, is_first=self.is_first)
         self.step = 0
@@ -251,7 +253,7 @@ class Trainer:
         self._callbacks.tell("on_step_end", self, self.reading)
         if made.timeline is not None:
             self._write_page(number, made.timeline)
-        if number == 1 or number == asked.steps or _is_due(number, asked.log_every):
+        if number in (1, asked.steps) or _is_due(number, asked.log_every):
             self._log()
         if _is_due(number, asked.validate_every) and self._validation is not None and number < asked.steps:
             self._validate()

@@ -35,6 +35,7 @@ ARROWS = {
     "infer": {"errors", "model", "runtime"},
     "checkpoint": {"errors", "schedule", "pipeline", "__init__"},
     "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},
+    "training": {"errors", "report", "runtime", "pipeline", "feeding", "checkpoint", "faults"},
     "__init__": {
         "errors",
         "explain",
@@ -49,6 +50,7 @@ ARROWS = {
         "doctor",
         "infer",
         "checkpoint",
+        "training",
     },
     "cli": {
         "errors",
@@ -69,6 +71,7 @@ ARROWS = {
         "doctor",
         "infer",
         "checkpoint",
+        "training",
         "__init__",
     },
 }
@@ -109,7 +112,7 @@ def test_every_part_has_its_arrows():
 # data about models, which the deciding half reads
 PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
-RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults")
+RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults", "training")
 
 
 def imports_at_once(path):

@@ -58,16 +58,16 @@ class Picture:
         room = height - 2  # beside the bar, and the line of the cursor
         top = [*self._figures(width), *self._memory(width)][:room]
         lanes = [] if is_last else self._lanes(width, room - len(top))
-        return Group(*top, *lanes, self._bar(width))
+        return Group(*top, *lanes, self._bar(width, is_last=is_last))
 
     # ---- its parts
 
-    def _bar(self, width: int) -> RenderableType:
+    def _bar(self, width: int, *, is_last: bool) -> RenderableType:
         to_go = self.pace.seconds_to_go
         count = Text(f"{self.step}/{self.steps} steps")
         clock = Text(show_clock(time.monotonic() - self._begin), style="dim")
         left = Text(f"to go {'?' if to_go is None else show_clock(to_go)}", style="cyan")
-        words = [Text("training"), count, clock, *([left] if self.step < self.steps else [])]
+        words = [Text("training"), count, clock, *([] if is_last else [left])]
         for least in (words[0], clock):  # what one can do without
             if _LEAST_BAR + 1 + _width_of(words) >= width:
                 words.remove(least)

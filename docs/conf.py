@@ -82,6 +82,7 @@ def menu(text: str) -> str:
         for folder in sorted(folders):
             found = sorted((ROOT / "docs" / folder).glob("*.md")) if not folder.startswith("..") else []
             pages += [page for path in found if (page := f"{folder}/{path.stem}") not in known]
+        known |= set(pages)
     return "".join(contents(pages, heading) for heading, pages in listed.items())
 
 

@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.training.callbacks import Callback
+from penstock.training.journal import Journal
 from penstock.training.reading import Reading, Summary
+from penstock.training.tensorboard import TensorBoard
+from penstock.training.view import View
 
 if TYPE_CHECKING:
     from penstock.training.trainer import Trainer
 
-__all__ = ["Callback", "Reading", "Summary", "Trainer"]
+__all__ = ["Callback", "Journal", "Reading", "Summary", "TensorBoard", "Trainer", "View"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class

@@ -36,6 +36,19 @@ ARROWS = {
     "checkpoint": {"errors", "schedule", "pipeline", "__init__"},
     "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},
     "training": {"errors", "report", "runtime", "pipeline", "feeding", "checkpoint", "faults"},
+    "launch": {
+        "errors",
+        "decide",
+        "schedule",
+        "model",
+        "report",
+        "schedules",
+        "runtime",
+        "pipeline",
+        "faults",
+        "training",
+        "__init__",
+    },
     "__init__": {
         "errors",
         "explain",
@@ -72,6 +85,7 @@ ARROWS = {
         "infer",
         "checkpoint",
         "training",
+        "launch",
         "__init__",
     },
 }
@@ -112,7 +126,7 @@ def test_every_part_has_its_arrows():
 # data about models, which the deciding half reads
 PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
-RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults", "training")
+RUNNING = ("runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults", "training", "launch")
 
 
 def imports_at_once(path):

@@ -12,6 +12,7 @@ from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
+from penstock.cli.train import TrainCommand, train
 
 __all__ = ["app", "run"]
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(cls=TrainCommand)(train)
 app.command()(simulate)
 app.command()(profile)
 app.command()(demo)

@@ -40,8 +40,9 @@ class Policy:
     _before: tuple[Any, ...] | None = None
 
     def judge(
-        self, exits: Mapping[int, int], faults: Sequence[Mapping[str, Any]], *, now: float, told: str | None = None
-    ) -> Verdict:
+        self, exits: Mapping[int, int], faults: Sequence[Mapping[str, Any]], *, now: float, told: str | None = None,
+        stuck: Sequence[int] = (),
+    ) -> Verdict:  # fmt: skip
         """Return what to do after processes ended.
 
         Args:
@@ -49,17 +50,20 @@ class Policy:
             faults: what they wrote down in this attempt.
             now: seconds of a clock that only goes forward.
             told: the signal that the launcher was told to end by.
+            stuck: processes that did not end by themselves, and were killed.
         """
         if told is not None:
-            code = INTERRUPTED if told == "SIGINT" else DONE if set(exits.values()) <= {DONE} else LATE
-            return Verdict(False, code, f"{told}, and {'all is saved' if code == DONE else show_exits(exits)}")
+            # one that SIGTERM itself ended had not begun: from then on it is noted, and all is saved
+            is_saved = set(exits.values()) <= {DONE, -signal.SIGTERM} and not stuck
+            code = INTERRUPTED if told == "SIGINT" else DONE if is_saved else LATE
+            return Verdict(False, code, f"{told}, and {'all is saved' if is_saved else show_exits(exits, stuck)}")
         final = next((code for code in _FINAL if code in exits.values()), None)
         if final is not None:
             return Verdict(False, final, "an error that would happen again")
         unknown = [code for code in exits.values() if code > 0 and code != AGAIN]
         if unknown:
-            return Verdict(False, RAISED, show_exits(exits))
-        signature = _signature(exits, faults)
+            return Verdict(False, RAISED, show_exits(exits, stuck))
+        signature = _signature(faults)
         if signature is not None and signature == self._before:
             return Verdict(False, RAISED, f"the same failure twice, {_place(signature)}: it would happen again")
         self._before = signature
@@ -68,22 +72,22 @@ class Policy:
             return Verdict(
                 False,
                 LOST,
-                f"{show_exits(exits)}; restarts in the last hour: {len(self._restarts)} of {self.max_restarts}",
+                f"{show_exits(exits, stuck)}; restarts in the last hour: {len(self._restarts)} of {self.max_restarts}",
             )
         count = len(self._restarts)
         self._restarts.append(now)
-        return Verdict(True, LOST, show_exits(exits), 0.0 if not count else min(2.0 ** (count - 1), _MOST_SECONDS))
+        return Verdict(
+            True, LOST, show_exits(exits, stuck), 0.0 if not count else min(2.0 ** (count - 1), _MOST_SECONDS)
+        )
 
 
-def _signature(exits: Mapping[int, int], faults: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
+def _signature(faults: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
     """Return what makes a failure the same as another: the step and the words of a hang. A kill comes from outside."""
-    if any(-code in (signal.SIGKILL, signal.SIGTERM) for code in exits.values()) and not _hangs(faults):
-        return None
     told = _hangs(faults)
     if not told:
         return None
     first = min(told, key=lambda fault: fault.get("lane", 0))
-    return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "", str(first.get("message")))
+    return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "so long", str(first.get("message")))
 
 
 def _hangs(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -94,17 +98,19 @@ def _place(signature: tuple[Any, ...]) -> str:
     return f"at step {signature[0]}: {signature[1]}"
 
 
-def show_exits(exits: Mapping[int, int]) -> str:
+def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
     """Return how processes ended, in words."""
     found: dict[str, list[int]] = {}
     for rank, code in sorted(exits.items()):
         how = f"ended with {code}"
         if code < 0:
             try:
-                how = f"killed by {signal.Signals(-code).name}"
+                how = f"was killed by {signal.Signals(-code).name}"
             except ValueError:
-                how = f"killed by signal {-code}"
+                how = f"was killed by signal {-code}"
         found.setdefault(how, []).append(rank)
+    if stuck:
+        found["did not end by itself, and was killed"] = list(stuck)
     # what ended by itself for want of another is not worth a word beside it
     words = {how: ranks for how, ranks in found.items() if how != f"ended with {AGAIN}"} or found
     return ", ".join(f"process {' and '.join(map(str, ranks))} {how}" for how, ranks in words.items())

@@ -11,16 +11,16 @@ from penstock.launch.config import GROUPS, Config, group_of
 from penstock.launch.reading import Given
 from penstock.launch.values import kinds_of
 
-__all__ = ["example_file", "key_table", "to_toml", "toml_value"]
+__all__ = ["example_file", "key_table", "origins_in", "to_toml", "toml_value"]
 
 _WIDTH = 100
 
 
 def toml_value(value: Any) -> str:  # noqa: ANN401 - whatever TOML can hold
-    r"""Return a value as TOML writes it.
+    """Return a value as TOML writes it.
 
-    >>> toml_value({"width": 128, "names": ["a", 'b"c']})
-    '{width = 128, names = ["a", "b\\\"c"]}'
+    >>> print(toml_value({"width": 128, "names": ["a", "b'c"], "is_big": False}))
+    {width = 128, names = ["a", "b'c"], is_big = false}
     """
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -49,6 +49,12 @@ def to_toml(given: Given) -> str:
             value, origin = getattr(given.config, name), given.origins.get(name, "default")
             lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}  # {origin}")
     return "\n".join(lines[1:]) + "\n"
+
+
+def origins_in(text: str) -> dict[str, str]:
+    """Return where each value comes from, as `to_toml` wrote it down."""
+    lines = [line for line in text.splitlines() if "  # " in line]
+    return {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines}
 
 
 def _keys(group: str) -> Iterator[str]:

@@ -1,0 +1,231 @@
+"""penstock train: train what a file and flags say, here or in processes; or say what would be done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from penstock.launch.config import Config
+    from penstock.launch.reading import Given
+    from penstock.planning.explanation import Explanation
+
+__all__ = ["TrainCommand", "train"]
+
+_KEPT = "penstock.train"
+_SHOW = "What to show instead"
+
+
+class TrainCommand(TyperCommand):
+    """A command that takes every key of the configuration as a flag, with dashes or underscores."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context
+        """Take the flags of the configuration out; the rest is the command's own."""
+        from penstock.launch.reading import take_flags
+
+        own = [word for param in self.get_params(ctx) for word in (*param.opts, *param.secondary_opts)]
+        rest, flags, faults = take_flags(args, own)
+        ctx.meta[_KEPT] = flags, faults
+        return super().parse_args(ctx, rest)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own
+        """Show the keys, too."""
+        super().format_help(ctx, formatter)
+        _show_keys()
+
+
+def train(
+    ctx: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="What to train, in TOML; without one: a small GPT.")] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Train nothing: cuts, memory, and the predicted step.", rich_help_panel=_SHOW),
+    ] = False,
+    analytic: Annotated[
+        str,
+        typer.Option(help="With --dry-run: measure nothing, count for a device, as h100.", rich_help_panel=_SHOW),
+    ] = "",
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print every key, its value and where that comes from.", rich_help_panel=_SHOW
+        ),
+    ] = False,
+    init: Annotated[
+        Path | None, typer.Option(help="Write a file to begin with, every key explained.", rich_help_panel=_SHOW)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Plain lines, also in a terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result, or the plan, as JSON.")] = False,
+) -> None:
+    """Train a model in a pipeline: what a TOML file and flags say; flags win.
+
+    The same file runs in threads, in processes of this machine (--nproc), and on
+    several machines (--nnodes). A training that is started again goes on where
+    its folder's newest checkpoint is.
+
+    [bold]Examples[/bold]
+
+      penstock train --init run.toml
+
+      penstock train run.toml --lr 3e-4 --dry-run
+
+      penstock train run.toml --nproc 4 --schedule zb_h1
+
+    [bold]Exit codes[/bold]
+
+    0 done, or told to end and saved; 1 user code raised; 2 bad configuration; 65 bad
+    checkpoint; 130 Ctrl-C; 137 processes lost, and no restarts left; 143 told to end,
+    and not saved in time.
+    """
+    from penstock.errors import UsageError
+    from penstock.launch.reading import read_config
+
+    flags, faults = ctx.meta[_KEPT]
+    if init is not None:
+        _init(init)
+        return
+    if analytic and not dry_run:
+        raise UsageError("--analytic: is for --dry-run; leave it out")
+    given = read_config(file, flags, faults)
+    if print_config:
+        from penstock.launch.writing import to_toml
+
+        typer.echo(to_toml(given), nl=False)
+    elif dry_run:
+        _show_plan(_explain(given.config, analytic.strip() or None, quiet=as_json), given.config, as_json=as_json)
+    else:
+        raise typer.Exit(_train(given, quiet=quiet, as_json=as_json))
+
+
+def _show_keys() -> None:
+    """Show every key of the configuration as a flag, by groups."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.launch.config import GROUPS, Config, group_of
+
+    console = Console()
+    for group in GROUPS:
+        grid = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+        grid.add_column(no_wrap=True, style="cyan")
+        grid.add_column()
+        for name, field in Config.model_fields.items():
+            if group_of(name) == group:
+                default = field.get_default(call_default_factory=True)
+                shown = "" if default in (None, [], {}) else f" [default: {default}]"
+                grid.add_row(f"--{name.replace('_', '-')}", Text.assemble(field.description or "", (shown, "dim")))
+        console.print(Panel(grid, title=group, title_align="left", border_style="dim"))
+
+
+def _init(path: Path) -> None:
+    from penstock.errors import OutputError, UsageError
+    from penstock.launch.writing import example_file
+
+    if path.exists():
+        raise UsageError(f"--init: {path} is there already; name another file")
+    try:
+        path.write_text(example_file())
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    typer.echo(f"{path}: every key with its default. Then: penstock train {path}")
+
+
+# ---- training
+
+
+def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
+    from penstock.launch.start import needs_processes, start_processes
+
+    if needs_processes(given.config):
+        from penstock.errors import UsageError
+
+        if as_json:
+            raise UsageError(
+                "--json: of a training in processes the folder's events.jsonl has everything; leave it out"
+            )
+        return start_processes(given)
+    from penstock.cli import show
+    from penstock.launch.running import run_here
+    from penstock.training.view import View
+
+    again = " ".join(["penstock train", *(word for word in sys.argv[2:])])
+    callbacks = () if as_json else (View(quiet=quiet, again=again),)
+    with show.progress(quiet=as_json or quiet) as progress:
+        progress("load torch", 0, 1)
+        ending = run_here(given, callbacks=callbacks, progress=progress)
+    if as_json and ending.summary is not None:
+        typer.echo(json.dumps(_figures(ending.summary), indent=2))
+    return ending.code
+
+
+def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which needs torch
+    return {
+        "status": summary.status,
+        "step": summary.step,
+        "steps": summary.steps,
+        "loss": summary.loss,
+        "validation": summary.validation,
+        "seconds": summary.seconds,
+        "folder": str(summary.folder),
+        "resumed_from": summary.resumed_from,
+        "checkpoints": list(map(str, summary.checkpoints)),
+        "timelines": list(map(str, summary.timelines)),
+        "skipped": list(summary.skipped),
+        "failures": list(summary.failures),
+    }
+
+
+# ---- the plan
+
+
+def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanation:
+    """Return how the model would be cut, and what a step would take."""
+    from penstock.cli import show
+
+    with show.progress(quiet=quiet) as progress:
+        progress("load torch", 0, 1)
+        from penstock import explain
+        from penstock.launch.build import build_parts, lanes_of, memory_limit_of
+        from penstock.model.example import read_example
+        from penstock.schedules import load_csv
+
+        parts = build_parts(config)
+        schedule = load_csv(config.schedule) if config.schedule.lower().endswith(".csv") else config.schedule
+        is_named = isinstance(schedule, str)
+        size = read_example(parts.example, None if isinstance(parts.model, list) else parts.model).batch_size
+        lanes = lanes_of(config) or 2
+        wanted = config.micro_batches or min(4 * lanes, size)
+        count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
+        keep = {"offload": "hold", "fit": "recompute", "except_last": "recompute"}.get(str(config.keep), config.keep)
+        return explain(
+            parts.model,
+            parts.example,
+            lanes=lanes if is_named else None,
+            micro_batches=wanted if is_named else None,
+            schedule=schedule,
+            stages_per_lane=config.stages_per_lane,
+            cuts=config.cuts,
+            keep=keep if isinstance(keep, str) else "hold",
+            memory_limit=memory_limit_of(config),
+            batch_size=-(-size // min(size, count)),
+            training=True,
+            analytic=analytic,
+            progress=progress,
+        )
+
+
+def _show_plan(found: Explanation, config: Config, *, as_json: bool) -> None:
+    from penstock.cli import show
+
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    show.explanation(found)
+    show.note(f"{config.steps} steps, in {config.folder}. Nothing was trained: leave --dry-run out.")

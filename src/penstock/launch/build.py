@@ -1,0 +1,264 @@
+"""Build: from a configuration to a trainer that is ready to run, and what its folder says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock import __version__
+from penstock.errors import ScheduleError, UsageError
+from penstock.launch.calling import call
+from penstock.launch.checking import node_counts
+from penstock.launch.items import build_data, count_tokens_of, first_item
+from penstock.launch.learning import build_loss, build_rate, optimizer_maker
+from penstock.launch.models import build_model
+from penstock.launch.writing import to_toml
+from penstock.pipeline.pipeline import Pipeline
+from penstock.report.format import parse_bytes
+from penstock.runtime.company import world_size
+from penstock.training.callbacks import Callback
+from penstock.training.journal import Journal
+from penstock.training.tensorboard import TensorBoard
+from penstock.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from penstock.decide import Progress
+    from penstock.launch.config import Config
+    from penstock.launch.reading import Given
+
+__all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of", "memory_limit_of"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a configuration names, before it is cut: the model, its batches, and a batch to see how it is called."""
+
+    model: Any
+    example: Any
+    data: Iterable[Any]
+    validation: Iterable[Any] | None
+
+
+def build_parts(config: Config) -> Parts:
+    """Return model and data.
+
+    Raises:
+        UsageError: for what cannot be found, or does not take its arguments.
+    """
+    _sow(config.seed)
+    model, example = build_model(config)
+    if config.precision == "fp64":
+        for module in model if isinstance(model, list) else [model]:
+            module.double()
+    data, validation = build_data(config)
+    if example is None:
+        item, data = first_item(data)
+        example = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
+    return Parts(model, example, data, validation)
+
+
+def _sow(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(seed % (1 << 32))
+
+
+def build_trainer(
+    given: Given,
+    stack: ExitStack,
+    *,
+    callbacks: Iterable[Callback] = (),
+    progress: Progress | None = None,
+    is_again: bool = False,
+) -> Trainer:
+    """Return a trainer that is ready to run.
+
+    Args:
+        given: the configuration, and where it comes from.
+        stack: closes the pipeline.
+        callbacks: beside those of the configuration.
+        progress: is told what is being done.
+        is_again: processes before were lost: go on from the newest checkpoint, whatever was asked at first.
+
+    Raises:
+        UsageError: for a configuration that cannot work.
+    """
+    config = given.config
+    parts = build_parts(config)
+    make = optimizer_maker(config)
+    scaler = _scaler(config)
+    pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress))
+    optimizer = None if pipe.optimizers else make(pipe.parameters())
+    rates = [build_rate(config, one) for one in (list(pipe.optimizers.values()) if optimizer is None else [optimizer])]
+    return Trainer(
+        pipe,
+        optimizer,
+        parts.data,
+        steps=config.steps,
+        folder=config.folder,
+        scheduler=[rate for rate in rates if rate is not None],
+        scaler=scaler,
+        validation=parts.validation,
+        validate_every=config.validate_every,
+        clip=config.clip,
+        accumulate=config.accumulate,
+        checkpoint_every=config.checkpoint_every,
+        keep_checkpoints=config.keep_checkpoints,
+        resume=_resume(config, is_again=is_again),
+        log_every=config.log_every,
+        record_every=config.record_every,
+        on_nan=config.on_nan,
+        max_seconds=config.max_seconds,
+        callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],
+        count_tokens=count_tokens_of(parts.example),
+    )
+
+
+def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Progress | None) -> Pipeline:  # noqa: ANN401
+    from penstock.schedules import describe
+
+    is_file = config.schedule.lower().endswith(".csv")
+    has_updates = not is_file and not describe(config.schedule).trains_exactly
+    lanes = None if is_file and world_size() == 1 else lanes_of(config)
+    return Pipeline(
+        parts.model,
+        example=parts.example,
+        loss=build_loss(config),
+        micro_batches=config.micro_batches,
+        schedule=config.schedule,
+        devices=_devices(config, lanes),
+        lanes=lanes,
+        stages_per_lane=config.stages_per_lane,
+        cuts=config.cuts,
+        keep=config.keep,  # type: ignore[arg-type]  # checked with the configuration
+        autocast=_AUTOCAST.get(config.precision),
+        scaler=scaler,
+        optimizer=make if has_updates else None,
+        memory_limit=memory_limit_of(config),
+        graphs=config.graphs,
+        compile=config.compile,
+        timeout=config.timeout,
+        progress=progress,
+    )
+
+
+def lanes_of(config: Config) -> int | None:
+    """Return how many lanes there are: as processes, of which there may be fewer by now, or as asked for."""
+    processes = world_size()
+    wanted = (config.nproc or 1) * node_counts(config)[1]
+    if processes > 1 or (wanted > 1 and "RANK" in os.environ):
+        return processes
+    if config.lanes is None and isinstance(config.devices, list):
+        return len(config.devices)
+    return config.lanes if config.lanes is not None or wanted == 1 else wanted
+
+
+def _devices(config: Config, lanes: int | None) -> Any:  # noqa: ANN401 - as the pipeline takes them
+    """Return the devices as asked for; where lanes were lost, those of the lanes that are left."""
+    if isinstance(config.devices, list) and lanes is not None and lanes < len(config.devices):
+        return config.devices[:lanes]
+    return config.devices
+
+
+def memory_limit_of(config: Config) -> float | list[float] | None:
+    """Return the bytes that lanes have."""
+    if config.memory_limit is None:
+        return None
+    if isinstance(config.memory_limit, list):
+        return [parse_bytes(str(limit)) for limit in config.memory_limit]
+    return parse_bytes(str(config.memory_limit))
+
+
+def _scaler(config: Config) -> torch.amp.GradScaler | None:
+    if config.precision != "fp16":
+        return None
+    listed = [config.devices] if isinstance(config.devices, str) else config.devices or []
+    kinds = [torch.device(name).type for name in listed] or ["cuda" if torch.cuda.is_available() else "cpu"]
+    return torch.amp.GradScaler(kinds[0])
+
+
+def _resume(config: Config, *, is_again: bool) -> str:
+    if not is_again:
+        return config.resume
+    has_any = any(Path(config.folder).glob("checkpoint-*"))
+    return "auto" if has_any or config.resume == "never" else config.resume
+
+
+def _own_callbacks(config: Config) -> list[Callback]:
+    found: list[Callback] = [TensorBoard()] if config.tensorboard else []
+    for name in config.callbacks:
+        made = call("callbacks", name, {})
+        if not isinstance(made, Callback):
+            raise UsageError(f"callbacks: {name} returned {type(made).__name__}, not a penstock.Callback")
+        found.append(made)
+    return found
+
+
+class _Papers(Callback):
+    """Writes down, in the run folder, what is trained and where; of the environment only versions and devices."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Write them: the folder is this training's now."""
+        folder, pipe = trainer.folder, trainer.pipe
+        if not trainer.is_first:
+            return
+        folder.write("config.toml", to_toml(self._given))
+        folder.write("environment.json", json.dumps(environment(pipe), indent=2) + "\n")
+        folder.write("plan.json", json.dumps(_plan(pipe), indent=2) + "\n")
+        with suppress(ScheduleError):  # torch's form has no words for some
+            pipe.schedule.to_csv(folder.path / "schedule.csv")
+
+
+def environment(pipe: Pipeline) -> dict[str, Any]:
+    """Return where a training runs: versions and devices, and nothing that could be a secret."""
+    import numpy as np
+
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "processes": world_size(),
+        "devices": [_device_name(device) for device in pipe.devices],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _plan(pipe: Pipeline) -> dict[str, Any]:
+    schedule = pipe.schedule
+    predicted = pipe._decision.predicted()
+    found: dict[str, Any] = {
+        "schedule": schedule.name,
+        "lanes": schedule.num_lanes,
+        "stages": schedule.num_stages,
+        "micro_batches": schedule.num_mbs,
+        "lane_of": [list(way) for way in schedule.ways],
+        "cuts": list(pipe.cuts),
+        "devices": list(map(str, pipe.devices)),
+    }
+    if predicted is not None:
+        found["predicted"] = {"step_seconds": predicted.step_seconds, "bubble": predicted.bubble}
+    return found

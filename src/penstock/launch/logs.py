@@ -1,0 +1,151 @@
+"""Logs: what each process prints goes to a file, in torchrun's layout; what is worth it is shown here too."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import TextIO
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+__all__ = ["Follower", "RunLogs", "quiet_torch"]
+
+_SECONDS = 0.05
+_CHUNK = 1 << 16
+
+
+class Tail:
+    """What comes to the end of a file, line by line.
+
+    Args:
+        path: of the file; it may not be there yet.
+        prefix: of each line that is shown; None: show all as it comes.
+        to: where it is shown.
+        shown: lines that have been shown, by whichever process: others do not say them again.
+    """
+
+    def __init__(self, path: Path, to: TextIO, *, prefix: str | None, shown: set[str]) -> None:
+        self._path, self._to, self._prefix, self._shown = path, to, prefix, shown
+        self._offset, self._rest = 0, ""
+
+    def follow(self, *, is_last: bool = False) -> None:
+        """Show what is new."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
+        if is_last and self._rest:
+            lines.append(self._rest)
+            self._rest = ""
+        for line in lines:
+            if self._prefix is None:
+                self._to.write(f"{line}\n")
+            elif line.strip() and line not in self._shown:
+                self._to.write(f"{self._prefix}{line}\n")
+            self._shown.add(line)
+        if lines:
+            self._to.flush()
+
+
+class Follower:
+    """A thread that shows what processes write to their files."""
+
+    def __init__(self) -> None:
+        self._tails: list[Tail] = []
+        self._shown: set[str] = set()
+        self._lock, self._is_over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-logs", daemon=True)
+
+    def add(self, path: Path, to: TextIO, *, prefix: str | None) -> None:
+        """Follow one more file."""
+        with self._lock:
+            self._tails.append(Tail(path, to, prefix=prefix, shown=self._shown))
+
+    def forget(self) -> None:
+        """Show the rest of all files, and follow them no more: their processes are gone."""
+        with self._lock:
+            self._follow(is_last=True)
+            self._tails.clear()
+            self._shown.clear()
+
+    def _follow(self, *, is_last: bool = False) -> None:
+        for tail in self._tails:
+            try:
+                tail.follow(is_last=is_last)
+            except (OSError, ValueError):  # whoever read it went away; that ends no training
+                continue
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_SECONDS):
+            with self._lock:
+                self._follow()
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.forget()
+
+
+class RunLogs(LogsSpecs):
+    """Files of each attempt and process: `attempt_0/0/stdout.log`. Those of earlier runs stay.
+
+    In a terminal the first process draws there itself; else it is followed. Of the others what goes to stderr is shown.
+
+    Args:
+        folder: where they go.
+        follower: shows them.
+    """
+
+    def __init__(self, folder: Path, follower: Follower) -> None:
+        super().__init__(str(folder))
+        self._folder, self._follower = folder, follower
+        self._is_terminal = sys.stdout.isatty()
+        taken = [re.fullmatch(r"attempt_(\d+)", path.name) for path in folder.glob("attempt_*")]
+        self._number = max((int(found[1]) + 1 for found in taken if found), default=0)
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where they go."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the files of one attempt's processes."""
+        self._follower.forget()
+        attempt = self._folder / f"attempt_{self._number}"
+        self._number += 1
+        found = LogsDest(filtered_stdout=str(attempt / "filtered.log"), filtered_stderr=str(attempt / "filtered.log"))
+        for local, env in envs.items():
+            folder = attempt / env["RANK"]
+            folder.mkdir(parents=True, exist_ok=True)
+            found.error_files[local] = env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+            is_first = env["RANK"] == "0"
+            draws = is_first and self._is_terminal
+            found.stdouts[local] = "" if draws else str(folder / "stdout.log")
+            found.stderrs[local] = "" if draws else str(folder / "stderr.log")
+            if draws:
+                continue
+            if is_first:
+                self._follower.add(folder / "stdout.log", sys.stdout, prefix=None)
+            prefix = None if is_first else f"[lane {env['RANK']}] "
+            self._follower.add(folder / "stderr.log", sys.stderr, prefix=prefix)
+        return found
+
+
+def quiet_torch(path: Path) -> None:
+    """Let what torch's agent says of itself go to a file."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.handlers = [handler]
+    logger.propagate = False

@@ -1,0 +1,133 @@
+"""Running: train what a configuration says in this process, the only one or one of several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from penstock.launch.exits import AGAIN, DONE, RAISED, code_of, code_of_status
+
+if TYPE_CHECKING:
+    from penstock.decide import Progress
+    from penstock.launch.reading import Given
+    from penstock.training.callbacks import Callback
+    from penstock.training.trainer import Trainer
+
+__all__ = ["Ending", "run_here"]
+
+_MOST_TOLD = 2000  # characters of a message that are written down
+
+
+class _ToldError(BaseException):
+    """SIGTERM came before the first step: there is nothing to save."""
+
+
+class Ending:
+    """How a training in this process ended: its code, and its summary where there is one."""
+
+    def __init__(self, code: int, summary: Any = None) -> None:  # noqa: ANN401 - a Summary, which needs torch
+        self.code, self.summary = code, summary
+
+
+def run_here(
+    given: Given,
+    *,
+    callbacks: tuple[Callback, ...] = (),
+    progress: Progress | None = None,
+    is_again: bool = False,
+) -> Ending:
+    """Train; whatever happens is told on stderr, written to the folder's faults.jsonl, and becomes an exit code.
+
+    Args:
+        given: the configuration.
+        callbacks: to be told what happens.
+        progress: is told what is done before the first step.
+        is_again: processes before were lost, and this goes on for them.
+    """
+    shown, warnings.showwarning = warnings.showwarning, _show_warning  # type: ignore[assignment]  # takes all
+    before = signal.signal(signal.SIGTERM, _leave)
+    trainer: Trainer | None = None
+    try:
+        from penstock.launch.build import build_trainer
+
+        with ExitStack() as stack:
+            trainer = build_trainer(given, stack, callbacks=callbacks, progress=progress, is_again=is_again)
+            summary = trainer.fit()
+        return Ending(code_of_status(summary.status), summary)
+    except _ToldError:
+        _say("told to end before the first step: there is nothing to save")
+        return Ending(DONE)
+    except BaseException as error:
+        code = code_of(error)
+        _note(given, error, code, trainer)
+        _tell(error, code)
+        return Ending(code)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        warnings.showwarning = shown
+
+
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as handlers are called
+    raise _ToldError
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text.rstrip() + "\n")
+    sys.stderr.flush()
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    """Tell warnings of ours in a line; others with their place."""
+    own = str(Path(__file__).parent.parent)
+    where = "" if filename.startswith(own) else f" ({category.__name__}, {filename}:{lineno})"
+    _say(f"Warning: {message}{where}")
+
+
+def _tell(error: BaseException, code: int) -> None:
+    """Say what ended it: once, by the process it happened in; with a traceback only where user code raised."""
+    from penstock.errors import LaneError, PenstockError
+
+    if getattr(error, "was_told", False):
+        return
+    if isinstance(error, KeyboardInterrupt):
+        _say("Stopped by Ctrl-C, twice: what was not saved is lost.")
+        return
+    if isinstance(error, LaneError) and error.__cause__ is not None and code == RAISED:
+        _say("".join(traceback.format_exception(error.__cause__)))
+    elif not isinstance(error, PenstockError) and code != AGAIN:
+        _say("".join(traceback.format_exception(error)))
+        return
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    _say(f"Error: {error}{notes}")
+
+
+def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None) -> None:
+    """Write down why this process ends, for whoever started it, and for the user."""
+    from penstock.training.folder import RunFolder
+
+    folder = RunFolder(given.config.folder, is_first=False)
+    if getattr(error, "was_told", False) or (trainer is None and not folder.path.is_dir()):
+        return
+    try:
+        folder.append(
+            "faults.jsonl",
+            {
+                "kind": "end",
+                "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                "lane": int(os.environ.get("RANK", "0")),
+                "step": None if trainer is None else trainer.step + 1,
+                "code": code,
+                "error": type(error).__name__,
+                "message": str(error)[:_MOST_TOLD],
+            },
+        )
+    except OSError as problem:
+        _say(f"Warning: faults.jsonl cannot be written: {problem.strerror}")

@@ -1,0 +1,54 @@
+"""Worker: one process of a training: `torchrun -m penstock.launch.worker run.toml`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+__all__ = ["main"]
+
+AGAIN_FLAG = "--again"  # processes before were lost, and these go on for them
+RESOLVED_FLAG = "--resolved"  # the file was written by the launcher, and says where each value comes from
+PARENT_FLAG = "--parent"  # the launcher: without it there is nobody to work for
+
+
+def main(words: Sequence[str]) -> int:
+    """Train what a file and flags say; return the exit code."""
+    from penstock.errors import PenstockError
+    from penstock.launch.exits import BAD_CONFIG
+    from penstock.launch.reading import read_config, take_flags
+    from penstock.launch.writing import origins_in
+
+    rest, flags, faults = take_flags(words, [AGAIN_FLAG, PARENT_FLAG, RESOLVED_FLAG])
+    is_again = AGAIN_FLAG in rest or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    parents = [int(word.partition("=")[2]) for word in rest if word.startswith(f"{PARENT_FLAG}=")]
+    paths = [word for word in rest if not word.startswith("--")]
+    if parents:
+        from penstock.faults.orphans import die_with_parent
+
+        die_with_parent(parent=parents[0])
+    if len(paths) != 1:
+        sys.stderr.write("Error: give one file: python -m penstock.launch.worker run.toml\n")
+        return BAD_CONFIG
+    try:
+        given = read_config(Path(paths[0]), flags, faults)
+        if RESOLVED_FLAG in rest:
+            given = replace(given, origins=origins_in(Path(paths[0]).read_text()))
+    except PenstockError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return BAD_CONFIG
+    from penstock.launch.running import run_here
+    from penstock.training.view import View
+
+    views = [View()]
+    log = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RESOLVED_FLAG in rest and log and sys.stdout.isatty():  # what is drawn there goes to no file: lines do
+        views.append(View(quiet=True, file=Path(log).with_name("stdout.log").open("w")))
+    return run_here(given, callbacks=tuple(views), is_again=is_again).code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -135,6 +135,14 @@ class Agent(LocalElasticAgent):
         while time.monotonic() < end:
             time.sleep(_INTERVAL_SECONDS)
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # a store of its own for every attempt: processes must not find the addresses of those before them
+        handler = worker_group.spec.rdzv_handler
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+        super()._rendezvous(worker_group)
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         spec = worker_group.spec
         if AGAIN_FLAG not in spec.args:

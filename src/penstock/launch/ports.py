@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 from penstock.errors import UsageError
 
-__all__ = ["check_endpoint", "owner_of"]
+__all__ = ["check_endpoint"]
 
-_LISTENS = "0A"  # as the kernel writes that state
 _SECONDS = 5.0
 
 
@@ -40,10 +38,11 @@ def check_endpoint(endpoint: str, *, is_shared: bool) -> None:
             reason = error.strerror
     if is_shared and _is_store(host, port):
         return
-    owner = owner_of(port)
-    who = f", by process {owner}" if owner is not None else ""
+    from penstock.runtime.meeting import owner_of_port
+
     raise UsageError(
-        f"rdzv_endpoint: port {port} is in use{who} ({reason}); name another, or none: then a free one is taken"
+        f"rdzv_endpoint: port {port} is in use{owner_of_port(port)} ({reason}); name another, or none: then a free one "
+        "is taken"
     )
 
 
@@ -74,24 +73,3 @@ def _is_store(host: str, port: int) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-def owner_of(port: int) -> int | None:
-    """Return the process that listens at a port, where the system says so."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            rows = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
-            words = row.split()
-            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{words[9]}]")
-    for folder in Path("/proc").glob("[0-9]*/fd") if sockets else ():
-        try:
-            if any(str(link.readlink()) in sockets for link in folder.iterdir()):
-                return int(folder.parent.name)
-        except OSError:  # not ours to look at, or gone
-            continue
-    return None

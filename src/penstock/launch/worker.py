@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -50,5 +51,14 @@ def main(words: Sequence[str]) -> int:
     return run_here(given, callbacks=tuple(views), is_again=is_again).code
 
 
+def _leave(code: int) -> NoReturn:
+    """End with a code; after a failure at once: what is left to tidy up may wait for processes that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ import penstock
 from penstock.training.reading import Reading, Summary
 from penstock.training.view import View
 from penstock.training.view_figures import Pace, Spark
+from penstock.training.view_lines import fault_line
 from penstock.training.view_outlet import Outlet
 from penstock.training.view_picture import Picture
 from penstock.training.view_screen import Screen
@@ -208,7 +209,11 @@ def test_an_error_leaves_the_terminal_as_it_was(tmp_path):
     assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
     assert "fault (error)" in terminal.plain
     assert "spoiled" in terminal.plain
-    assert "\033[31m\n" not in terminal.getvalue()  # what would steer the terminal is shown by its code
+
+
+def test_what_would_steer_the_terminal_is_shown_by_its_code():
+    fault = {"kind": "error\033c", "step": 4, "message": "spoiled \033[31m\nand more"}
+    assert fault_line(fault) == r"step 4: fault (error\x1bc): spoiled \x1b[31m" + "\nand more"
 
 
 def test_lines_and_warnings_come_above_the_picture(tmp_path):

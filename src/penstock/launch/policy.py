@@ -25,6 +25,7 @@ class Verdict:
     code: int
     why: str
     seconds: float = 0.0
+    is_told: bool = False  # the processes have said it themselves
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Policy:
             return Verdict(False, code, f"{told}, and {'all is saved' if is_saved else show_exits(exits, stuck)}")
         final = next((code for code in _FINAL if code in exits.values()), None)
         if final is not None:
-            return Verdict(False, final, "an error that would happen again")
+            return Verdict(False, final, "an error that would happen again", is_told=True)
         unknown = [code for code in exits.values() if code > 0 and code != AGAIN]
         if unknown:
             return Verdict(False, RAISED, show_exits(exits, stuck))

@@ -101,12 +101,20 @@ def _tell(error: BaseException, code: int) -> None:
         _say("Stopped by Ctrl-C, twice: what was not saved is lost.")
         return
     if isinstance(error, LaneError) and error.__cause__ is not None and code == RAISED:
-        _say("".join(traceback.format_exception(error.__cause__)))
+        _say(_trace(error.__cause__))
     elif not isinstance(error, PenstockError) and code != AGAIN:
-        _say("".join(traceback.format_exception(error)))
+        _say(_trace(error))
         return
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     _say(f"Error: {error}{notes}")
+
+
+def _trace(error: BaseException) -> str:
+    """Return an error as Python tells it, without the frames that are ours."""
+    told = traceback.TracebackException.from_exception(error)
+    own = str(Path(__file__).parent.parent)
+    told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(own)] or told.stack
+    return "".join(told.format())
 
 
 def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None) -> None:

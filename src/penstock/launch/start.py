@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import OutputError, UsageError
 from penstock.launch.checking import node_counts
-from penstock.launch.exits import DONE, LOST, RAISED
+from penstock.launch.exits import DONE, INTERRUPTED, LOST, RAISED
 from penstock.launch.ports import check_endpoint
 from penstock.launch.worker import PARENT_FLAG, RESOLVED_FLAG
 from penstock.launch.writing import to_toml
@@ -58,6 +58,7 @@ def start_processes(given: Given) -> int:
     path = folder / f"config-{socket.gethostname()}-{os.getpid()}.toml"
     path.write_text(to_toml(given))
     quiet_torch(folder / f"launcher-{socket.gethostname()}.log")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: torch would not wait for a save
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (config.nproc or 1))))
     try:
         with Follower() as follower:
@@ -153,6 +154,6 @@ def _code(agent: Agent, result: Any) -> int:  # noqa: ANN401 - torch's RunResult
         return DONE
     if agent.verdict is None:
         return RAISED
-    if agent.told is None and agent.verdict.code == LOST:
+    if not agent.verdict.is_told and agent.verdict.code not in (DONE, INTERRUPTED):
         _say(f"Error: {agent.verdict.why}")
     return agent.verdict.code

@@ -49,6 +49,7 @@ ARROWS = {
         "training",
         "__init__",
     },
+    "__main__": {"cli"},
     "__init__": {
         "errors",
         "explain",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -96,9 +97,10 @@ class Checkpoints:
         self._own: set[int] = set()  # the steps that were saved or taken up here
         self._restored_step: int | None = None
         self._num_saves = 0
-        if self._process == 0:
-            self._sweep()
-        self._nonce = str(self._company.gather(secrets.token_hex(4))[0])
+        fault = self._sweep() if self._process == 0 else ""
+        fault, self._nonce = self._company.gather([fault, secrets.token_hex(4)])[0]
+        if fault:
+            raise UsageError(fault)
 
     def save(self, step: int, *, notes: Mapping[str, Any] = _NO_NOTES, wait: bool = False) -> None:
         """Save everything as it is now; return when it is copied to host memory.
@@ -216,11 +218,14 @@ class Checkpoints:
 
     # ---- saving
 
-    def _sweep(self) -> None:
-        """Delete what saves that were killed have left."""
-        if self.folder.is_dir():
+    def _sweep(self) -> str:
+        """Delete what saves that were killed have left; return what is wrong with the folder."""
+        if self.folder.exists() and not self.folder.is_dir():
+            return f"folder: {self.folder} is not a folder"
+        with suppress(OSError):  # what cannot be deleted is not taken for a checkpoint either
             for path in sorted(self.folder.glob("tmp-*")):
                 self._disk.remove(path)
+        return ""
 
     def _is_there(self, step: int) -> bool:
         """Say whether a step has a good checkpoint of this training."""

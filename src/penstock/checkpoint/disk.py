@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["Disk", "chunks", "open_plain"]
@@ -38,7 +39,8 @@ class Disk:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def write_file(self, path: Path, parts: Iterable[bytes | memoryview]) -> int:
         """Write a new file; return its bytes.

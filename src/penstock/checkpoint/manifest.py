@@ -165,6 +165,9 @@ def read_manifest(folder: Path) -> Manifest:
     fault = _fault_of(plain)
     if fault:
         raise CheckpointError(f"{path}: {fault}")
+    named = _FOLDER_NAME.fullmatch(folder.name)
+    if named and int(named[1]) != plain["step"]:
+        raise CheckpointError(f"{path}: is that of step {plain['step']}")
     return Manifest(folder, *(plain[key] for key in ("step", "order", "plan", "versions", "aliases", "files")))
 
 

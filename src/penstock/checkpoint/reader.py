@@ -58,10 +58,7 @@ def found(folder: Path) -> list[tuple[Path, int, Manifest | None, str]]:
     every: list[tuple[Path, int, Manifest | None, str]] = []
     for step, path in step_folders(folder):
         try:
-            manifest = read_manifest(path)
-            if manifest.step != step:
-                raise CheckpointError(f"{path}: its manifest is that of step {manifest.step}")
-            every.append((path, step, manifest, ""))
+            every.append((path, step, read_manifest(path), ""))
         except CheckpointError as error:
             every.append((path, step, None, str(error)))
     good = sorted((entry for entry in every if entry[2] is not None), key=lambda entry: entry[2].order)  # type: ignore[union-attr]
@@ -135,22 +132,22 @@ def load(manifest: Manifest, content: Content, *, process: int, num_processes: i
         MisfitError: when it is of another model.
     """
     state = read_state(manifest)
-    misfit = content.misfit(manifest.shapes("model"))
-    if misfit:
-        raise MisfitError(f"{manifest.folder} is a checkpoint of another model; {misfit}")
     model_file, optim_file = manifest.file_of("model"), manifest.file_of("optim")
     read: dict[str, set[str]] = {}
     with ExitStack() as stack:
-        shards: dict[str, Shard] = {}
+        shards = {
+            file: stack.enter_context(Shard(manifest.folder / file, manifest.files[file]))
+            for file in (*manifest.shards("model"), *manifest.shards("optim"))
+        }
+        misfit = content.misfit(manifest.shapes("model"))  # asked only when the files say the same as the manifest
+        if misfit:
+            raise MisfitError(f"{manifest.folder} is a checkpoint of another model; {misfit}")
 
         def fetch(file_of: Mapping[str, str], name: str) -> torch.Tensor:
             if name not in file_of:
                 raise CheckpointError(f"{manifest.folder}: tensor {name!r} is in none of its files")
-            file = file_of[name]
-            if file not in shards:
-                shards[file] = stack.enter_context(Shard(manifest.folder / file, manifest.files[file]))
-            read.setdefault(file, set()).add(name)
-            return shards[file].read(name)
+            read.setdefault(file_of[name], set()).add(name)
+            return shards[file_of[name]].read(name)
 
         tensors = {name: fetch(model_file, name) for name in content.needed()}
         loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}

@@ -138,7 +138,7 @@ def in_terminal(*words, stop_at=None):
     return process.wait(60), seen.decode()
 
 
-def test_a_terminal_sees_a_table_lanes_and_a_bar(tmp_path):
+def test_a_terminal_sees_figures_lanes_and_a_bar(tmp_path):
     code, out = in_terminal("--steps", 12, "--folder", tmp_path)
     assert code == 0
     plain = re.sub(r"\033\[[\d;?]*\w", "", out)

@@ -61,8 +61,9 @@ def read_page(app: Any, name: str, source: list[str]) -> None:  # noqa: ANN401, 
     """Add to a page what only the site has."""
     if name == root_doc:
         source[0] += menu(source[0])
-    elif name.startswith("benchmarks/"):
-        source[0] += contents(list(dict.fromkeys(re.findall(r"\]\(([^.)#][^)#:]*)\.md\)", source[0]))))
+    elif name == "benchmarks/README":
+        found = (ROOT / "benchmarks").glob("*/*.md")
+        source[0] += contents(sorted(f"{path.parent.name}/{path.stem}" for path in found))
     elif name == "docs/api":
         source[0] = link_names(source[0])
     elif name.startswith("docs/reference/"):
@@ -124,6 +125,13 @@ def directive(module: str, name: str) -> str:
     return "\n".join(lines) + "\n\n"
 
 
+def read_again(app: Any, env: Any, *changes: set[str]) -> list[str]:  # noqa: ANN401, ARG001 - Sphinx's own
+    """Return the pages that depend on more than their own text."""
+    gathering = (root_doc, "docs/api", "benchmarks/README")
+    return [name for name in env.found_docs if name in gathering or name.startswith("docs/reference/")]
+
+
 def setup(app: Any) -> None:  # noqa: ANN401 - Sphinx's own
     """Tell Sphinx what is ours."""
     app.connect("source-read", read_page)
+    app.connect("env-get-outdated", read_again)

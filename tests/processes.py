@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from penstock.faults.orphans import die_with_parent
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "processes"])
 _STORE = None
@@ -61,12 +63,22 @@ def finish(started, *, seconds=_SECONDS, may_fail=False):
     return results
 
 
+def warm():
+    """Start what all groups share: the store, the server that forks, and what multiprocessing itself needs."""
+    store()
+    process = _CONTEXT.Process(target=os.getpid)
+    process.start()
+    process.join()
+    process.close()
+
+
 def run(function, count, *args, **kwargs):
     """Run a function in so many processes of a group; return what each returned."""
     return finish(start(function, count, *args), **kwargs)
 
 
 def _enter(function, args, rank, count, port, prefix, pipe):
+    die_with_parent()  # a test run that is killed leaves no process behind
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError
+from penstock.errors import LostError, PenstockError
 from penstock.report.format import show_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["Option", "advice", "is_out_of_memory", "options"]
 # what allocators say that raise no type of their own; the last two are of processes that tell each other
 _SIGNS = (
     "can't allocate memory",
-    "cannot allocate memory",
+    "annot allocate memory",
     "out of memory",
     "not enough memory",
     "OutOfMemoryError:",
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     seen: set[int] = set()
     chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen:
+    while chain is not None and id(chain) not in seen and not isinstance(chain, LostError):  # which only guesses
         seen.add(id(chain))
         if isinstance(chain, (MemoryError, torch.OutOfMemoryError)):
             return True
@@ -79,8 +79,8 @@ def advice(pipe: Pipeline, error: BaseException) -> str:
     lines = [f"memory ran out on {where}."]
     try:
         now, others = options(pipe)
-    except PenstockError as trouble:
-        return f"{lines[0]} What would fit is not known: {trouble}"
+    except Exception as trouble:  # the model itself may fail where it is counted, and the error at hand must be told
+        return f"{lines[0]} What would fit is not known: {type(trouble).__name__}: {trouble}"
     lane = int(match[1]) if match else max(range(len(now.lane_bytes)), key=now.lane_bytes.__getitem__)
     lines.append(f"Predicted now: {_per_lane(now.lane_bytes)}, without what kernels use for themselves.")
     less = sorted((o for o in others if o.peak_bytes < now.peak_bytes * 0.98), key=lambda o: o.peak_bytes)

@@ -163,7 +163,7 @@ class _Finder:
         if not bad or instruction.kind not in (*_FORWARD, *_BACKWARD):
             return
         has_nan = any(bool(torch.isnan(value.detach()).any()) for value in bad)
-        operation = "" if ops is None else ops.nan if has_nan else ops.infinity
+        operation = "" if ops is None else self._with_line(ops.nan if has_nan else ops.infinity, instruction.stage)
         self.found.append(
             Place(
                 "action",
@@ -188,6 +188,15 @@ class _Finder:
             self._open.finder = None
             ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return ops
+
+    def _with_line(self, operation: str, stage: int) -> str:
+        """Return an operation with its line, where a graph runs and no code of the user's; if there is but one such."""
+        if not operation or " at " in operation:
+            return operation
+        graph, name = self._pipe._decision.captured.graph, operation.split(maxsplit=1)[0].rstrip(",")
+        here = graph.stages(self._pipe.cuts)[stage]
+        nodes = [graph.nodes[index] for index in here if graph.nodes[index].op.rstrip("_") == name]
+        return f"{operation} at {nodes[0].source}" if len(nodes) == 1 and nodes[0].source else operation
 
     def _number(self, step_number: int) -> int:
         return step_number if self._ran is None else self._ran.number

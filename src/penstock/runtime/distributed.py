@@ -34,6 +34,7 @@ _INLINE_BYTES = 1 << 14  # smaller values travel with their head
 _ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
+_REMEMBERED_STEPS = 64
 
 
 class _Letter(NamedTuple):
@@ -73,6 +74,7 @@ class DistributedTransport:
         self._outgoing = {other: segments.Outgoing() for other in links.peers}
         self._incoming = {other: segments.Incoming() for other in links.peers}
         self._here: dict[tuple[int, Key], Any] = {}
+        self._had: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
         self._letters: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
         self._refusals: dict[int, str] = {}  # by step
@@ -92,6 +94,8 @@ class DistributedTransport:
         with self._news:
             for name in [name for name in self._here if name[0] < step]:
                 del self._here[name]
+            if step % _REMEMBERED_STEPS == 0:
+                self._had = {name for name in self._had if name[0] >= step - _REMEMBERED_STEPS}
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
         """Hand values to a lane; big ones are copied beside compute."""
@@ -265,13 +269,18 @@ class DistributedTransport:
 
     def _take_data(self, peer: int, body: bytes) -> None:
         head = Head.unpack(body)
+        name = (head.step, head.key)
+        if name in self._had:
+            return
+        if head.key.kind != "R":  # results and shared parameters may go more than once between two steps
+            self._had.add(name)
         rest: Any = body[HEAD.size :]
         if head.segment == BY_TORCH:  # posted at once, in the order of the sends
             assert self._by_torch is not None
             (tag,) = HEAD_OF_TAG.unpack(rest)
             rest = self._by_torch.post(peer, tag, head.num_bytes)
         if head.step >= self._step:
-            self._here[head.step, head.key] = (head, rest)
+            self._here[name] = (head, rest)
         elif head.segment not in (INLINE, BY_TORCH):
             self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
 

@@ -13,7 +13,7 @@ import torch
 from penstock.errors import LaneError
 from penstock.model.source import line_of
 from penstock.runtime.program import Instruction, LaneProgram
-from penstock.runtime.stage_run import Record, StageRun
+from penstock.runtime.stage_run import Record, StageRun, odd_types
 from penstock.runtime.step import Step
 from penstock.runtime.streams import Event, Room, Streams
 from penstock.runtime.transport import Key, Stopped, Transport
@@ -68,6 +68,7 @@ class Executor:
         self.doing: Doing = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
         self._step: Any = None  # the one that runs, a Step
         self._at_hand: Instruction | None = None  # for errors
+        self._hint = ""  # for errors
         self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
         self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
         self._clear()
@@ -197,7 +198,8 @@ class Executor:
         where = (
             f"lane {self.lane}, stage {action.stage}, micro-batch {action.mb}, action {action} ({action.kind.words})"
         )
-        return f"{where}: {type(error).__name__}: {error} {line_of(error)}".rstrip()
+        hint, self._hint = self._hint, ""
+        return f"{where}: {type(error).__name__}: {error} {line_of(error)}".rstrip() + hint
 
     # ---- one handler a kind
 
@@ -208,7 +210,11 @@ class Executor:
         recomputes = key in self.program.recomputed
         if self.versions is not None:
             self.versions.use(i.stage, i.version)
-        record = run.forward(step, mb, arrived, is_split=key in self.program.split, recomputes=recomputes)
+        try:
+            record = run.forward(step, mb, arrived, is_split=key in self.program.split, recomputes=recomputes)
+        except Exception:
+            self._hint = odd_types(arrived, run.stage)
+            raise
         if run.is_last and record.loss is not None:
             step.losses[mb] = record.loss.detach()
         for edge in run.out_of:

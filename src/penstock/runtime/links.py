@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import hashlib
 import hmac
 import os
 import selectors
@@ -85,8 +86,10 @@ class Links:
         if lane == 0:
             store.set("token", os.urandom(_TOKEN_BYTES).hex())
         self._token = bytes.fromhex(store.get("token"))
+        # names of sockets can be seen by anyone on the machine, so nothing of the token is in them
+        self._name = f"penstock-{hashlib.sha256(self._token).hexdigest()[:16]}"
         is_local = len(set(hosts)) == 1 and sys.platform == "linux"
-        listener = _listen(address, is_local=is_local, name=f"penstock-{self._token.hex()[:16]}-{lane}")
+        listener = _listen(address, is_local=is_local, name=f"{self._name}-{lane}")
         with listener:
             store.set(f"address/{lane}", "" if is_local else f"{address} {listener.getsockname()[1]}")
             for other in range(lane):  # each connects to those before it, and is connected to by those behind
@@ -101,7 +104,7 @@ class Links:
         else:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             link.settimeout(_CONNECT_SECONDS)
-            link.connect(f"\0penstock-{self._token.hex()[:16]}-{other}")
+            link.connect(f"\0{self._name}-{other}")
         link.sendall(self._token + struct.pack("<I", self.lane))
         return link
 
@@ -114,6 +117,9 @@ class Links:
             except TimeoutError:
                 missing = sorted(set(range(self.num_lanes)) - self.peers.keys() - {self.lane})
                 raise LostError(f"lane {self.lane}: these lanes did not connect in time: {missing}") from None
+            if not _is_own(link):
+                link.close()
+                continue
             link.settimeout(5.0)
             with contextlib.suppress(OSError):
                 greeting = _read_exactly(link, _TOKEN_BYTES + 4)
@@ -233,6 +239,14 @@ def _listen(address: str, *, is_local: bool, name: str) -> socket.socket:
         listener.bind((address, 0))
     listener.listen(128)
     return listener
+
+
+def _is_own(link: socket.socket) -> bool:
+    """Return whether the other end of a Unix socket is a process of the same user; of TCP only the token tells."""
+    if link.family != socket.AF_UNIX:
+        return True
+    _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())
 
 
 def _read_exactly(link: socket.socket, count: int) -> bytes:

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from penstock.runtime.board import Board, describe
 from penstock.runtime.distributed import BOARD, PING, DistributedTransport
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.links import Links, Store
+from penstock.runtime.meeting import meet
 from penstock.runtime.point_to_point import PointToPoint
 from penstock.runtime.step import Step
 from penstock.runtime.streams import Streams, joined, make_streams
@@ -287,8 +287,7 @@ def _join(timeout_seconds: float) -> None:
     """Join the processes that torchrun started, unless the user's script has; left again when the process ends."""
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(60.0, timeout_seconds)))
+    meet(timeout_seconds)
     atexit.register(_leave)
 
 

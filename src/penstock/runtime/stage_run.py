@@ -22,7 +22,7 @@ from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
 from penstock.schedule.lower import RECOMPUTING, Keep
 
-__all__ = ["Record", "StageRun"]
+__all__ = ["Record", "StageRun", "odd_types"]
 
 Values = list[Any]
 
@@ -348,6 +348,21 @@ def _cut_off(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tenso
     if leaf.device != device:
         leaf = leaf.to(device, non_blocking=device.type == "cuda")
     return leaf.requires_grad_(value.requires_grad)
+
+
+def odd_types(arrived: Mapping[int, Values], stage: Stage) -> str:
+    """Return, for an error, which stage handed on numbers of another type than all parameters here have; or nothing."""
+    own = {parameter.dtype for parameter in stage.parameters()}
+    if len(own) != 1:
+        return ""
+    (dtype,) = own
+    odd = [
+        f"; stage {source} handed stage {stage.index} {value.dtype} {tuple(value.shape)}, whose parameters are {dtype}"
+        for source, values in arrived.items()
+        for value in values
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+    ]
+    return "".join(odd[:1])
 
 
 def _gradient(leaf: Any) -> torch.Tensor | None:  # noqa: ANN401 - a tensor, or a plain number

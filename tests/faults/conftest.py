@@ -1,0 +1,61 @@
+"""Nothing is left behind by any test of faults: no process, no thread, no shared memory, no open file."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import processes
+
+_SECONDS = 10.0  # for what was told to end
+
+
+def children_of(pid):
+    """Return the processes that a process has started and that have not ended, zombies with them."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        text = (task / "children").read_text() if (task / "children").exists() else ""
+        found |= {int(child) for child in text.split()}
+    return found
+
+
+def state():
+    """Return what a test may not leave more of."""
+    own = os.getpid()
+    servers = children_of(own)  # the forkserver and multiprocessing's tracker; what they start counts too
+    return {
+        "processes": servers | {grandchild for child in servers for grandchild in children_of(child)},
+        "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")},
+        "shared memory": set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set(),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@pytest.fixture(scope="session")
+def warmth():
+    """What is started once, and stays."""
+    processes.warm()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(warmth):
+    """Compare before and after; a process that was told to end has a moment to do so."""
+    before = state()
+    yield
+    end = time.monotonic() + _SECONDS
+    while (left := _more(before, state())) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+
+
+def _more(before, after):
+    left = {
+        name: after[name] - before[name]
+        for name in ("processes", "threads", "shared memory")
+        if after[name] - before[name]
+    }
+    if after["files"] > before["files"]:
+        left["files"] = after["files"] - before["files"]
+    return left

@@ -89,9 +89,9 @@ class Soak:
 
     def wait_for_steps(self) -> bool:
         """Wait until it trains again; return whether it did."""
-        before, end = _num_lines(self.folder / "events.jsonl"), time.monotonic() + PATIENCE_SECONDS
+        before, end = _num_logs(self.folder / "events.jsonl"), time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
-            if _num_lines(self.folder / "events.jsonl") > before:
+            if _num_logs(self.folder / "events.jsonl") > before:
                 return True
             assert self.launcher is not None
             if self.launcher.poll() is not None:
@@ -165,7 +165,7 @@ def interrupt(soak: Soak) -> str:
 def flip(soak: Soak) -> str:
     """All killed, and then a bit of the newest checkpoint is another."""
     kill_launcher(soak)
-    newest = sorted(soak.folder.glob("checkpoint-*"))[-1]
+    newest = soak.folder / (soak.folder / "latest").read_text().strip()
     path = soak.random.choice(sorted(newest.glob("*.safetensors")))
     content = bytearray(path.read_bytes())
     content[soak.random.randrange(len(content))] ^= 1 << soak.random.randrange(8)
@@ -225,7 +225,7 @@ def suffer(soak: Soak, fault: Callable[[Soak], str], begin: float) -> bool:
 
 def compare(soak: Soak, base: Path, seconds: float, *, is_up: bool, code: int | None, asked: argparse.Namespace) -> str:
     """Train the same undisturbed; return the report."""
-    newest = sorted(soak.folder.glob("checkpoint-*"))[-1]
+    newest = soak.folder / (soak.folder / "latest").read_text().strip()  # a higher number may be of a damaged one
     step = int(newest.name.removeprefix("checkpoint-"))
     config = base / "reference.toml"
     config.write_text(CONFIG.format(here=HERE, folder=base / "reference", lanes="lanes = 2", steps=step))
@@ -270,9 +270,9 @@ def weights_of(folder: Path) -> dict[str, object]:
     return found
 
 
-def _num_lines(path: Path) -> int:
+def _num_logs(path: Path) -> int:
     try:
-        return path.read_bytes().count(b"\n")
+        return path.read_bytes().count(b'"event": "log"')
     except OSError:
         return 0
 

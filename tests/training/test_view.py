@@ -211,6 +211,20 @@ def test_an_error_leaves_the_terminal_as_it_was(tmp_path):
     assert "spoiled" in terminal.plain
 
 
+def test_ctrl_c_in_the_first_picture_leaves_the_terminal_as_it_was(monkeypatch):
+    """The interrupt came before the screen was entered, and the terminal got its cursor back after all was said."""
+
+    def interrupted(self, *_, **__):
+        raise KeyboardInterrupt
+
+    terminal, before = Terminal(), (sys.stdout, sys.stderr)
+    monkeypatch.setattr(Picture, "draw", interrupted)
+    with pytest.raises(KeyboardInterrupt), Screen(10, file=terminal):
+        pass
+    assert (sys.stdout, sys.stderr) == before
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+
+
 def test_what_would_steer_the_terminal_is_shown_by_its_code():
     fault = {"kind": "error\033c", "step": 4, "message": "spoiled \033[31m\nand more"}
     assert fault_line(fault) == r"step 4: fault (error\x1bc): spoiled \x1b[31m" + "\nand more"

@@ -49,8 +49,12 @@ class Screen:
     def __enter__(self) -> Screen:
         if self._live is not None:
             atexit.register(self.close)
-            self._live.start()
-            self._draw()
+            try:
+                self._live.start()
+                self._draw()
+            except BaseException:  # Ctrl-C in the middle of the first picture
+                self.close()
+                raise
         return self
 
     def __exit__(

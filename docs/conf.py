@@ -111,7 +111,8 @@ def reference(module: str) -> str:
     section = re.search(rf"^## {re.escape(module)}\n((?:.|\n)*?)(?=^## |\Z)", text, re.M)
     names = re.findall(r"^- `(\w+)`", section[1] if section else "", re.M)
     about = f".. py:module:: {module}\n\n"
-    return "\n```{eval-rst}\n" + about + "".join(directive(module, name) for name in names) + "```\n"
+    tree = f"\n```text\n{penstock.errors.__doc__}```\n" if module == "penstock.errors" else ""
+    return tree + "\n```{eval-rst}\n" + about + "".join(directive(module, name) for name in names) + "```\n"
 
 
 def directive(module: str, name: str) -> str:

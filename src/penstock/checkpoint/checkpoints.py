@@ -63,7 +63,7 @@ class Checkpoints:
 
     Attributes:
         failures: what went wrong with saves; each was warned about, and the training went on.
-        on_saved: is told the step and folder of what became complete, at the next `save` or `wait`.
+        on_saved: is told the step and folder of what became complete, at the next `save`, `wait` or `poll`.
 
     Raises:
         UsageError: for arguments that cannot be right.
@@ -155,6 +155,11 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what is under way is complete, or has failed."""
         self._settle()
+
+    def poll(self) -> None:
+        """Tell `on_saved` of what has become complete, without a wait; only the first process knows of it so early."""
+        if self._saving is not None and self._saving.is_complete:
+            self._saved(self._saving)
 
     def restore(self, source: str | Path | int = "newest") -> Restored | None:
         """Take up a checkpoint: the newest that is good, or a certain one.
@@ -264,7 +269,8 @@ class Checkpoints:
 
     def _saved(self, saving: Saving) -> None:
         self._own.add(saving.job.step)
-        if self.on_saved is not None:
+        if self.on_saved is not None and not saving.is_told:
+            saving.is_told = True
             self.on_saved(saving.job.step, saving.job.final)
 
     def _failed(self, saving: Saving, failure: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -154,6 +154,7 @@ class Content:
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return in what a saved model differs from this one; nothing where it fits."""
         own = {name: tuple(t.shape) for stage in self.pipe._chains[0].stages for name, t in _saved(stage)}
+        shapes = {self.aliases.get(name, name): shape for name, shape in shapes.items()}
         missing = sorted(own.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - own.keys())
         wrong = [f"{n}: {shapes[n]} for {own[n]}" for n in sorted(own.keys() & shapes.keys()) if shapes[n] != own[n]]
@@ -162,10 +163,15 @@ class Content:
         told = [("not in the checkpoint", missing), ("not in the model", unknown), ("of another shape", wrong)]
         return "; ".join(f"{what}: {_some(names)}" for what, names in told if names)
 
-    def needed(self) -> list[str]:
-        """Return the names of the model's tensors that lanes here hold."""
+    def needed(self, stored: Collection[str]) -> dict[str, str]:
+        """Return the names of the model's tensors that lanes here hold, and those that they are stored under.
+
+        Who wrote the file may have taken another of the names of a shared tensor.
+        """
         aliases = self.aliases
-        return [name for name in self.pipe.state_dict() if name not in aliases]
+        name_in = {first: alias for alias, first in aliases.items() if alias in stored}
+        own = [name for name in self.pipe.state_dict() if name not in aliases]
+        return {name: name if name in stored else name_in.get(name, name) for name in own}
 
     def loss_names(self) -> list[str]:
         """Return the names of the loss function's own tensors."""

@@ -149,7 +149,7 @@ def load(manifest: Manifest, content: Content, *, process: int, num_processes: i
             read.setdefault(file_of[name], set()).add(name)
             return shards[file_of[name]].read(name)
 
-        tensors = {name: fetch(model_file, name) for name in content.needed()}
+        tensors = {name: fetch(model_file, found) for name, found in content.needed(model_file).items()}
         loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}
         prepared = content.optimizers.prepare(state["optimizer"], lambda name: fetch(optim_file, name))
         content.scheduler_states(state)

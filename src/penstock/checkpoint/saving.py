@@ -53,7 +53,7 @@ class Job:
         state: what only the first tells.
         plan: of the pipeline.
         aliases: other names of tensors.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay; None: all.
         waits: what to wait for before the tensors are read.
         patience_seconds: that the first process waits for others while none of them writes anything.
     """
@@ -68,7 +68,7 @@ class Job:
     state: Mapping[str, Any]
     plan: Mapping[str, Any]
     aliases: Mapping[str, str]
-    keep: int
+    keep: int | None
     waits: Sequence[Callable[[], None]]
     patience_seconds: float
 
@@ -96,12 +96,13 @@ class Saving:
         failure: why the checkpoint did not become complete, or ""; known to the first process.
         is_complete: whether it is there under its name; known to the first process.
         complaint: what did not work after it was complete.
+        is_told: whether the caller has been told that it is complete.
     """
 
     def __init__(self, job: Job, disk: Disk) -> None:
         self.job, self._disk = job, disk
         self.fault = self.failure = self.complaint = ""
-        self.is_complete = False
+        self.is_complete = self.is_told = False
         self.others_fault = ""  # set by the caller's thread, when it hears that another process could not write
         self._written = threading.Event()
         self._is_hurried = False
@@ -191,7 +192,7 @@ class Saving:
             disk.remove(self._part_path(process))
         files = {name: entry for part in parts for name, entry in part["files"].items()}
         optimizer = merged(parts) if job.state["has_optimizer"] else None
-        state = {**job.state, "optimizer": optimizer, "random": [part["random"] for part in parts]}
+        state = {**job.state, "optimizer": optimizer, "random": [part["random"] for part in parts if part["random"]]}
         files["state.json"] = self._write_json("state.json", state)
         files[INDEX] = self._write_json(INDEX, _index(files))
         orders = [manifest.order for manifest in _readable(job.folder)]
@@ -205,7 +206,8 @@ class Saving:
         self.is_complete = True
         try:
             disk.write_beside(job.folder / "latest", f"{job.final.name}\n".encode(), mark=job.mark)
-            self._delete_old()
+            if job.keep is not None:
+                self._delete_old(job.keep)
         except OSError as error:
             self.complaint = f"{error.strerror}: {error.filename}"
 
@@ -244,10 +246,10 @@ class Saving:
         except OSError:
             return 0
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, keep: int) -> None:
         """Delete all but the newest; under another name first, so that none is ever seen half deleted."""
         complete = sorted(_readable(self.job.folder), key=lambda manifest: manifest.order)
-        for manifest in complete[: -self.job.keep]:
+        for manifest in complete[:-keep]:
             doomed = self.job.folder / f"tmp-old-{manifest.step:06d}-{self.job.mark}"
             self._disk.replace(manifest.folder, doomed)
             self._disk.remove(doomed)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.checkpoint import checkpoint
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.profile import profile
@@ -15,6 +16,8 @@ from penstock.cli.simulate import simulate
 from penstock.cli.train import TrainCommand, train
 
 __all__ = ["app", "run"]
+
+_BAD_DATA = 65  # trying again does not help
 
 app = typer.Typer(
     name="penstock",
@@ -28,6 +31,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(simulate)
 app.command()(profile)
 app.command()(demo)
+app.add_typer(checkpoint)
 # what stands behind the script's name is the script's own
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 
@@ -51,7 +55,7 @@ def _main(
 
 def run() -> None:
     """Run the command line; the package's own errors become one message and exit code 2."""
-    from penstock.errors import PenstockError
+    from penstock.errors import CheckpointError, PenstockError
 
     try:
         try:
@@ -60,7 +64,7 @@ def run() -> None:
             sys.stdout.flush()
     except PenstockError as error:
         typer.secho(f"Error: {error}", err=True)
-        sys.exit(2)
+        sys.exit(_BAD_DATA if isinstance(error, CheckpointError) else 2)
     except BrokenPipeError:  # the reader went away, as `| head` does
         _drop_output()
         sys.exit(0)

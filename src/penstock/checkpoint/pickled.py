@@ -1,0 +1,168 @@
+"""Pickled: look at a pickle as data. No name in it is looked up and nothing is called, so nothing in it can run.
+
+A pickle is a program for a small stack machine. This one runs only the steps that build numbers, texts and containers;
+where Python's own would import a name or call it, it notes the name and what it would have been called with.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+__all__ = ["Made", "Name", "read_pickled"]
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name that a pickle has: module and what is in it."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Made:
+    """What a pickle would have made by a call; `state` is what it would have been given then."""
+
+    name: Name
+    args: tuple[Any, ...]
+    state: Any = field(default=None)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Its attributes, of a data class."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+def read_pickled(data: bytes, allowed: Mapping[str, Collection[str]], *, source: str) -> Any:  # noqa: ANN401
+    """Return what a pickle describes, with `Made` for every object of a class.
+
+    Args:
+        data: the pickle.
+        allowed: for each module the names that may be in it.
+        source: the file, for messages.
+
+    Raises:
+        CheckpointError: for any other name, and for what is no pickle.
+    """
+    machine = _Machine(allowed, source)
+    try:
+        for code, argument, _ in pickletools.genops(data):
+            if code.name == "STOP":
+                return machine.stack.pop()
+            machine.run(code.name, argument)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a crafted file makes of the stack
+        raise CheckpointError(f"{source}: cannot be read: {error!s:.200}") from error
+    raise CheckpointError(f"{source}: ends in the middle")
+
+
+class _Machine:
+    """The stack, the marks in it, and what is remembered by number."""
+
+    def __init__(self, allowed: Mapping[str, Collection[str]], source: str) -> None:
+        self.stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._allowed, self._source = allowed, source
+
+    def run(self, code: str, argument: Any) -> None:  # noqa: ANN401 - as the opcode has it
+        if code in _VALUES:
+            self.stack.append(argument)
+        elif code in _CONSTANTS:
+            self.stack.append(_CONSTANTS[code]())
+        elif code in _STEPS:
+            _STEPS[code](self, argument)
+        elif code not in _NOTHING:
+            raise CheckpointError(
+                f"{self._source}: {code} has no place in a description of tensors: refused, nothing was run"
+            )
+
+    def name(self, module: str, name: str) -> None:
+        if name not in self._allowed.get(module, ()):
+            raise CheckpointError(
+                f"{self._source}: names {str(module)[:80]}.{str(name)[:80]}, which a description of tensors does not "
+                "need: refused, nothing was run"
+            )
+        self.stack.append(Name(module, name))
+
+    def pop_name(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.name(module, name)
+
+    def call(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, Name) or not isinstance(args, tuple):
+            raise CheckpointError(f"{self._source}: calls what is no name: refused, nothing was run")
+        self.stack.append(Made(name, args))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Made):
+            raise CheckpointError(f"{self._source}: changes what it has not made: refused, nothing was run")
+        self.stack[-1].state = state
+
+    def remember(self, number: int | None) -> None:
+        self._memo[len(self._memo) if number is None else number] = self.stack[-1]
+
+    def recall(self, number: int) -> None:
+        self.stack.append(self._memo[number])
+
+    def mark(self) -> None:
+        self._marks.append(len(self.stack))
+
+    def since_mark(self) -> list[Any]:
+        at = self._marks.pop()
+        items, self.stack[at:] = self.stack[at:], []
+        return items
+
+    def take(self, count: int) -> None:
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.stack.append(items)
+
+    def extend(self, items: list[Any]) -> None:
+        self.stack[-1].extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+
+_VALUES = {
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "SHORT_BINBYTES", "BINBYTES",
+}  # fmt: skip
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list, "EMPTY_DICT": dict,
+}  # fmt: skip
+_NOTHING = {"PROTO", "FRAME"}
+_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": lambda machine, _: machine.mark(),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
+    "TUPLE1": lambda machine, _: machine.take(1),
+    "TUPLE2": lambda machine, _: machine.take(2),
+    "TUPLE3": lambda machine, _: machine.take(3),
+    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.update([machine.stack.pop(-2), machine.stack.pop()]),
+    "SETITEMS": lambda machine, _: machine.update(machine.since_mark()),
+    "MEMOIZE": lambda machine, _: machine.remember(None),
+    "BINPUT": lambda machine, number: machine.remember(number),
+    "LONG_BINPUT": lambda machine, number: machine.remember(number),
+    "BINGET": lambda machine, number: machine.recall(number),
+    "LONG_BINGET": lambda machine, number: machine.recall(number),
+    "GLOBAL": lambda machine, text: machine.name(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.pop_name(),
+    "REDUCE": lambda machine, _: machine.call(),
+    "NEWOBJ": lambda machine, _: machine.call(),
+    "BUILD": lambda machine, _: machine.build(),
+}

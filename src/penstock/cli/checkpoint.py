@@ -1,0 +1,192 @@
+"""penstock checkpoint: look at checkpoints, check them, and move weights between them and what others read."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["checkpoint"]
+
+_BAD = 65  # a bad checkpoint: trying again does not help
+
+checkpoint = typer.Typer(
+    name="checkpoint",
+    help="Look at checkpoints, verify them, and move weights to and from other forms.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Where = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a folder of them: then the newest is meant.", metavar="PATH")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+Every = Annotated[bool, typer.Option("--all", help="All checkpoints of a folder, the newest last.")]
+Step = Annotated[int | None, typer.Option(help="The checkpoint of this step, of a folder of them.", min=0)]
+
+
+class Form(StrEnum):
+    """What others read."""
+
+    SAFETENSORS = "safetensors"
+    HUGGINGFACE = "huggingface"
+    DCP = "dcp"
+
+
+@checkpoint.command()
+def inspect(
+    path: Where,
+    step: Step = None,
+    every: Every = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds: its step, plan, tensors and bytes, and what wrote it.
+
+    [bold]Examples[/bold]
+
+      penstock checkpoint inspect run
+
+      penstock checkpoint inspect run/checkpoint-000500 --tensors
+
+      penstock checkpoint inspect run --all --json
+    """
+    from penstock.checkpoint.looking import choose, describe
+
+    told = [describe(folder) for folder in choose(path, step=step, is_all=every)]
+    if as_json:
+        typer.echo(json.dumps(told if every else told[0], indent=2))
+        return
+    for number, one in enumerate(told):
+        typer.echo(("\n" if number else "") + "\n".join(_lines(one, tensors=tensors)))
+
+
+@checkpoint.command()
+def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint; print OK, or what is wrong where (exit code 65).
+
+    [bold]Examples[/bold]
+
+      penstock checkpoint verify run
+
+      penstock checkpoint verify run --all --json
+    """
+    from penstock.checkpoint.looking import choose
+    from penstock.checkpoint.looking import verify as faults_in
+    from penstock.report.format import printable
+
+    told = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
+    if as_json:
+        typer.echo(json.dumps(told if every else told[0], indent=2))
+    for one in told if not as_json else ():
+        typer.echo(printable(f"{one['folder']}: {'damaged' if one['faults'] else 'OK'}"))
+        for fault in one["faults"]:
+            typer.echo(printable(f"  {fault}"))
+    if any(one["faults"] for one in told):
+        raise typer.Exit(_BAD)
+
+
+@checkpoint.command(name="export")
+def export(
+    path: Where,
+    target: Annotated[Path, typer.Argument(help="A file for safetensors, a folder for the others.", metavar="TARGET")],
+    form: Annotated[Form, typer.Option(help="What to write.")] = Form.HUGGINGFACE,
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json to put beside the weights, for from_pretrained.")
+    ] = None,
+    step: Step = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a checkpoint in a form that others read; every tensor is checked on the way.
+
+    [bold]Examples[/bold]
+
+      penstock checkpoint export run model --config config.json
+
+      penstock checkpoint export run model.safetensors --form safetensors
+
+      penstock checkpoint export run/checkpoint-000500 for_torch --form dcp
+    """
+    from penstock.checkpoint.foreign import export_checkpoint
+    from penstock.checkpoint.looking import choose
+    from penstock.checkpoint.manifest import read_manifest
+
+    (folder,) = choose(path, step=step)
+    moved = export_checkpoint(read_manifest(folder), target, form=form.value, config=config, force=force)
+    _show_moved(folder, moved, as_json=as_json)
+
+
+@checkpoint.command(name="import")
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A safetensors file, a Hugging Face folder, one of torch.distributed.checkpoint, or a .pt file.",
+            metavar="SOURCE",
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="The folder of checkpoints to put it in.", metavar="FOLDER")],
+    step: Annotated[int, typer.Option(help="What it is the checkpoint of.", min=0, max=10**17)] = 0,
+    prefix: Annotated[str, typer.Option(help="Take only names that begin so, without it, as 'model.'.")] = "",
+    key: Annotated[str | None, typer.Option(help="Where in a .pt file the state dict is.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of weights that someone else wrote; nothing in them is run.
+
+    It holds the model only. A training that finds it in its folder takes it up, with an optimizer that starts anew.
+
+    [bold]Examples[/bold]
+
+      penstock checkpoint import gpt2/model.safetensors run
+
+      penstock checkpoint import gpt2 run --prefix transformer.
+
+      penstock checkpoint import old.pt run --key model
+    """
+    from penstock.checkpoint.foreign import import_weights
+
+    _show_moved(source, import_weights(source, folder, step=step, prefix=prefix, key=key), as_json=as_json)
+
+
+def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: ANN401 - its module would import torch
+    from penstock.report.format import printable, show_bytes
+
+    if as_json:
+        plain = {"source": str(source), "target": str(moved.path)}
+        typer.echo(json.dumps({**plain, "tensors": moved.num_tensors, "bytes": moved.num_bytes}, indent=2))
+        return
+    typer.echo(printable(f"{source} -> {moved.path}: {moved.num_tensors} tensors, {show_bytes(moved.num_bytes)}"))
+
+
+def _lines(told: dict[str, Any], *, tensors: bool) -> list[str]:
+    from penstock.report.format import printable, show_bytes
+
+    plan = told["plan"]
+    cut = ", ".join(
+        f"{key.replace('_', '-')}: {plan[key]}"
+        for key in ("schedule", "lanes", "stages", "micro_batches", "cuts")
+        if key in plan
+    )
+    rest = [name for word, name in (("scaler", "the scaler"), ("data", "the place in the data")) if told[word]]
+    groups = told["optimizer"]
+    optimizer = "none" if groups is None else f"{sum(group['parameters'] for group in groups)} parameters"
+    lines = [
+        f"{told['folder']}: step {told['step']}, {show_bytes(told['bytes'])}",
+        f"  plan: {cut or 'none: it was imported'}",
+        f"  optimizer: {optimizer}; schedulers: {told['schedulers']}; also: {', '.join(rest) or 'nothing'}",
+        f"  versions: {', '.join(f'{name} {text}' for name, text in sorted(told['versions'].items()))}",
+    ]
+    for file in told["files"]:
+        count = f", {len(file['tensors'])} tensors" if file["name"].endswith(".safetensors") else ""
+        lines.append(f"  {file['name']}: {show_bytes(file['bytes'])}{count}")
+        for name, tensor in sorted(file["tensors"].items()) if tensors else ():
+            lines.append(f"    {name}: {tensor['dtype']} {tensor['shape']}")
+    if told["aliases"]:
+        lines.append(f"  stored once: {', '.join(f'{a} = {n}' for a, n in sorted(told['aliases'].items()))}")
+    if told["notes"]:
+        lines.append(f"  notes: {json.dumps(told['notes'])[:2000]}")
+    return [printable(line) for line in lines]

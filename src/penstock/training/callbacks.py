@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,9 @@ class Callback:
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
         """All is done and saved."""
 
+    def close(self) -> None:
+        """The training has ended, in whatever way: let go of files and terminals."""
+
 
 class Callbacks:
     """Several callbacks, told one after the other."""
@@ -82,6 +86,12 @@ class Callbacks:
                 if callback.strict:
                     raise
                 self._warn(callback, name, error)
+
+    def close(self) -> None:
+        """Close all of them; one that cannot be closed is passed over."""
+        for callback in self._all:
+            with suppress(Exception):
+                callback.close()
 
     def _warn(self, callback: Callback, name: str, error: Exception) -> None:
         if (id(callback), name) in self._warned:

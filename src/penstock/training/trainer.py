@@ -123,6 +123,7 @@ class Trainer:
         self._pages: list[Path] = []
         self._skipped: list[int] = []
         self._losses: list[float] = []
+        self._lane_bytes: tuple[int, ...] = ()
         self._timeline: Timeline | None = None
 
     def stop(self) -> None:
@@ -143,6 +144,7 @@ class Trainer:
             signals = stack.enter_context(Signals())
             self._take_folder()
             stack.callback(self.folder.release)
+            stack.callback(self._callbacks.close)
             self._checkpoints = stack.enter_context(self._make_checkpoints())
             faults = Faults(self, self._callbacks)
             restored = self._resume()
@@ -243,17 +245,22 @@ class Trainer:
     def _finish_step(self, number: int, made: Made, items: list[tuple[Any, ...]], seconds: float) -> None:
         self.step = number
         asked, rates = self.asked, self.stepper.rates
+        is_logged = number in (1, asked.steps) or _is_due(number, asked.log_every)
+        if is_logged:  # all processes tell each other, which is not for every step
+            self._lane_bytes = lane_bytes(self.pipe, optimizers=self.stepper.optimizers, timeline=self._timeline)
         norm = math.nan if made.gradient_norm is None else made.gradient_norm
         tokens = None if self._count_tokens is None else sum(self._count_tokens(item) for item in items)
         self.reading = Reading(
             number, asked.steps, self._feed.epoch, made.loss, norm, rates, seconds, sum(map(_num_samples, items)),
-            tokens, self._timeline, lane_bytes(self.pipe),
+            tokens, self._timeline, self._lane_bytes,
         )  # fmt: skip
         self._losses.append(made.loss)
         self._callbacks.tell("on_step_end", self, self.reading)
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
         if made.timeline is not None:
             self._write_page(number, made.timeline)
-        if number in (1, asked.steps) or _is_due(number, asked.log_every):
+        if is_logged:
             self._log()
         if _is_due(number, asked.validate_every) and self._validation is not None and number < asked.steps:
             self._validate()

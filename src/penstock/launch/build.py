@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of", "memory_limit_of"]
 
+_BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,6 +126,7 @@ def build_trainer(
         on_nan=config.on_nan,
         max_seconds=config.max_seconds,
         callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],
+        view=False,  # who shows it is the command's to say
         count_tokens=count_tokens_of(parts.example),
     )
 
@@ -135,7 +137,7 @@ def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Pr
     is_file = config.schedule.lower().endswith(".csv")
     has_updates = not is_file and not describe(config.schedule).trains_exactly
     lanes = None if is_file and world_size() == 1 else lanes_of(config)
-    return Pipeline(
+    pipe = Pipeline(
         parts.model,
         example=parts.example,
         loss=build_loss(config),
@@ -152,9 +154,11 @@ def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Pr
         memory_limit=memory_limit_of(config),
         graphs=config.graphs,
         compile=config.compile,
-        timeout=config.timeout,
+        timeout=max(config.timeout, _BUILD_SECONDS),
         progress=progress,
     )
+    pipe.timeout = config.timeout
+    return pipe
 
 
 def lanes_of(config: Config) -> int | None:

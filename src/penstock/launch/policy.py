@@ -103,7 +103,7 @@ def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
     """Return how processes ended, in words."""
     found: dict[str, list[int]] = {}
     for rank, code in sorted(exits.items()):
-        how = f"ended with {code}"
+        how = "lost a neighbour" if code == AGAIN else f"ended with {code}"
         if code < 0:
             try:
                 how = f"was killed by {signal.Signals(-code).name}"
@@ -113,5 +113,5 @@ def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
     if stuck:
         found["did not end by itself, and was killed"] = list(stuck)
     # what ended by itself for want of another is not worth a word beside it
-    words = {how: ranks for how, ranks in found.items() if how != f"ended with {AGAIN}"} or found
+    words = {how: ranks for how, ranks in found.items() if how != "lost a neighbour"} or found
     return ", ".join(f"process {' and '.join(map(str, ranks))} {how}" for how, ranks in words.items())

@@ -68,7 +68,8 @@ def start_processes(given: Given) -> int:
     except LeaveNow as leave:
         return leave.code
     except RendezvousError as error:
-        _say(f"Error: the machines did not meet at {config.rdzv_endpoint or 'localhost'}: {error}")
+        where = config.rdzv_endpoint or "localhost"
+        _say(f"Error: the rendezvous at {where} failed: {error} The machine that it is on must be there, and stay")
         return LOST
     finally:
         path.unlink(missing_ok=True)

@@ -53,8 +53,23 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 napoleon_numpy_docstring = False
 nitpicky = True
-# Types of other packages have no pages here; of our own, those that are not public.
-nitpick_ignore_regex = [("py:.*", r"(?!penstock\b).*"), ("py:.*", r"penstock\.(?!schedules\b|errors\b)[a-z].*")]
+# Types in signatures: those of other packages have no pages here; of our own, those that nobody needs by name.
+nitpick_ignore_regex = [("py:.*", r"(?!penstock\b).*"), ("py:class", r"penstock\.(?!schedules\b|errors\b)[a-z].*")]
+# What public functions return is in the reference too, though nobody makes it by its name.
+RETURNED = {
+    "penstock": [
+        "checkpoint.reader.Restored",
+        "feeding.feed.Feed",
+        "pipeline.recording.Recording",
+        "planning.explanation.Explanation",
+        "report.causes.Causes",
+        "report.timeline.Memory",
+        "report.timeline.Span",
+        "training.reading.Reading",
+        "training.reading.Summary",
+    ],
+    "penstock.schedules": ["schedule.registry.Entry"],
+}
 
 
 def read_page(app: Any, name: str, source: list[str]) -> None:  # noqa: ANN401, ARG001 - Sphinx's own
@@ -79,10 +94,9 @@ def menu(text: str) -> str:
     listed = {heading: re.findall(r"^- \[.+?\]\(([^)#]+)\.md\)", body, re.M) for heading, body in sections}
     known = {page for pages in listed.values() for page in pages}
     for pages in listed.values():
-        folders = {str(Path(page).parent) for page in pages} - {"."}
-        for folder in sorted(folders):
-            found = sorted((ROOT / "docs" / folder).glob("*.md")) if not folder.startswith("..") else []
-            pages += [page for path in found if (page := f"{folder}/{path.stem}") not in known]
+        for folder in sorted({Path(page).parent for page in pages if not page.startswith("..")}):
+            found = sorted((ROOT / "docs" / folder).glob("*.md"))
+            pages += [page for path in found if (page := str(folder / path.stem)) not in (*known, "index")]
         known |= set(pages)
     return "".join(contents(pages, heading) for heading, pages in listed.items())
 
@@ -111,8 +125,12 @@ def reference(module: str) -> str:
     section = re.search(rf"^## {re.escape(module)}\n((?:.|\n)*?)(?=^## |\Z)", text, re.M)
     names = re.findall(r"^- `(\w+)`", section[1] if section else "", re.M)
     about = f".. py:module:: {module}\n\n"
+    returned = "".join(f".. autoclass:: penstock.{name}()\n\n" for name in RETURNED.get(module, ()))
     tree = f"\n```text\n{penstock.errors.__doc__}```\n" if module == "penstock.errors" else ""
-    return tree + "\n```{eval-rst}\n" + about + "".join(directive(module, name) for name in names) + "```\n"
+    parts = [about, *(directive(module, name) for name in names)]
+    if returned:
+        parts += [".. rubric:: What these return\n\n", returned]
+    return tree + "\n```{eval-rst}\n" + "".join(parts) + "```\n"
 
 
 def directive(module: str, name: str) -> str:

@@ -19,11 +19,13 @@ from penstock.training.asking import Asked
 from penstock.training.callbacks import Callback, Callbacks
 from penstock.training.faulty import Faults
 from penstock.training.folder import RunFolder
+from penstock.training.journal import Journal
 from penstock.training.memory import lane_bytes
 from penstock.training.position import Position
 from penstock.training.reading import Reading, Summary
 from penstock.training.signals import Signals
 from penstock.training.steps import Made, Stepper
+from penstock.training.view import View
 
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
@@ -64,7 +66,8 @@ class Trainer:
         on_nan: what to do with a loss or gradient that is not finite: "stop" before the update, "skip" the update, or
             "rewind" to the last checkpoint and go on with the data that follows; "ignore" takes it as it is.
         max_seconds: end, with a checkpoint, after so long.
-        callbacks: to be told what happens.
+        callbacks: to be told what happens. A journal of all, `events.jsonl`, is kept without being asked for.
+        view: show the training: a live picture in a terminal, lines elsewhere.
         split: from an item of the data to (batch, target).
         count_tokens: tokens of an item, for the log.
 
@@ -94,6 +97,7 @@ class Trainer:
         on_nan: str = "stop",
         max_seconds: float | None = None,
         callbacks: Iterable[Callback] = (),
+        view: bool = True,
         split: Split | None = None,
         count_tokens: Callable[[Any], int] | None = None,
     ) -> None:
@@ -117,7 +121,7 @@ class Trainer:
         self._validation = validation
         self._position = Position(self._feed)
         self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
         self._should_stop, self._num_rewinds = False, 0
         self._pages: list[Path] = []
@@ -353,6 +357,13 @@ class Trainer:
             timelines=tuple(self._pages),
             skipped=tuple(self._skipped),
         )
+
+
+def _with_usual(callbacks: Iterable[Callback], *, view: bool) -> list[Callback]:
+    """Return callbacks, and a journal and a view if they have none; the journal first, for it must not miss a thing."""
+    given = list(callbacks)
+    kinds: list[type[Callback]] = [Journal, View] if view else [Journal]
+    return [kind() for kind in kinds if not any(isinstance(one, kind) for one in given)] + given
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,0 +1,274 @@
+"""penstock train in one process: what it prints, writes and returns; and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import PenstockError
+
+SMALL = """
+steps = 4
+log_every = 1
+micro_batches = 4
+clip = 1.0
+checkpoint_every = 2
+model_args = {width = 16, depth = 1, heads = 2, length = 8}
+data_args = {batch_size = 4, length = 8}
+"""
+OWN = """
+import torch
+from torch import nn
+import penstock
+
+
+class Model(nn.Module):
+    def __init__(self, width=8, fails=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        self.fails = fails
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError("the model does not like it")
+        return self.last(torch.tanh(self.first(x)))
+
+
+def data(batches=6, fails_at=None):
+    class Data:
+        def __iter__(self):
+            drawn = torch.Generator().manual_seed(1)
+            for number in range(batches):
+                if number == fails_at:
+                    raise LookupError("sample 7 is broken")
+                x = torch.randn(8, 4, generator=drawn)
+                yield x, x.sum(1, keepdim=True)
+
+    return Data()
+
+
+def both():
+    return data(), data(2)
+
+
+def optimizer(parameters, lr, momentum=0.0):
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+
+def rate(optimizer, steps):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+
+
+class Told(penstock.Callback):
+    def on_train_end(self, trainer, summary):
+        (trainer.folder.path / "told").write_text(summary.status)
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Be in a folder with a small configuration and code of one's own."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(SMALL)
+    Path("own_of_tests.py").write_text(OWN)
+    return tmp_path
+
+
+def train(*words):
+    """Run the command in this process; errors of ours come back as the message and code that run() makes of them."""
+    result = CliRunner().invoke(app, ["train", *map(str, words)])
+    if isinstance(result.exception, PenstockError):
+        return 2, "", f"Error: {result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def losses(folder):
+    events = [json.loads(line) for line in Path(folder, "events.jsonl").read_text().splitlines()]
+    return {event["step"]: event["loss"] for event in events if event["event"] == "log"}
+
+
+OWN_WORDS = ("--model", "own_of_tests.py:Model", "--data", "own_of_tests.py:data", "--loss", "mse_loss")
+
+
+def test_it_trains_and_its_folder_tells_all(place, monkeypatch):
+    monkeypatch.setenv("A_SECRET_OF_TESTS", "canary-7f3a")
+    code, out, err = train("run.toml", "--folder", "out", "--lr", "0.01")
+    assert (code, err) == (0, "")
+    assert "Done: 4 of 4 steps" in out
+    folder = Path("out")
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.toml", "plan.json", "schedule.csv", "environment.json", "events.jsonl", "latest", "checkpoint-000004",
+    }  # fmt: skip
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["lanes"], plan["micro_batches"], plan["schedule"]) == (2, 4, "1f1b")
+    assert json.loads((folder / "environment.json").read_text())["devices"] == ["cpu", "cpu"]
+    assert "lr = 0.01  # --lr" in (folder / "config.toml").read_text()
+    assert "micro_batches = 4  # run.toml:4" in (folder / "config.toml").read_text()
+    for path in folder.rglob("*"):  # no secret of the environment is in any file
+        assert not path.is_file() or b"canary-7f3a" not in path.read_bytes(), path
+    # the resolved file is a configuration: with more steps it goes on
+    code, out, _ = train("out/config.toml", "--steps", "6")
+    assert code == 0
+    assert "goes on from the checkpoint of step 4" in out
+    assert sorted(losses("out")) == [1, 2, 3, 4, 5, 6]
+    # and the same in one go
+    assert train("run.toml", "--folder", "whole", "--lr", "0.01", "--steps", "6", "--json")[0] == 0
+    assert losses("whole") == pytest.approx(losses("out"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--optimizer", "sgd", "--optimizer-args", "momentum=0.9", "--lr-schedule", "cosine", "--warmup-steps", "1"),
+        ("--precision", "bf16", "--lr-schedule", "one_cycle", "--schedule", "zb_h1"),
+        ("--precision", "fp16", "--accumulate", "2"),
+        ("--precision", "fp64", "--keep", "recompute", "--lr-schedule", "linear", "--lanes", "1"),
+        ("--schedule", "interleaved_1f1b", "--stages-per-lane", "2", "--devices", "cpu,cpu"),
+    ],
+)  # fmt: skip
+def test_ways_to_learn(place, words):
+    code, out, err = train("run.toml", "--json", *words)
+    assert code == 0, err
+    assert json.loads(out)["status"] == "done"
+
+
+def test_updates_within_the_step(place):
+    text = SMALL.replace("clip = 1.0\n", "")
+    Path("run.toml").write_text(text)
+    code, out, err = train("run.toml", "--schedule", "pipedream_2bw", "--lr-schedule", "linear", "--json")
+    assert code == 0, err
+    assert json.loads(out)["step"] == 4
+
+
+def test_code_of_ones_own(place):
+    code, out, err = train(
+        "--model", "own_of_tests.py:Model", "--model-args", "width=5", "--data", "own_of_tests.py:both",
+        "--loss", "MSELoss", "--optimizer", "own_of_tests.py:optimizer", "--optimizer-args", "momentum=0.5",
+        "--lr-schedule", "own_of_tests.py:rate", "--callbacks", "own_of_tests.py:Told", "--steps", "8", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["validation"] is not None
+    assert Path("run/told").read_text() == "done"
+
+
+def test_a_model_of_transformers(place):
+    Path("conf.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}))
+    words = ["--model-args", "vocab_size=100", "--model-args", "n_positions=8", "--model-args", "bos_token_id=1"]
+    data = ["--data-args", "labels=true", "--data-args", "batch_size=4", "--data-args", "length=8"]
+    code, out, err = train(
+        "--model", "conf.json", *words, "--model-args", "eos_token_id=1", *data, "--steps", "2", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["loss"] == pytest.approx(4.6, abs=0.3)
+
+
+def test_the_plan_without_a_device(place):
+    code, out, err = train("run.toml", "--dry-run", "--analytic", "h100", "--lanes", "3", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert len(plan["lanes"]) == 3
+    assert plan["step_seconds"] > 0
+    assert not Path("run").exists()
+    code, out, _ = train("run.toml", "--dry-run", "--analytic", "cpu")
+    assert code == 0
+    assert "predicted step" in out
+    assert "memory: the fullest lane" in out
+
+
+def test_what_is_asked_for_instead(place):
+    code, out, _ = train("run.toml", "--print-config", "--nproc", "2")
+    assert code == 0
+    assert "nproc = 2  # --nproc" in out
+    assert "steps = 4  # run.toml:2" in out
+    assert train("--init", "new.toml")[0] == 0
+    assert "# micro_batches = 8" in Path("new.toml").read_text()
+    assert train("new.toml", "--print-config")[0] == 0
+    code, _, err = train("--init", "new.toml")
+    assert code == 2
+    assert "new.toml is there already" in err
+    code, out, _ = train("--help")
+    assert code == 0
+    assert "--micro-batches" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("no.toml",), "no.toml: there is no such file; penstock train --init no.toml writes one"),
+        (("--model", "own_of_tests.py:Modle", *OWN_WORDS[2:]), "model: own_of_tests.py has no 'Modle'. Did you mean"),
+        ((*OWN_WORDS, "--model-args", "widht=3"), "Did you mean 'width'?"),
+        ((*OWN_WORDS, "--data-args", "batchs=3"), "Did you mean 'batches'?"),
+        ((*OWN_WORDS, "--loss", "mse_los"), "loss: 'mse_los' is no loss of torch.nn.functional or torch.nn."),
+        ((*OWN_WORDS, "--optimizer", "AdmW"), "optimizer: 'AdmW' is not one of torch.optim. Did you mean 'AdamW'?"),
+        ((*OWN_WORDS, "--optimizer-args", "betsa=3"), "Did you mean 'betas'?"),
+        ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned int; it must return a model"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:number"), "returned int; it must return batches"),
+        ((*OWN_WORDS, "--validate-every", "2"), "validate_every: there is nothing to validate with"),
+        (("--model", "gtp2"), "'gtp2' is neither module:callable nor a model type of transformers. Did you mean"),
+        (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
+        (("--data-args", "length=0"), "length must be a whole number, 1 or more"),
+        (("--analytic", "h100"), "--analytic: is for --dry-run"),
+        (("run.toml", "--nproc", "2", "--json"), "--json: of a training in processes"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_told_in_a_line(place, words, said):
+    code, _, err = train(*words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+    assert not Path("run").exists()
+
+
+def test_what_user_code_raises_is_told_once_with_its_lines(place):
+    code, _, err = train(*OWN_WORDS, "--data-args", "fails_at=2")
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "LookupError: sample 7 is broken" in err
+    assert "own_of_tests.py" in err
+    fault = [json.loads(line) for line in Path("run/faults.jsonl").read_text().splitlines()][-1]
+    assert (fault["kind"], fault["code"], fault["step"]) == ("end", 1, 3)
+
+
+def test_a_model_that_cannot_run_is_refused_before_the_first_step(place):
+    code, _, err = train(*OWN_WORDS, "--model-args", "fails=true")
+    assert code == 2
+    assert "ArithmeticError" in err
+
+
+def test_bad_checkpoints_have_a_code_of_their_own(place):
+    assert train("run.toml")[0] == 0
+    for path in Path("run").glob("checkpoint-*/MANIFEST.json"):
+        path.write_text("{}")
+    code, _, err = train("run.toml", "--steps", "8")
+    assert code == 65, err
+    assert "Traceback" not in err
+
+
+def test_a_folder_is_for_one_training(place):
+    from penstock.training.folder import RunFolder
+
+    with RunFolder("run", is_first=True):
+        code, _, err = train("run.toml")
+    assert code == 2
+    assert "another training is running in this folder" in err
+
+
+def test_the_command_itself(place):
+    """Its real exit code, and how soon it says what is wrong."""
+    command = [str(Path(sys.executable).parent / "penstock"), "train", "run.toml", "--stps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 2
+    assert done.stderr == "Error: --stps: there is no such flag. Did you mean '--steps'?\n"

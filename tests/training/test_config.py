@@ -1,0 +1,242 @@
+"""The configuration of penstock train: what a file and flags mean, and what is said of what is wrong with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.launch.config import GROUPS, Config, group_of
+from penstock.launch.policy import Policy
+from penstock.launch.reading import read_config, take_flags
+from penstock.launch.writing import example_file, key_table, origins_in, to_toml
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def config_of(tmp_path, text="", *words):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    rest, flags, faults = take_flags(list(words), ["--json"])
+    assert not rest
+    return read_config(path, flags, faults)
+
+
+# what is written, and what is said of it: each names the file and the line, or the flag, and the key
+WRONG = [
+    ("mirco_batches = 4", ("run.toml:1: mirco_batches: there is no such key. Did you mean 'micro_batches'?",)),
+    ("\n\nschedul = '1f1b'", ("run.toml:3: schedul: there is no such key. Did you mean 'schedule'?",)),
+    ("[modle_args]\nwidth = 3", ("run.toml:1: modle_args: there is no such key. Did you mean 'model_args'?",)),
+    ("steps = '10'", ("run.toml:1: steps: must be a whole number; given: '10'",)),
+    ("steps = 1.5", ("steps: must be a whole number; given: 1.5",)),
+    ("steps = 0", ("steps: must be 1 or more; given: 0",)),
+    ("steps = -3", ("steps: must be 1 or more; given: -3",)),
+    ("steps = true", ("steps: must be a whole number; given: True",)),
+    ("lr = 0", ("lr: must be more than 0; given: 0",)),
+    ("lr = nan", ("lr: must be a finite number; given: nan",)),
+    ("lr = 'high'", ("lr: must be a number; given: 'high'",)),
+    ("weight_decay = -0.1", ("weight_decay: must be 0 or more; given: -0.1",)),
+    ("clip = 0", ("clip: must be more than 0; given: 0",)),
+    ("accumulate = 0", ("accumulate: must be 1 or more",)),
+    ("micro_batches = 0", ("micro_batches: must be 1 or more",)),
+    ("seed = -1", ("seed: must be 0 or more",)),
+    ("compile = 'yes'", ("compile: must be true or false; given: 'yes'",)),
+    ("graphs = 'sometimes'", ("graphs: must be true or false or auto; given: 'sometimes'",)),
+    ("precision = 'bf17'", ("one of fp32, bf16, fp16, fp64; given: 'bf17'. Did you mean 'bf16'?",)),
+    ("on_nan = 'skp'", ("one of stop, skip, rewind, ignore; given: 'skp'. Did you mean 'skip'?",)),
+    ("model_args = 3", ("model_args: must be a table; given: 3",)),
+    ("callbacks = 'a:b'", ("callbacks: must be a list; given: 'a:b'",)),
+    ("schedule = '1f1c'", ("run.toml:1: schedule: unknown schedule '1f1c'. Did you mean '1f1b'?",)),
+    ("schedule = 'mine.csv'", ("schedule: there is no file mine.csv",)),
+    ("keep = 'hld'", ("keep: 'hld' is not one of hold, recompute", "Did you mean 'hold'?")),
+    ("keep = 'fit'", ("keep: fit needs memory_limit",)),
+    ("memory_limit = '16 apples'", ("memory_limit: '16 apples' is not a number of bytes, as 16GiB",)),
+    ("lr_schedule = 'cosin'", ("lr_schedule: 'cosin' is not one of constant, linear", "Did you mean 'cosine'?")),
+    ("steps = 5\nwarmup_steps = 5", ("run.toml:2: warmup_steps: 5, but there are only 5 steps",)),
+    ("optimizer_args = {lr = 1}", ("optimizer_args: lr has a key of its own",)),
+    ("on_nan = 'rewind'\ncheckpoint_every = 0", ("on_nan: rewind goes back to a checkpoint",)),
+    ("model = 'penstock:gtp'", ("model: 'penstock:gtp': there is no such model", "Did you mean 'penstock:gpt'?")),
+    ("model = 'nowhere.py:make'\nloss = 'mse_loss'", ("run.toml:1: model: there is no file nowhere.py",)),
+    ("model = 'my_code:make'", ("loss: say what the loss of my_code:make is",)),
+    ("model = 'a b:c'\nloss = 'model'", ("model: give package.module:callable or file.py:callable; given: 'a b:c'",)),
+    ("model = 'conf.json'", ("model: there is no file conf.json",)),
+    ("model = {n_layer = 3}", ("model: a table must have model_type",)),
+    ("data = 'text'", ("data: give package.module:callable or file.py:callable; given: 'text'",)),
+    ("resume = 'atuo'", ("resume: neither auto nor never", "Did you mean 'auto'?")),
+    ("lanes = 2\nnproc = 3", ("each process is a lane, and these differ: lanes: 2, nproc: 3",)),
+    ("lanes = 2\ndevices = ['cpu']", ("each lane has a device, and these differ: lanes: 2, devices: 1",)),
+    ("nproc = 2\ndevices = ['cpu', 'cpu', 'cpu']", ("nproc: 2, devices: 3",)),
+    ("nnodes = '2:1'", ("nnodes: must be 1 or more, and MIN no more than MAX; given: '2:1'",)),
+    ("nnodes = 'two'", ("nnodes: must be a number of machines, or MIN:MAX; given: 'two'",)),
+    ("nnodes = 2", ("rdzv_endpoint: 2 machines must know where to meet", "rdzv_id: several machines need a name")),
+    ("rdzv_backend = 'c11d'", ("rdzv_backend: 'c11d' is not one of", "Did you mean 'c10d'?")),
+    ("rdzv_endpoint = 'a host:1'", ("rdzv_endpoint: give HOST:PORT; given: 'a host:1'",)),
+    ("schedule = 'pipedream'\nclip = 1.0", ("clip: pipedream updates weights within the step; leave clip out",)),
+    ("steps = 3\nsteps-x = 3\nlr = -1", ("2 things are wrong", "run.toml:2: steps-x", "run.toml:3: lr: must be more")),
+    ("max-steps = 3\nsteps = 4", ("run.toml:2: steps: is there twice, the other at",)),
+    ("steps = ", ("run.toml: is not TOML",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG, ids=[text.splitlines()[0][:30] or text[-20:] for text, _ in WRONG])
+def test_what_is_wrong_is_said(tmp_path, text, said):
+    with pytest.raises(UsageError) as caught:
+        config_of(tmp_path, text)
+    for words in said:
+        assert words in str(caught.value)
+
+
+WRONG_FLAGS = [
+    (["--mirco-batches", "4"], "--mirco-batches: there is no such flag. Did you mean '--micro-batches'?"),
+    (["--lr"], "--lr: give a value"),
+    (["--lr", "fast"], "--lr: must be a number; given: 'fast'"),
+    (["--steps=1.5"], "--steps: must be a whole number; given: '1.5'"),
+    (["--no-lr"], "--no-lr: there is no such flag"),
+    (["--model-args", "width"], "--model-args: give NAME=VALUE, once for each; given: 'width'"),
+    (["--no-compile=3"], "--no-compile: takes no value"),
+    (["--jsn"], "Did you mean '--json'?"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG_FLAGS)
+def test_what_is_wrong_with_flags_is_said(tmp_path, words, said):
+    with pytest.raises(UsageError) as caught:
+        config_of(tmp_path, "", *words)
+    assert said in str(caught.value)
+
+
+def test_all_faults_of_file_and_flags_come_at_once(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        config_of(tmp_path, "lr = -1\nkeep = 'x'\nsteps = 'x'", "--foo", "3", "--clip", "-1")
+    assert [line.split(": ")[1 if "toml" in line else 0].strip() for line in str(caught.value).splitlines()[1:]] == [
+        "--foo", "steps", "lr", "--clip", "keep",
+    ]  # fmt: skip
+
+
+def test_flags_win_and_dashes_are_underscores(tmp_path):
+    text = "micro-batches = 4\nlr = 0.1\nmodel_args = {width = 1, depth = 2}\ntensorboard = true"
+    words = [
+        "--micro_batches",
+        "8",
+        "--model-args",
+        "width=3",
+        "--model_args=name=gpt",
+        "--no-tensorboard",
+        "--compile",
+    ]
+    given = config_of(tmp_path, text, *words, "--devices", "cpu,cpu", "--memory-limit=1GiB", "--nproc-per-node", "2")
+    config = given.config
+    assert (config.micro_batches, config.lr, config.tensorboard, config.compile) == (8, 0.1, False, True)
+    assert config.model_args == {"width": 3, "depth": 2, "name": "gpt"}
+    assert (config.devices, config.memory_limit, config.nproc) == (["cpu", "cpu"], "1GiB", 2)
+    assert given.origins["micro_batches"] == "--micro-batches"
+    assert given.origins["lr"].endswith("run.toml:2")
+    assert given.origins["steps"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("words", "graphs"), [([], "auto"), (["--graphs"], True), (["--graphs=auto"], "auto"), (["--no-graphs"], False)]
+)
+def test_switches(tmp_path, words, graphs):
+    assert config_of(tmp_path, "", *words).config.graphs is graphs or graphs == "auto"
+
+
+def test_the_resolved_file_means_the_same_and_says_where_from(tmp_path):
+    text = (
+        "clip = 1.0\nmodel_args = {name = \"a  # b\\u007f\", list = [1, 2.5, true]}\ncuts = [3, 'blocks.1']\nnproc = 2"
+    )
+    given = config_of(tmp_path, text, "--lr", "1e-4")
+    written = to_toml(given)
+    again = tmp_path / "again.toml"
+    again.write_text(written)
+    assert read_config(again).config == given.config
+    assert origins_in(written) == {
+        name: origin for name, origin in given.origins.items() if getattr(given.config, name) is not None
+    }
+
+
+def test_the_file_to_begin_with_says_all_keys_and_is_right_without_its_marks(tmp_path):
+    text = example_file()
+    assert tomllib.loads(text) == {}
+    lines = [
+        line[2:]
+        for line in text.splitlines()
+        if line.startswith("# ") and line[2:].split(" = ")[0] in Config.model_fields
+    ]
+    assert [line.split(" = ")[0] for line in lines] == [
+        name for group in GROUPS for name in Config.model_fields if group_of(name) == group
+    ]
+    for line in lines:  # each alone: some contradict each other
+        assert next(iter(tomllib.loads(line))) in Config.model_fields
+    assert config_of(tmp_path, text).config == Config()
+
+
+def test_the_page_has_the_table_of_all_keys():
+    page = (ROOT / "docs" / "howto" / "train_command.md").read_text()
+    assert key_table() in page, (
+        "docs/howto/train_command.md: put what penstock.launch.writing.key_table() returns there"
+    )
+
+
+def test_nothing_of_torch_is_loaded_to_say_what_is_wrong(tmp_path):
+    (tmp_path / "run.toml").write_text("stps = 3")
+    code = (
+        "import sys\nfrom penstock.cli.main import app\nfrom penstock.errors import UsageError\n"
+        "try: app(['train', 'run.toml'])\nexcept UsageError as error: assert 'stps' in str(error)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
+
+
+# ---- whether processes are started again
+
+
+def judge(policy, exits, *faults, now=0.0, **more):
+    return policy.judge(exits, faults, now=now, **more)
+
+
+@pytest.mark.parametrize(
+    ("exits", "code"), [({0: 1, 1: 75}, 1), ({0: 75, 1: 2}, 2), ({0: 65, 1: 75}, 65), ({0: 1, 1: 2}, 2), ({0: 3}, 1)]
+)
+def test_errors_that_would_happen_again_are_not_tried_again(exits, code):
+    verdict = judge(Policy(3), exits)
+    assert (verdict.is_again, verdict.code) == (False, code)
+
+
+def test_lost_processes_are_started_again_so_often_an_hour_and_slower_each_time():
+    policy = Policy(3)
+    verdicts = [judge(policy, {0: 75, 1: -9}, now=now) for now in (0, 1, 2, 3)]
+    assert [verdict.is_again for verdict in verdicts] == [True, True, True, False]
+    assert [verdict.seconds for verdict in verdicts[:3]] == [0, 1, 2]
+    assert verdicts[-1].code == 137
+    assert "process 1 was killed by SIGKILL" in verdicts[-1].why
+    assert judge(policy, {0: -9}, now=3601).is_again  # the first is an hour ago
+
+
+def test_the_same_hang_twice_is_not_tried_again():
+    hang = {"kind": "end", "error": "HangError", "step": 4, "lane": 0, "message": "lane 0 has waited 3 s for lane 1"}
+    policy = Policy(3)
+    assert judge(policy, {0: 75}, hang, stuck=[1]).is_again
+    verdict = judge(policy, {0: 75}, hang | {"message": "lane 0 has waited 3.1 s for lane 1"}, stuck=[1])
+    assert (verdict.is_again, verdict.code) == (False, 1)
+    assert "the same failure twice, at step 4" in verdict.why
+    assert judge(Policy(3), {0: 75}, hang, stuck=[1]).is_again
+    assert judge(policy, {0: 75}, hang | {"step": 5}, stuck=[1]).is_again
+
+
+@pytest.mark.parametrize(
+    ("told", "exits", "stuck", "code"),
+    [
+        ("SIGTERM", {0: 0, 1: 0}, [], 0),
+        ("SIGTERM", {0: 0}, [1], 143),
+        ("SIGTERM", {0: -15, 1: 0}, [], 0),
+        ("SIGINT", {0: 130}, [], 130),
+    ],
+)
+def test_what_was_told_to_end_is_not_started_again(told, exits, stuck, code):
+    verdict = judge(Policy(3), exits, told=told, stuck=stuck)
+    assert (verdict.is_again, verdict.code) == (False, code)

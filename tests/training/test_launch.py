@@ -1,0 +1,221 @@
+"""penstock train in processes: the same losses as in threads, whatever is killed, stopped or told to end on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import UsageError
+from penstock.launch.ports import check_endpoint
+
+COMMAND = str(Path(sys.executable).parent / "penstock")
+SMALL = """
+steps = 12
+log_every = 1
+micro_batches = 4
+clip = 1.0
+checkpoint_every = 3
+timeout = 10.0
+model_args = {width = 16, depth = 1, heads = 2, length = 8}
+data_args = {batch_size = 4, length = 8}
+cuts = [10]
+"""
+SECONDS = 150  # that anything may take, on a machine that is busy
+
+pytestmark = pytest.mark.xdist_group("launch")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Be in a folder with a small configuration; what was started is gone at the end, and nothing of it is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("run.toml").write_text(SMALL)
+    yield tmp_path
+    wait_for(lambda: not workers(tmp_path))
+
+
+def workers(place):
+    """Return the processes that work for a launcher of this test."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            is_ours = b"penstock.launch.worker" in words and os.readlink(path.with_name("cwd")) == str(place)
+        except OSError:
+            continue
+        if is_ours:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(happened, seconds=SECONDS, process=None):
+    end = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < end, "it did not happen in time"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return found
+
+
+def events(folder="run"):
+    path = Path(folder, "events.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses(folder="run"):
+    """Return the loss of each step; the last that was told, where a step was run again."""
+    return {event["step"]: event["loss"] for event in events(folder) if event["event"] == "log"}
+
+
+@contextmanager
+def started(*words, **environment):
+    """Start the command; kill it at the end, if it is still there."""
+    process = subprocess.Popen(
+        [COMMAND, "train", "run.toml", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def finished(*words, **environment):
+    """Run the command to its end; return its code and what it said."""
+    with started(*words, **environment) as process:
+        out, err = process.communicate(timeout=SECONDS)
+        return process.returncode, out, err
+
+
+def has_step(number, folder="run"):
+    return lambda: any(event["event"] == "log" and event["step"] >= number for event in events(folder))
+
+
+def test_processes_that_are_killed_or_hang_are_started_again_and_nothing_changes(place):
+    """Row 1 and 3: kill -9 in the middle of a step, then SIGSTOP; the losses are those of threads left alone."""
+    faults = "kill@lane=1,step=5,action=B1; stop@lane=0,step=8,action=F2,attempt=1"
+    code, out, err = finished("--nproc", "2", "--timeout", "3", PENSTOCK_FAULTS=faults)
+    assert code == 0, err
+    assert "process 1 was killed by SIGKILL: all are started again" in err
+    assert "lane 1 has waited 3 s" in err
+    assert "process 0 did not end by itself, and was killed: all are started again, in 1 s" in err
+    assert "Done: 12 of 12 steps" in out
+    begun = [event["step"] for event in events() if event["event"] == "train_begin"]
+    assert begun == [0, 3, 6]
+    notes = [json.loads(line) for line in Path("run/faults.jsonl").read_text().splitlines()]
+    assert [note["kind"] for note in notes if note["kind"] in ("restart", "give up")] == ["restart", "restart"]
+    assert {path.name for path in Path("run/logs").iterdir()} >= {"attempt_0", "attempt_1", "attempt_2"}
+    assert "step" in Path("run/logs/attempt_0/0/stdout.log").read_text()
+    result = CliRunner().invoke(app, ["train", "run.toml", "--folder", "threads", "--quiet"])
+    assert result.exit_code == 0, result.stderr
+    assert losses() == pytest.approx(losses("threads"), rel=1e-6)
+    assert sorted(losses()) == list(range(1, 13))
+
+
+def test_a_scheduler_that_ends_it_and_a_keyboard_that_does(place):
+    """Row 24: SIGTERM saves and is no failure; Ctrl-C saves and says so; the training goes on where it was."""
+    with started("--nproc", "2", "--steps", "100000") as process:
+        wait_for(has_step(2), process=process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    last = events()[-1]
+    assert (last["event"], last["status"]) == ("train_end", "SIGTERM")
+    assert Path("run", f"checkpoint-{last['step']:06d}", "MANIFEST.json").exists()
+    with started("--nproc", "2", "--steps", "100000") as process:
+        wait_for(has_step(last["step"] + 2), process=process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, err
+    assert f"goes on from the checkpoint of step {last['step']}" in out
+    assert Path("run", f"checkpoint-{events()[-1]['step']:06d}", "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--nproc", "2")], ids=["threads", "processes"])
+def test_a_keyboard_that_means_it(place, words):
+    """Row 24 and 26: Ctrl-C twice leaves at once, and nobody is left behind."""
+    with started("--steps", "100000", *words) as process:
+        wait_for(has_step(2), process=process)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        wait_for(lambda: not workers(place), 10)
+
+
+def test_a_launcher_that_is_killed_leaves_nobody(place):
+    """Row 25."""
+    with started("--nproc", "2", "--steps", "100000") as process:
+        wait_for(has_step(1), process=process)
+        assert len(workers(place)) == 2
+        process.kill()
+        process.wait()
+        wait_for(lambda: not workers(place), 10)
+
+
+def test_what_user_code_raises_and_lost_processes_without_restarts(place):
+    """Row 2 and 22: an error that would happen again is told once, and not tried again; a lost process is 137."""
+    code, out, err = finished("--nproc", "2", PENSTOCK_FAULTS="raise@lane=1,step=3,action=F1")
+    assert code == 1, err
+    assert err.count("Traceback") == 1
+    assert "started again" not in err
+    assert len([event for event in events() if event["event"] == "train_begin"]) == 1
+    faults = "kill@lane=0,step=5,action=F1"
+    code, out, err = finished("--nproc", "2", "--max-restarts", "0", "--folder", "lost", PENSTOCK_FAULTS=faults)
+    assert code == 137, err
+    assert "Error: process 0 was killed by SIGKILL; restarts in the last hour: 0 of 0" in err
+
+
+def test_ports_and_hosts_that_are_not_ours(place):
+    """Row 17: a line that says who has the port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = finished("--nproc", "2", "--rdzv-endpoint", f"localhost:{port}")
+        assert code == 2
+        assert f"rdzv_endpoint: port {port} is in use by process {os.getpid()}" in err
+        assert err.count("\n") == 1
+    with pytest.raises(UsageError, match="there is no host 'no.such.host.invalid'"):
+        check_endpoint("no.such.host.invalid:29400", is_shared=True)
+    check_endpoint(f"localhost:{port}", is_shared=False)
+
+
+def test_a_machine_that_never_comes_back(place):
+    """Row 27: of two launchers one is killed; the other goes on with the lane that is left, from the last checkpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "tests"]
+    words += ["--steps", "100000", "--rdzv-conf", "last_call_timeout=10"]
+    words += ["--rdzv-conf", "keep_alive_interval=2", "--rdzv-conf", "keep_alive_max_attempt=3"]
+    with (
+        started(*words, "--rdzv-conf", "is_host=true") as stays,
+        started(*words, "--rdzv-conf", "is_host=false") as goes,
+    ):
+        wait_for(lambda: any(event["event"] == "save" for event in events()), process=stays)
+        assert [event["plan"]["lanes"] for event in events() if event["event"] == "train_begin"] == [2]
+        goes.kill()
+        begun = wait_for(lambda: [event for event in events() if event["event"] == "train_begin"][1:], process=stays)
+        assert begun[0]["plan"]["lanes"] == 1
+        assert begun[0]["step"] >= 3
+        stays.send_signal(signal.SIGTERM)
+        _, err = stays.communicate(timeout=SECONDS)
+        assert stays.returncode == 0, err

@@ -88,7 +88,8 @@ def _signature(faults: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
     if not told:
         return None
     first = min(told, key=lambda fault: fault.get("lane", 0))
-    return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "so long", str(first.get("message")))
+    words = str(first.get("message")).partition("; its process")[0]  # its number is another each time
+    return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "so long", words)
 
 
 def _hangs(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

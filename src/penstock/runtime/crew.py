@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from penstock.errors import HangError, LaneError
-from penstock.runtime.board import Board, describe
+from penstock.runtime.board import Board, follow
+from penstock.runtime.culprit import stack_of_thread
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.local import LocalTransport, Mailboxes
 from penstock.runtime.step import Step
@@ -115,10 +116,14 @@ class Crew:
 
     def _hang(self, lane: int, from_lane: int, key: Key) -> HangError:
         program_of = self._executors[lane].program_of
-        doing = describe(self.board, from_lane, self.board.place(lane).step, program_of)
-        return HangError(
+        doing, culprit = follow(self.board, from_lane, finder=lane, program_of=program_of)
+        error = HangError(
             f"lane {lane} has waited {self.timeout_seconds:g} s for {key} from lane {from_lane}, which is {doing}"
         )
+        stack = stack_of_thread(self._threads[culprit].ident) if self._threads else ""
+        if stack:
+            error.add_note(f"lane {culprit}: {stack}")
+        return error
 
     def close(self) -> None:
         """End the worker threads."""

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from penstock.errors import HangError, PenstockError, UsageError
 from penstock.runtime import segments
-from penstock.runtime.board import Board, describe
+from penstock.runtime.board import NUM_COLUMNS, Board, follow
+from penstock.runtime.culprit import stack_file, stack_of_process, state_of
 from penstock.runtime.distributed import BOARD, PING, DistributedTransport
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.links import Links, Store
@@ -127,13 +128,19 @@ class ProcessCompany:
             raise
 
     def _hang(self, lane: int, from_lane: int, what: str) -> HangError:
-        if self._executor is None:
-            doing = "not ready"
-        else:
-            doing = describe(self._board, from_lane, self._board.place(lane).step, self._executor.program_of)
-        return HangError(
+        doing, culprit = "not ready", from_lane
+        if self._executor is not None:
+            doing, culprit = follow(self._board, from_lane, finder=lane, program_of=self._executor.program_of)
+        process, file = self._board.process(culprit)
+        state = state_of(process)
+        error = HangError(
             f"lane {lane} has waited {self._timeout_seconds:g} s for {what} from lane {from_lane}, which is {doing}"
+            + (f"; {state}" if state else "")
         )
+        stack = stack_of_process(process, file)
+        if stack:
+            error.add_note(f"lane {culprit}: {stack}")
+        return error
 
     # ---- together
 
@@ -259,7 +266,7 @@ class ProcessCompany:
         """Return a board that all processes of this machine see; between machines each sees its own row only."""
         if not (is_one_machine and segments.are_there()):
             return Board.empty(self.num_lanes)
-        size = self.num_lanes * 3 * 8
+        size = self.num_lanes * NUM_COLUMNS * 8
         if self.lane == 0:
             descriptor = os.memfd_create("penstock-board")
             os.ftruncate(descriptor, size)
@@ -270,9 +277,10 @@ class ProcessCompany:
             descriptor = self._links.descriptor(0)
         memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
-        rows = np.frombuffer(memory, dtype=np.int64).reshape(self.num_lanes, 3)
-        rows[self.lane] = -1
-        return Board(rows)
+        board = Board(np.frombuffer(memory, dtype=np.int64).reshape(self.num_lanes, NUM_COLUMNS))
+        board.rows[self.lane] = -1
+        board.introduce(self.lane, os.getpid(), stack_file())
+        return board
 
     def close(self) -> None:
         """Say goodbye to the others; torch.distributed stays joined, for the next pipeline."""

@@ -1,0 +1,87 @@
+"""Culprit: of a lane that keeps others waiting, what its process does and where in the code it is."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+__all__ = ["SIGNAL", "stack_file", "stack_of_process", "stack_of_thread", "state_of"]
+
+# one that nobody else uses; what it is answered by needs no Python, so also a process that never lets go of it answers
+SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
+_SECONDS, _LOOK_SECONDS = 1.0, 0.02
+_MOST_FRAMES = 30
+
+_STATES = {
+    "T": "is stopped (SIGSTOP, or Ctrl-Z)",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "D": "waits for a disk or a device",
+    "R": "is running",
+    "S": "is sleeping, or waits for something",
+}
+
+
+@cache
+def stack_file() -> int:
+    """Return where this process writes its stack when it is asked by a signal; -1 where that cannot be.
+
+    The file is memory that others of this user read under `/proc`. It stays as long as the process: whoever has heard
+    of it may ask.
+    """
+    if sys.platform != "linux" or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        return -1
+    file = os.memfd_create("penstock-stack")
+    faulthandler.register(SIGNAL, file=file, all_threads=True)
+    return file
+
+
+def state_of(process: int) -> str:
+    """Return in words what a process of this machine is doing, as the system knows it; "" where it does not tell."""
+    if process <= 0:
+        return ""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return f"its process {process} is gone" if sys.platform == "linux" else ""
+    return f"its process {process} {_STATES.get(state, f'is in state {state}')}"
+
+
+def stack_of_process(process: int, file: int) -> str:
+    """Ask a process for its stack, and return that of its main thread; "" where it does not answer."""
+    if process <= 0 or file < 0:
+        return ""
+    path = Path(f"/proc/{process}/fd/{file}")
+    with suppress(OSError):
+        before = seen = path.stat().st_size
+        os.kill(process, SIGNAL)
+        end = time.monotonic() + _SECONDS
+        while time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            size = path.stat().st_size
+            if size > before and size == seen:
+                break
+            seen = size
+        written = path.read_bytes()[before:].decode(errors="replace")
+        return _told(written.strip().rpartition("\n\n")[2].splitlines()[1:])  # threads by age: the first comes last
+    return ""
+
+
+def stack_of_thread(thread: int | None) -> str:
+    """Return the stack of a thread of this process; "" where it has none."""
+    frame = sys._current_frames().get(thread or 0)
+    if frame is None:
+        return ""
+    lines = [f'  File "{at.filename}", line {at.lineno} in {at.name}' for at in traceback.extract_stack(frame)]
+    return _told(lines[::-1])
+
+
+def _told(lines: list[str]) -> str:
+    return "\n".join(["where it is (most recent call first):", *lines[:_MOST_FRAMES]]) if lines else ""

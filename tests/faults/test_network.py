@@ -15,10 +15,10 @@ from torch import nn
 
 import penstock
 import processes
-from penstock.errors import UsageError
-from penstock.runtime.distributed import DATA, DistributedTransport
+from penstock.errors import HangError, LostError, UsageError
+from penstock.runtime.distributed import ABORT, DATA, DistributedTransport
 from penstock.runtime.letters import Head, Known
-from penstock.runtime.links import Links
+from penstock.runtime.links import Frame, Links
 from penstock.runtime.meeting import meet
 from penstock.runtime.segments import Outgoing
 from penstock.runtime.transport import Key
@@ -224,8 +224,34 @@ class Quiet:
 
     lane, lost = 1, ()
 
-    def __init__(self):
-        self.peers = {0: SimpleNamespace(is_open=True)}
+    def __init__(self, *, is_open=True, frames=()):
+        self.peers, self._frames, self._reads = {0: SimpleNamespace(is_open=is_open)}, frames, 0
+
+    def read(self, seconds):
+        time.sleep(min(seconds, 0.01))
+        self._reads += 1
+        return self._frames if self._reads == 5 else []
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "words"),
+    [
+        ([Frame(0, ABORT, b'[0, "HangError", "lane 3 hangs"]')], HangError, "lane 3 hangs"),
+        ([], LostError, "lane 0 has ended, and lane 1 still waits"),
+    ],
+    ids=["told", "not told"],
+)
+def test_who_ends_because_of_a_failure_may_be_quicker_than_the_word_of_it(frames, error, words):
+    """A lane tells the others one after the other that it failed; the first of them may have left before the last."""
+    transport = DistributedTransport(
+        Quiet(is_open=False, frames=frames),
+        device=torch.device("cpu"),
+        timeout_seconds=30.0,
+        by_torch=None,
+        on_hang=AssertionError,
+    )
+    with pytest.raises(error, match=words):
+        transport.receive(Key("F", 0, 1, 0), 0)
 
 
 def test_a_late_message_does_not_free_memory_that_is_in_use_again():

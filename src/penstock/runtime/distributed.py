@@ -34,6 +34,7 @@ _INLINE_BYTES = 1 << 14  # smaller values travel with their head
 _ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
+_WORD_SECONDS = 2.0
 _REMEMBERED_STEPS = 64
 
 
@@ -214,20 +215,25 @@ class DistributedTransport:
     # ---- reading
 
     def _wait(self, is_there: Callable[[], bool], from_lane: int, what: str) -> None:
-        end = time.monotonic() + self.timeout_seconds
+        end, patience = time.monotonic() + self.timeout_seconds, _LOOK_SECONDS
         while not is_there():
-            self._check(from_lane)
-            left = end - time.monotonic()
-            if left <= 0:
-                raise self._on_hang(self.lane, from_lane, what)
-            self._read(min(left, _LOOK_SECONDS), is_there)
+            self._check()
+            now = time.monotonic()
+            if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
+                # it may have heard of a failure whose word is still on its way here
+                end, patience = min(end, now + _WORD_SECONDS), _WORD_SECONDS / 20
+            if now >= end:
+                if self.links.peers[from_lane].is_open:
+                    raise self._on_hang(self.lane, from_lane, what)
+                raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
+            self._read(min(end - now, patience), is_there)
 
     def check(self) -> None:
         """Raise what another lane has told of, or that one is gone."""
         self._read(0.0)
-        self._check(None)
+        self._check()
 
-    def _check(self, from_lane: int | None) -> None:
+    def _check(self) -> None:
         if self._failure is not None:
             _, step, name, message = self._failure
             self._failure = None
@@ -242,8 +248,6 @@ class DistributedTransport:
         gone = self.links.lost
         if gone:
             raise LostError(f"lane {gone[0]} is gone: its process ended without a word (killed, or out of memory?)")
-        if from_lane is not None and not self.links.peers[from_lane].is_open:
-            raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
 
     def _read(self, seconds: float, is_there: Callable[[], bool] | None = None) -> None:
         """Take in what has come, or comes within so many seconds; or wait until the reader has."""

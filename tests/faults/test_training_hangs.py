@@ -1,0 +1,172 @@
+"""Row 3: a lane that hangs is named: stopped, spinning in Python, or in a call that never lets go of the interpreter."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+import processes
+from penstock.errors import HangError
+from penstock.runtime.culprit import state_of
+from pipelines import WIDTH, data
+
+_SECONDS = 60.0
+
+
+class Switch:
+    """Says what is to be done; modules may be copied, this is not."""
+
+    todo = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Trap(nn.Module):
+    """Does what its switch says."""
+
+    def __init__(self, switch):
+        super().__init__()
+        self.linear, self.switch = nn.Linear(WIDTH, WIDTH).double(), switch
+
+    def forward(self, x):
+        if self.switch.todo is not None:
+            self.switch.todo()
+        return self.linear(x)
+
+
+def spins_for_ever():
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        pass
+
+
+def holds_the_interpreter():
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        ctypes.PyDLL(None).usleep(500_000)  # as a C extension does that never releases it
+
+
+def stops():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def make():
+    switch = Switch()
+    stages = [nn.Linear(WIDTH, WIDTH).double(), Trap(switch)]
+    pipe = penstock.Pipeline(stages, example=data(8)[0], loss=nn.functional.mse_loss, micro_batches=4, lanes=2)
+    pipe.step(*data(8))
+    return pipe, switch
+
+
+def caught(pipe):
+    """Return what a step says of a hang, its notes with it."""
+    begin = time.monotonic()
+    try:
+        pipe.step(*data(8))
+    except HangError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())]), time.monotonic() - begin
+    return "no error", 0.0
+
+
+def hanging_process(todo):
+    pipe, switch = make()
+    pipe.timeout = 1.0
+    if dist.get_rank() == 1:
+        switch.todo = globals()[todo]
+    return caught(pipe)
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("todo", "words", "stack"),
+    [
+        ("stops", "is stopped (SIGSTOP, or Ctrl-Z)", ""),
+        ("spins_for_ever", "is running", "in spins_for_ever"),
+        ("holds_the_interpreter", "its process", "in holds_the_interpreter"),
+    ],
+)
+def test_a_process_that_hangs_is_named_with_what_it_does(todo, words, stack):
+    """In a forward of lane 1: lane 0 finds out, and says which process, its state, and the user's function."""
+    started = processes.start(hanging_process, 2, todo)
+    (first, ours), (second, theirs) = started
+    try:
+        assert ours.poll(_SECONDS)
+        is_fine, (told, seconds) = ours.recv()
+        assert is_fine
+        assert f"; its process {second.pid} " in told
+        assert "from lane 1, which is at 1F" in told
+        assert words in told
+        assert stack in told
+        assert "most recent call first" in told if stack else "most recent call first" not in told
+        assert 1.0 <= seconds < 20.0
+    finally:
+        second.kill()
+        for process, pipe in started:
+            process.join(_SECONDS)
+            pipe.close()
+
+
+def stopped_process():
+    """Stop lane 1 where it waits for what lane 0 has sent by then."""
+    pipe, _ = make()
+    pipe.timeout = 1.5
+    if dist.get_rank() == 1:
+        link = pipe._company._links
+        read = link.read
+
+        def reading(seconds):  # the lane waits: its row says so; what it waits for is on its way, and is never read
+            place = pipe._company._board.place(1)
+            if place.at >= 0 and place.step > 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return read(seconds)
+
+        link.read = reading
+    return caught(pipe)
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on():
+    """It seems to wait for lane 0, and lane 0 waits for it: but lane 0 has sent what is waited for."""
+    started = processes.start(stopped_process, 2)
+    (first, ours), (second, theirs) = started
+    try:
+        assert ours.poll(_SECONDS)
+        is_fine, (told, _) = ours.recv()
+        assert is_fine
+        assert "though lane 0 has sent what it waits for: it is lane 1 that does not go on" in told
+        assert told.endswith(f"its process {second.pid} is stopped (SIGSTOP, or Ctrl-Z)")
+    finally:
+        second.kill()
+        for process, pipe in started:
+            process.join(_SECONDS)
+            pipe.close()
+
+
+def test_a_thread_that_hangs_shows_where_it_is():
+    go_on = threading.Event()
+
+    def waits_for_ever():
+        go_on.wait(_SECONDS)
+
+    pipe, switch = make()
+    with pipe:
+        pipe.timeout = 0.5
+        switch.todo = waits_for_ever
+        threading.Timer(1.5, go_on.set).start()
+        told, _ = caught(pipe)
+        switch.todo = None
+    assert "from lane 1, which is at 1F" in told
+    assert "in waits_for_ever" in told
+
+
+def test_the_state_of_processes():
+    assert state_of(os.getpid()) == f"its process {os.getpid()} is running"
+    assert state_of(1 << 22) == f"its process {1 << 22} is gone"
+    assert state_of(-1) == ""

@@ -56,7 +56,7 @@ def state_of(process: int) -> str:
 
 def stack_of_process(process: int, file: int) -> str:
     """Ask a process for its stack, and return that of its main thread; "" where it does not answer."""
-    if process <= 0 or file < 0:
+    if process <= 0 or file < 0 or " is stopped " in state_of(process):
         return ""
     path = Path(f"/proc/{process}/fd/{file}")
     with suppress(OSError):

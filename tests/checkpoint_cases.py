@@ -53,7 +53,7 @@ def grouped_sgd(pipe):
     return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [3])]
 
 
-MODELS = {"knotty": Knotty, "odd": Odd, "dropping": lambda: Odd(0.2), "plain": plain}
+MODELS = {"knotty": Knotty, "odd": Odd, "dropping": lambda: Odd(0.2), "plain": plain, "small": lambda: plain(count=2)}
 OPTIMIZERS = {"adamw": adamw, "sgd": grouped_sgd}
 
 

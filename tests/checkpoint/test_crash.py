@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
-    with Training(tmp_path_factory.mktemp("unused")) as made:
+    with Training(tmp_path_factory.mktemp("unused"), model="small") as made:
         made.run(0, 1)
         yield made
 
@@ -111,14 +111,14 @@ def state_of(training, folder):
 
 @pytest.mark.parametrize("kind", [{"is_half": True}, {"loses": True}], ids=["half a write", "power cut"])
 def test_a_crash_at_every_point_of_a_save_leaves_the_old_or_the_new_one(training, tmp_path, kind):
-    old, new = (job_of(training, tmp_path, step, f"m{step}") for step in (1, 2))
+    old, new = (job_of(training, tmp_path, step, f"{step:09x}") for step in (1, 2))
     counting = Crashing()
     for number, job in enumerate((old, new)):
         saving = Saving(replace(job, folder=tmp_path / "count"), counting)
         saving.wait()
         assert saving.is_complete, saving.failure
         num_points = counting.count if number else (counting := Crashing()).count
-    assert num_points > 60
+    assert num_points > 40
     seen = []
     for at in range(num_points):
         folder = tmp_path / f"at {at}"
@@ -128,8 +128,9 @@ def test_a_crash_at_every_point_of_a_save_leaves_the_old_or_the_new_one(training
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing half done is even tried
             seen.append(state_of(training, folder))
+        (folder / "tmp-of-the-user").touch()
         again = penstock.Checkpoints(folder, training.pipe, optimizer=training.optimizers)
-        assert not list(folder.glob("tmp-*")), "what was left is swept"
+        assert [p.name for p in folder.glob("tmp-*")] == ["tmp-of-the-user"], "what was left is swept"
         assert again.steps()[-1] == seen[-1]
     assert set(seen) == {1, 2}
     assert seen == sorted(seen), "once the new one is there it stays"
@@ -141,7 +142,9 @@ def test_20_real_kills_at_random_moments(training, tmp_path):
 
     def save_on(first):
         for step in range(first, first + 10_000):
-            Saving(replace(job, step=step, mark=f"{first}x{step}", files=filled(step), state=told(step)), Disk()).wait()
+            Saving(
+                replace(job, step=step, mark=f"{first:05x}{step:05x}", files=filled(step), state=told(step)), Disk()
+            ).wait()
 
     job = job_of(training, tmp_path, 1, "begin", keep=2)
     shapes = {f: {n: t.numpy().copy() for n, t in ts.items()} for f, ts in job.files.items()}

@@ -268,6 +268,22 @@ def test_another_model_is_refused_with_the_names(folder):
             checkpoints.restore(1)
 
 
+def test_other_groups_of_parameters_are_refused_and_older_ones_not_tried(folder):
+    with Training(folder, optimizer="sgd") as training:
+        training.run(2, 3)
+        training.checkpoints.save(3, wait=True)
+        one = torch.optim.SGD(training.pipe.parameters(), lr=0.1)
+        checkpoints = penstock.Checkpoints(folder, training.pipe, optimizer=one)
+        with pytest.raises(
+            CheckpointError, match="optimizer 0, group 0: its parameters were in groups with other options"
+        ):
+            checkpoints.restore()
+        fewer = torch.optim.SGD(list(training.pipe.parameters())[:2], lr=0.1)
+        penstock.Checkpoints(folder, training.pipe, optimizer=fewer).save(4, wait=True)
+        with pytest.raises(CheckpointError, match="the saved optimizer did not have"):
+            checkpoints.restore(4)
+
+
 def test_a_step_that_is_there_is_not_saved_again_and_a_bad_one_is_moved_aside(folder):
     with Training(folder) as training:
         training.checkpoints.restore()

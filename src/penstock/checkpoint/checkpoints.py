@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +16,9 @@ import torch
 from penstock.checkpoint.content import Content
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Manifest, folder_name, read_manifest
+from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.plain import from_plain
-from penstock.checkpoint.reader import Loaded, MisfitError, Restored, complete, faults_of, found, load
+from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.saving import Job, Saving
 from penstock.checkpoint.staging import Staging
 from penstock.errors import CheckpointError, UsageError
@@ -26,6 +28,7 @@ __all__ = ["Checkpoints"]
 
 _NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 _MAX_STEP = 10**18
+_LEFT = re.compile(r"tmp-(?:old-|latest-|)(?:[0-9]{6,18}-|)[0-9a-f]{8,}")  # what saves leave that were killed
 
 
 class Checkpoints:
@@ -119,17 +122,20 @@ class Checkpoints:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
             raise UsageError(f"step: give a whole number from 0; given: {step!r}")
         self._settle()
-        fault, snapshot, is_there = "", None, False
+        fault: Exception | None = None
+        snapshot, is_there = None, False
         try:
             if self._process == 0:
                 is_there = self._is_there(step)
             snapshot = self._content.collect(step, notes) if not is_there else None
-        except (UsageError, CheckpointError) as error:
-            fault = str(error)
-        told = self._company.gather([fault, is_there])
+        except Exception as error:  # also of the caller's own state_dict(): others must not wait for this process
+            fault = error
+        told = self._company.gather(["" if fault is None else str(fault) or repr(fault), is_there])
+        if fault is not None:
+            raise fault
         faults = list(dict.fromkeys(text for text, _ in told if text))
         if faults:
-            raise UsageError("; ".join(faults))
+            raise UsageError(f"another process cannot save: {'; '.join(faults)}")
         if told[0][1]:
             if step not in self._own:
                 where = self.folder / folder_name(step)
@@ -228,8 +234,9 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             return f"folder: {self.folder} is not a folder"
         with suppress(OSError):  # what cannot be deleted is not taken for a checkpoint either
-            for path in sorted(self.folder.glob("tmp-*")):
-                self._disk.remove(path)
+            for path in sorted(self.folder.iterdir()):
+                if _LEFT.fullmatch(path.name):
+                    self._disk.remove(path)
         return ""
 
     def _is_there(self, step: int) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.optimizers import Optimizers, OptimizerState
 from penstock.checkpoint.plain import from_plain, to_plain
 from penstock.checkpoint.randomness import generator_states, set_generator_states
 from penstock.checkpoint.shards import check_storable
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import UsageError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule.plain import to_json
 
@@ -199,13 +200,13 @@ class Content:
         """Return a state for each scheduler here.
 
         Raises:
-            CheckpointError: when there were as many others, with states that differ.
+            MisfitError: when there were as many others, with states that differ.
         """
         saved = state["schedulers"]
         if not saved or len(saved) == len(self.schedulers):
             return [from_plain(plain) for plain in saved]
         if any(plain != saved[0] for plain in saved):  # one a stage, and there are other stages now
-            raise CheckpointError(f"{len(saved)} schedulers were saved, and there are {len(self.schedulers)} now")
+            raise MisfitError(f"{len(saved)} schedulers were saved, and there are {len(self.schedulers)} now")
         return [from_plain(saved[0]) for _ in self.schedulers]
 
     def _load_random(self, states: Sequence[dict[str, Any]]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.plain import from_plain, to_plain
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import UsageError
 
 __all__ = ["OptimizerState", "Optimizers", "merged"]
 
@@ -98,7 +99,7 @@ class Optimizers:
         """Return for each optimizer a state dict that it can load, and the states of its parameters as they were.
 
         Raises:
-            CheckpointError: when the saved groups are not of these parameters.
+            MisfitError: when the saved groups are not of these parameters.
         """
         if saved is None:
             return []
@@ -135,13 +136,13 @@ def _options_of(groups: Sequence[Mapping[str, Any]], number: int, place: int, me
     found = [group for group in groups if wanted & set(group["members"])]
     missing = wanted - {name for group in found for name in group["members"]}
     if missing:
-        raise CheckpointError(
+        raise MisfitError(
             f"optimizer {number}, group {place}: the saved optimizer did not have {', '.join(sorted(missing)[:5])}"
         )
     if not wanted:
         found = [group for group in groups if (group["optimizer"], group["place"]) == (number, place)][:1]
     if any(group["options"] != found[0]["options"] for group in found):
-        raise CheckpointError(
+        raise MisfitError(
             f"optimizer {number}, group {place}: its parameters were in groups with other options when they were "
             "saved; make the same groups"
         )

@@ -12,10 +12,11 @@ import torch
 
 from penstock.checkpoint.content import Content
 from penstock.checkpoint.manifest import Manifest, read_json, read_manifest, step_folders
+from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.shards import Shard
 from penstock.errors import CheckpointError
 
-__all__ = ["Loaded", "MisfitError", "Restored", "complete", "faults_of", "found", "load"]
+__all__ = ["Loaded", "Restored", "complete", "faults_of", "found", "load"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,6 @@ class Restored:
     folder: Path
     notes: Mapping[str, Any]
     passed_over: tuple[str, ...] = ()
-
-
-class MisfitError(CheckpointError):
-    """A checkpoint that is good, and of something else."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def faults_of(
                 read_json(manifest.folder / name, num_bytes=entry["bytes"], xxh3=entry["xxh3"])
                 continue
             with Shard(manifest.folder / name, entry) as shard:
-                for tensor in shard.tensors.keys() - done:
+                for tensor in sorted(shard.tensors.keys() - done):
                     try:
                         shard.read(tensor)
                     except CheckpointError as error:
@@ -151,8 +148,11 @@ def load(manifest: Manifest, content: Content, *, process: int, num_processes: i
 
         tensors = {name: fetch(model_file, found) for name, found in content.needed(model_file).items()}
         loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}
-        prepared = content.optimizers.prepare(state["optimizer"], lambda name: fetch(optim_file, name))
-        content.scheduler_states(state)
+        try:
+            prepared = content.optimizers.prepare(state["optimizer"], lambda name: fetch(optim_file, name))
+            content.scheduler_states(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{manifest.folder / 'state.json'}: contradicts itself: {error!r:.200}") from error
     mine = [name for number, name in enumerate(sorted(manifest.files)) if number % num_processes == process]
     faults = faults_of(manifest, mine, read=read)
     if faults:

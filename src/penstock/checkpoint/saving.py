@@ -203,6 +203,8 @@ class Saving:
             disk.replace(job.final, job.folder / f"aside-{job.step:06d}-{job.mark}")
         disk.replace(job.hidden, job.final)
         disk.sync_folder(job.folder)
+        if not orders:  # the folder itself is new
+            disk.sync_folder(job.folder.parent)
         self.is_complete = True
         try:
             disk.write_beside(job.folder / "latest", f"{job.final.name}\n".encode(), mark=job.mark)

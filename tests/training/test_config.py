@@ -175,6 +175,12 @@ def test_the_file_to_begin_with_says_all_keys_and_is_right_without_its_marks(tmp
     assert config_of(tmp_path, text).config == Config()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_examples_are_right(path):
+    if path.name != "ruff.toml":
+        assert read_config(path).config != Config()
+
+
 def test_the_page_has_the_table_of_all_keys():
     page = (ROOT / "docs" / "howto" / "train_command.md").read_text()
     assert key_table() in page, (

@@ -1,4 +1,4 @@
-"""Row 3: a lane that hangs is named: stopped, spinning in Python, or in a call that never lets go of the interpreter."""
+"""Row 3: a lane that hangs is named: stopped, spinning in Python, or in a call that never lets go of Python."""
 
 import ctypes
 import os
@@ -95,7 +95,7 @@ def hanging_process(todo):
 def test_a_process_that_hangs_is_named_with_what_it_does(todo, words, stack):
     """In a forward of lane 1: lane 0 finds out, and says which process, its state, and the user's function."""
     started = processes.start(hanging_process, 2, todo)
-    (first, ours), (second, theirs) = started
+    (_, ours), (second, _) = started
     try:
         assert ours.poll(_SECONDS)
         is_fine, (told, seconds) = ours.recv()
@@ -135,7 +135,7 @@ def stopped_process():
 def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on():
     """It seems to wait for lane 0, and lane 0 waits for it: but lane 0 has sent what is waited for."""
     started = processes.start(stopped_process, 2)
-    (first, ours), (second, theirs) = started
+    (_, ours), (second, _) = started
     try:
         assert ours.poll(_SECONDS)
         is_fine, (told, _) = ours.recv()

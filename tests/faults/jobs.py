@@ -1,0 +1,144 @@
+"""Jobs: models, batches, losses and callbacks that trainings of these tests name; some of them make trouble."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import penstock
+
+WIDTH, SAMPLES, BATCH = 8, 24, 8
+SEEN = []  # the samples that the loss was given in this step
+CALLS = {"model": 0}
+
+
+def lane():
+    return int(os.environ.get("RANK", "0"))
+
+
+def model(rate=0.1):
+    """Return a chain of blocks with dropout: random numbers must come back too."""
+    blocks = [m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(rate))]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+
+
+def late_model():
+    """Return the model; on lane 1 a while after the others are there."""
+    time.sleep(2.0 * (lane() == 1))
+    return model()
+
+
+class Samples(Dataset):
+    """Pairs that follow from their number, which is the first value of the target."""
+
+    def __init__(self, wrong=None):
+        self.x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+        self.y = torch.tanh(self.x.roll(1, dims=1))
+        self.y[:, 0] = torch.arange(SAMPLES)
+        self.wrong = wrong
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if index == self.wrong:
+            raise ValueError("a mistake in the data")
+        return self.x[index], self.y[index]
+
+
+class Slow:
+    """Batches, each after a pause, so that there is time to do something to a training."""
+
+    def __init__(self, seconds):
+        self.loader, self.seconds = DataLoader(Samples(), batch_size=BATCH, shuffle=True), seconds
+        self.sampler, self.batch_sampler = self.loader.sampler, self.loader.batch_sampler
+
+    def __iter__(self):
+        for item in self.loader:
+            time.sleep(self.seconds)
+            yield tuple(item)
+
+
+def data(pause=0.0):
+    return Slow(pause)
+
+
+class Once:
+    """Batches that come only once: the second time there are none."""
+
+    def __init__(self):
+        self.batches = list(Slow(0.0))
+
+    def __iter__(self):
+        while self.batches:
+            yield self.batches.pop()
+
+
+def ending_data():
+    return Once()
+
+
+# ---- what is seen
+
+
+def noting_loss(output, target):
+    """Return the loss; note whose it is."""
+    SEEN.extend(target[:, 0].detach().long().tolist())
+    return nn.functional.mse_loss(output[:, 1:], target[:, 1:])
+
+
+class Ids(penstock.Callback):
+    """Writes down the samples of each step whose update was made, on the lane that has the loss."""
+
+    strict = True
+
+    def on_step_begin(self, trainer):
+        SEEN.clear()
+
+    def on_step_end(self, trainer, reading):
+        if SEEN:
+            with Path(os.environ["SAMPLES_SEEN"]).open("a") as file:
+                file.write(f"{reading.step} {' '.join(map(str, SEEN))}\n")
+
+
+# ---- what makes trouble
+
+
+class Wrong(nn.Module):
+    """Raises, but not while a pipeline is built: in the second step."""
+
+    def forward(self, x):
+        CALLS["model"] += torch.is_grad_enabled() and x.dtype is torch.float64
+        if CALLS["model"] > 8:
+            raise ValueError("a mistake in the model")
+        return x * 1.0
+
+
+def wrong_model():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Wrong(), nn.Linear(WIDTH, WIDTH))
+
+
+def wrong_loss(output, target):
+    CALLS["model"] += 1
+    if CALLS["model"] > 12:
+        raise ValueError("a mistake in the loss")
+    return nn.functional.mse_loss(output, target)
+
+
+def wrong_data():
+    """Return batches of another process, one of which raises there."""
+    return DataLoader(Samples(wrong=20), batch_size=BATCH, num_workers=1)
+
+
+class Annoying(penstock.Callback):
+    def on_step_end(self, trainer, reading):
+        raise ValueError("a mistake in the callback")
+
+
+class Strict(Annoying):
+    strict = True

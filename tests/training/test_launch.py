@@ -206,6 +206,30 @@ def test_ports_and_hosts_that_are_not_ours(place):
     check_endpoint(f"localhost:{port}", is_shared=False)
 
 
+ATTEMPTS = """
+import os
+import torch.distributed as dist
+from penstock.runtime.meeting import meet
+
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}
+os.environ.update(given, TORCHELASTIC_USE_AGENT_STORE="True")
+for attempt in "01":
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+    meet(5.0)
+    store = dist.distributed_c10d._get_default_store()
+    assert not store.check(["address"]), "it sees what the attempt before left"
+    store.set("address", "mine")
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_do_not_find_the_addresses_of_those_before_them():
+    """torchrun keeps its store when it starts processes again: the new ones once called on the dead."""
+    done = subprocess.run([sys.executable, "-c", ATTEMPTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_machine_that_never_comes_back(place):
     """Row 27: of two launchers one is killed; the other goes on with one lane, from the last checkpoint."""
     with socket.socket() as free:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import UsageError
+from penstock.errors import LostError, UsageError
 
 __all__ = ["meet", "owner_of_port"]
 
@@ -23,14 +24,20 @@ def meet(timeout_seconds: float) -> None:
     """Join the processes that torchrun started.
 
     Raises:
-        UsageError: in one line, when the address cannot be one, its port is taken, or nobody came.
+        UsageError: in one line, when the address cannot be one, or its port is taken.
+        LostError: in one line, when others did not come.
     """
     _check_environment()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=max(_LEAST_SECONDS, timeout_seconds))
+    # torchrun keeps its store when it starts processes again, and addresses of those before are still in it
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=max(_LEAST_SECONDS, timeout_seconds)))
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]  # it is there
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are of these
-        raise UsageError(_why(error)) from None  # one line says it all; many would hide it
+        raise _told(error) from None  # one line says it all; many would hide it
 
 
 def _check_environment() -> None:
@@ -46,16 +53,16 @@ def _check_environment() -> None:
         raise UsageError(f"MASTER_ADDR: there is no host {host!r:.80} ({error.strerror}): check its name") from None
 
 
-def _why(error: Exception) -> str:
+def _told(error: Exception) -> UsageError | LostError:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return (
+        return UsageError(
             f"port {port} of {host} is in use{owner_of_port(int(port))}: give MASTER_PORT another one, or let torchrun "
             "choose (--standalone)"
         )
     first = text.strip().splitlines()[0][:200] if text.strip() else type(error).__name__
-    return f"the processes did not meet at {host}:{port}: {first}"
+    return LostError(f"the processes did not meet at {host}:{port}: {first}")
 
 
 def owner_of_port(port: int) -> str:

@@ -16,6 +16,7 @@ import penstock
 import processes
 from checkpoint_cases import Training
 from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.looking import verify
 from penstock.checkpoint.saving import Job, Saving
 from penstock.errors import UsageError
 
@@ -128,6 +129,7 @@ def test_a_crash_at_every_point_of_a_save_leaves_the_old_or_the_new_one(training
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing half done is even tried
             seen.append(state_of(training, folder))
+        assert [verify(path) for path in folder.glob("checkpoint-*")] == [[]] * len(list(folder.glob("checkpoint-*")))
         (folder / "tmp-of-the-user").touch()
         again = penstock.Checkpoints(folder, training.pipe, optimizer=training.optimizers)
         assert [p.name for p in folder.glob("tmp-*")] == ["tmp-of-the-user"], "what was left is swept"

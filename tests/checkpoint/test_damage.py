@@ -14,10 +14,12 @@ import penstock
 from checkpoint_cases import Training, losses_of
 from penstock.checkpoint.manifest import checksum, read_manifest, to_bytes
 from penstock.checkpoint.reader import faults_of
+from penstock.checkpoint.shards import Shard
 from penstock.errors import CheckpointError
 from pipelines import WIDTH, data
 
 NEW = "checkpoint-000002"
+SHARD = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,20 @@ def test_200_random_flips_and_cuts_are_all_caught(training, folder):
     assert restore(training, folder).step == 2
 
 
+def test_every_byte_of_a_header_counts(folder):
+    """Also what says nothing of tensors: its length, the word for other readers, the blanks at its end."""
+    path, entry = folder / NEW / SHARD, read_manifest(folder / NEW).files[SHARD]
+    content = bytearray(path.read_bytes())
+    for at in range(entry["header_bytes"]):
+        content[at] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="header"):
+            Shard(path, entry)
+        content[at] ^= 1
+    path.write_bytes(content)
+    Shard(path, entry).close()
+
+
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "optim-00002-of-00002.safetensors"])
 def test_a_flipped_bit_is_told_with_file_tensor_and_checksums(training, folder, name):
     path = folder / NEW / name
@@ -163,9 +179,6 @@ def rewrite(folder, change):
     plain.pop("xxh3")
     change(plain)
     path.write_bytes(to_bytes({**plain, "xxh3": checksum(to_bytes(plain))}))
-
-
-SHARD = "model-00001-of-00002.safetensors"
 
 
 def _rename(name):

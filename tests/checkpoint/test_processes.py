@@ -9,6 +9,8 @@ import torch
 
 import processes
 from checkpoint_cases import Training, losses_of
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.shards import Shard
 
 HALF, END = 3, 6
 
@@ -136,6 +138,25 @@ def test_what_one_process_cannot_save_is_an_error_in_all(tmp_path):
     told = processes.run(_differs, 2, tmp_path)
     assert told[0].startswith("UsageError: another process cannot save: notes.x")
     assert told[1].startswith("UsageError: notes.x")
+
+
+def _reads(folder):
+    """Save, restore, and return the tensors that were read here, as often as they were."""
+    with Training(folder, lanes=None) as training:
+        training.run(0, 1)
+        training.checkpoints.save(1, wait=True)
+        noted, real = [], Shard.read
+        Shard.read = lambda shard, name: noted.append((shard.path.name, name)) or real(shard, name)
+        training.checkpoints.restore()
+        return noted
+
+
+def test_each_process_reads_its_own_part_once(tmp_path):
+    first, second = processes.run(_reads, 2, tmp_path)
+    files = read_manifest(tmp_path / "checkpoint-000001").files
+    wanted = sorted((file, name) for file, entry in files.items() for name in entry.get("tensors", ()))
+    assert sorted([*first, *second]) == wanted
+    assert {file for file, _ in first} == {f"{kind}-00001-of-00002.safetensors" for kind in ("model", "optim")}
 
 
 def _random(folder, restore):

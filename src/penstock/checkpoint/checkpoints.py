@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from penstock.checkpoint.plain import from_plain
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.saving import Job, Saving
 from penstock.checkpoint.staging import Staging
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import CheckpointError, LostError, UsageError
 from penstock.pipeline.pipeline import Pipeline
 
 __all__ = ["Checkpoints"]
 
 _NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 _MAX_STEP = 10**18
+_LEAVE_SECONDS, _LOST_SECONDS = 10.0, 1.0  # without a byte of another process, when a training has ended
 _LEFT = re.compile(r"tmp-(?:old-|latest-|)(?:[0-9]{6,18}-|)[0-9a-f]{8,}")  # what saves leave that were killed
 
 
@@ -211,10 +212,13 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is under way here; asks nothing of the other processes, which may be gone."""
+        self._close(_LEAVE_SECONDS)
+
+    def _close(self, seconds: float) -> None:
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.hurry(min(10.0, self.patience_seconds))
+        saving.hurry(min(seconds, self.patience_seconds))
         saving.wait()
         if saving.fault or saving.failure:
             self._failed(saving, saving.failure or saving.fault)
@@ -224,8 +228,11 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # one that is gone writes nothing any more
+        self._close(_LOST_SECONDS if isinstance(error, LostError) else _LEAVE_SECONDS)
 
     # ---- saving
 

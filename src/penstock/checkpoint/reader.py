@@ -153,8 +153,15 @@ def load(manifest: Manifest, content: Content, *, process: int, num_processes: i
             content.scheduler_states(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{manifest.folder / 'state.json'}: contradicts itself: {error!r:.200}") from error
-    mine = [name for number, name in enumerate(sorted(manifest.files)) if number % num_processes == process]
-    faults = faults_of(manifest, mine, read=read)
+    faults = faults_of(manifest, _share(manifest, process, num_processes), read=read)
     if faults:
         raise CheckpointError("; ".join(faults))
     return Loaded(manifest, tensors, loss, prepared, state)
+
+
+def _share(manifest: Manifest, process: int, num_processes: int) -> list[str]:
+    """Return the files that a process sees to: with as many lanes as were saved, those that it reads anyway."""
+    shards = [manifest.shards(kind) for kind in ("model", "optim")]
+    rest = [name for name in manifest.files if all(name not in files for files in shards)]
+    mine = [name for files in shards for number, name in enumerate(files) if number % num_processes == process]
+    return mine + (sorted(rest) if process == 0 else [])

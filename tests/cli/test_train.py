@@ -221,7 +221,6 @@ def test_what_is_asked_for_instead(place):
         (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
         (("--data-args", "length=0"), "length must be a whole number, 1 or more"),
         (("--analytic", "h100"), "--analytic: is for --dry-run"),
-        (("run.toml", "--nproc", "2", "--json"), "--json: of a training in processes"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_told_in_a_line(place, words, said):

@@ -19,6 +19,7 @@ __all__ = ["TrainCommand", "train"]
 
 _KEPT = "penstock.train"
 _SHOW = "What to show instead"
+_STOPPED = 130  # what shells say of Ctrl-C
 
 
 class TrainCommand(TyperCommand):
@@ -99,7 +100,11 @@ def train(
     elif dry_run:
         _show_plan(_explain(given.config, analytic.strip() or None, quiet=as_json), given.config, as_json=as_json)
     else:
-        raise typer.Exit(_train(given, quiet=quiet, as_json=as_json))
+        try:
+            raise typer.Exit(_train(given, quiet=quiet, as_json=as_json))
+        except KeyboardInterrupt:  # before the first step, which would be finished and saved
+            typer.echo("Stopped by Ctrl-C; nothing was trained.", err=True)
+            raise typer.Exit(_STOPPED) from None
 
 
 def _show_keys() -> None:
@@ -144,13 +149,10 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     from penstock.launch.start import needs_processes, start_processes
 
     if needs_processes(given.config):
-        from penstock.errors import UsageError
-
+        code = start_processes(given, show="nothing" if as_json else "lines" if quiet else "drawn")
         if as_json:
-            raise UsageError(
-                "--json: of a training in processes the folder's events.jsonl has everything; leave it out"
-            )
-        return start_processes(given)
+            typer.echo(json.dumps({"code": code, **_last_event(Path(given.config.folder))}, indent=2))
+        return code
     from penstock.cli import show
     from penstock.launch.running import run_here
     from penstock.training.view import View
@@ -163,6 +165,13 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     if as_json and ending.summary is not None:
         typer.echo(json.dumps(_figures(ending.summary), indent=2))
     return ending.code
+
+
+def _last_event(folder: Path) -> dict[str, Any]:
+    """Return what processes wrote down last."""
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return dict(json.loads(lines[-1])) if lines else {}
 
 
 def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which needs torch

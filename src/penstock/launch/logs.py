@@ -7,14 +7,14 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-__all__ = ["Follower", "RunLogs", "quiet_torch"]
+__all__ = ["Follower", "RunLogs", "Show", "quiet_torch"]
 
+Show = Literal["drawn", "lines", "nothing"]
 _SECONDS = 0.05
-_CHUNK = 1 << 16
 
 
 class Tail:
@@ -105,12 +105,13 @@ class RunLogs(LogsSpecs):
     Args:
         folder: where they go.
         follower: shows them.
+        show: what the first process prints: "drawn" by itself, if there is a terminal, as "lines", or "nothing".
     """
 
-    def __init__(self, folder: Path, follower: Follower) -> None:
+    def __init__(self, folder: Path, follower: Follower, *, show: Show = "drawn") -> None:
         super().__init__(str(folder))
-        self._folder, self._follower = folder, follower
-        self._is_terminal = sys.stdout.isatty()
+        self._folder, self._follower, self._show = folder, follower, show
+        self._is_terminal = show == "drawn" and sys.stdout.isatty()
         taken = [re.fullmatch(r"attempt_(\d+)", path.name) for path in folder.glob("attempt_*")]
         self._number = max((int(found[1]) + 1 for found in taken if found), default=0)
 
@@ -135,7 +136,7 @@ class RunLogs(LogsSpecs):
             found.stderrs[local] = "" if draws else str(folder / "stderr.log")
             if draws:
                 continue
-            if is_first:
+            if is_first and self._show != "nothing":
                 self._follower.add(folder / "stdout.log", sys.stdout, prefix=None)
             prefix = None if is_first else f"[lane {env['RANK']}] "
             self._follower.add(folder / "stderr.log", sys.stderr, prefix=prefix)

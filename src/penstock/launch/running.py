@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from penstock.launch.exits import AGAIN, DONE, RAISED, code_of, code_of_status
+from penstock.launch.grace import grace
 
 if TYPE_CHECKING:
     from penstock.decide import Progress
@@ -57,7 +58,7 @@ def run_here(
     try:
         from penstock.launch.build import build_trainer
 
-        with ExitStack() as stack:
+        with grace(given.config.grace_seconds), ExitStack() as stack:
             trainer = build_trainer(given, stack, callbacks=callbacks, progress=progress, is_again=is_again)
             summary = trainer.fit()
         return Ending(code_of_status(summary.status), summary)

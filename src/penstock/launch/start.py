@@ -22,6 +22,7 @@ from penstock.launch.writing import to_toml
 if TYPE_CHECKING:
     from penstock.launch.agent import Agent
     from penstock.launch.config import Config
+    from penstock.launch.logs import RunLogs, Show
     from penstock.launch.reading import Given
 
 __all__ = ["needs_processes", "start_processes"]
@@ -35,8 +36,12 @@ def needs_processes(config: Config) -> bool:
     return (config.nproc or 1) > 1 or node_counts(config)[1] > 1
 
 
-def start_processes(given: Given) -> int:
+def start_processes(given: Given, *, show: Show = "drawn") -> int:
     """Start processes, watch them until the training is over, and return its exit code.
+
+    Args:
+        given: the configuration.
+        show: what the first process prints: "drawn" in a terminal, as "lines", or "nothing".
 
     Raises:
         UsageError: when the folder is in use, or processes cannot meet where they are told to.
@@ -48,7 +53,7 @@ def start_processes(given: Given) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from penstock.launch.agent import LeaveNow
-    from penstock.launch.logs import Follower, quiet_torch
+    from penstock.launch.logs import Follower, RunLogs, quiet_torch
     from penstock.training.folder import RunFolder
 
     if is_one:
@@ -62,7 +67,7 @@ def start_processes(given: Given) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (config.nproc or 1))))
     try:
         with Follower() as follower:
-            agent = _agent(config, path, folder, follower)
+            agent = _agent(config, path, RunLogs(folder, follower, show=show))
             with _handling(agent):
                 return _code(agent, agent.run())
     except LeaveNow as leave:
@@ -89,14 +94,13 @@ def _make(folder: Path) -> Path:
     return folder
 
 
-def _agent(config: Config, path: Path, folder: Path, follower: Any) -> Agent:  # noqa: ANN401 - a Follower, which needs torch
+def _agent(config: Config, path: Path, logs: RunLogs) -> Agent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import registry
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from penstock.launch.agent import Agent
-    from penstock.launch.logs import RunLogs
     from penstock.launch.policy import Policy
 
     fewest, most = node_counts(config)
@@ -129,7 +133,7 @@ def _agent(config: Config, path: Path, folder: Path, follower: Any) -> Agent:  #
     )
     return Agent(
         spec,
-        RunLogs(folder, follower),
+        logs,
         policy=Policy(config.max_restarts),
         folder=Path(config.folder),
         grace_seconds=config.grace_seconds,

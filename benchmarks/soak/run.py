@@ -238,6 +238,8 @@ def compare(soak: Soak, base: Path, seconds: float, *, is_up: bool, code: int | 
     counts = Counter(str(note["fault"]) for note in soak.notes)
     times = sorted(float(str(note["seconds"])) for note in soak.notes)
     lines = [
+        "# The last soak",
+        "",
         f"Last run: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}; seed {asked.seed}.",
         "",

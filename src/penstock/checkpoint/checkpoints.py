@@ -67,6 +67,7 @@ class Checkpoints:
 
     Attributes:
         failures: what went wrong with saves; each was warned about, and the training went on.
+        patience_seconds: that the first process waits for the others' parts while none of them writes anything.
         on_saved: is told the step and folder of what became complete, at the next `save`, `wait` or `poll`.
 
     Raises:
@@ -278,7 +279,8 @@ class Checkpoints:
             self._saved(saving)
         if complaint:
             self._warn(
-                f"checkpoint of step {saving.job.step} is complete, but older ones could not be deleted: {complaint}"
+                f"the checkpoint of step {saving.job.step} is complete, but `latest` or older ones could not be "
+                f"changed: {complaint}"
             )
 
     def _saved(self, saving: Saving) -> None:

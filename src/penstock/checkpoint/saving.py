@@ -36,6 +36,7 @@ __all__ = ["Job", "Saving"]
 
 INDEX = "model.safetensors.index.json"
 _POLL_SECONDS = (0.002, 0.05)
+_HURRY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Saving:
         self.is_complete = self.is_told = False
         self.others_fault = ""  # set by the caller's thread, when it hears that another process could not write
         self._written = threading.Event()
-        self._is_hurried = False
+        self._is_hurried, self._hurry_seconds = False, _HURRY_SECONDS
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {job.step}")
         self._thread.start()
 
@@ -239,8 +240,6 @@ class Saving:
         if "failed" in part:
             raise CheckpointError(f"process {process}: {part['failed']}")
         return part
-
-    _hurry_seconds = 10.0
 
     def _num_bytes_written(self) -> int:
         try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import UsageError
+from penstock.errors import CheckpointError, HangError, LaneError, LostError, NonFiniteError, UsageError
 from penstock.launch.config import GROUPS, Config, group_of
+from penstock.launch.exits import code_of
 from penstock.launch.policy import Policy
 from penstock.launch.reading import read_config, take_flags
 from penstock.launch.writing import example_file, key_table, origins_in, to_toml
@@ -199,6 +201,32 @@ def test_nothing_of_torch_is_loaded_to_say_what_is_wrong(tmp_path):
 
 
 # ---- whether processes are started again
+
+
+def raised(*errors):
+    """Return the last of some errors, each raised while the one before was handled."""
+    for before, error in pairwise(errors):
+        error.__context__ = before
+    return errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        ([ValueError("of the user")], 1),
+        ([LaneError("an action failed")], 1),
+        ([NonFiniteError("nan")], 1),
+        ([UsageError("wrong")], 2),
+        ([CheckpointError("bad")], 65),
+        ([KeyboardInterrupt()], 130),
+        ([HangError("lane 1 hangs")], 75),
+        ([LostError("lane 1 is gone")], 75),
+        ([LostError("lane 1 is gone"), TypeError("in tidying up")], 75),
+    ],
+    ids=lambda given: given if isinstance(given, int) else type(given[-1]).__name__,
+)
+def test_each_error_has_its_code(errors, code):
+    assert code_of(raised(*errors)) == code
 
 
 def judge(policy, exits, *faults, now=0.0, **more):

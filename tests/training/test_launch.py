@@ -27,8 +27,32 @@ micro_batches = 4
 clip = 1.0
 checkpoint_every = 5
 timeout = 10.0
-model_args = {width = 16, depth = 1, heads = 2, length = 8}
-data_args = {batch_size = 4, length = 8}
+model = "own_of_tests.py:model"
+data = "own_of_tests.py:data"
+loss = "mse_loss"
+"""
+OWN = """
+import time
+import torch
+from torch import nn
+
+
+def model():  # a sequence needs no capture: processes are there sooner
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def data(stuck_after=None):
+    drawn = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 4, generator=drawn) for _ in range(7)]
+
+    class Data:
+        def __iter__(self):
+            for number, batch in enumerate(batches):
+                if number == stuck_after:
+                    time.sleep(3600)
+                yield batch, batch.sum(1, keepdim=True)
+
+    return Data()
 """
 SECONDS = 150  # that anything may take, on a machine that is busy
 
@@ -41,6 +65,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("run.toml").write_text(SMALL)
+    Path("own_of_tests.py").write_text(OWN)
     yield tmp_path
     wait_for(lambda: not workers(tmp_path))
 
@@ -213,26 +238,9 @@ def test_ports_and_hosts_that_are_not_ours(place):
     check_endpoint(f"localhost:{port}", is_shared=False)
 
 
-SLOW = """
-import time
-import torch
-
-
-def data():
-    def batches():
-        yield from ((torch.zeros(4, 8, dtype=torch.long),) * 2 for _ in range(3))
-        time.sleep(3600)
-
-    return batches()
-"""
-
-
 def test_what_is_not_saved_in_its_time_is_left(place):
     """A training that is told to end and is stuck, here in its data, has its grace and no more."""
-    Path("slow_of_tests.py").write_text(SLOW)
-    text = SMALL.replace("data_args = {batch_size = 4, length = 8}", 'data = "slow_of_tests.py:data"')
-    Path("run.toml").write_text(text)
-    with started("--grace-seconds", "0.5", "--checkpoint-every", "0") as process:
+    with started("--grace-seconds", "0.5", "--data-args", "stuck_after=3") as process:
         wait_for(has_step(2), process=process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=SECONDS)

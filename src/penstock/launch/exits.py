@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 __all__ = [
     "AGAIN",
     "BAD_CHECKPOINT",
@@ -33,13 +35,24 @@ def code_of(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else RAISED
-    if isinstance(error, (errors.HangError, errors.LostError)) or _is_of_network(error):
+    # what went wrong in tidying up after a neighbour was lost came of that
+    if any(isinstance(one, (errors.HangError, errors.LostError)) or _is_of_network(one) for one in _chain(error)):
         return AGAIN
     if isinstance(error, errors.CheckpointError):
         return BAD_CHECKPOINT
     if isinstance(error, (errors.LaneError, errors.NonFiniteError)):
         return RAISED
     return BAD_CONFIG if isinstance(error, errors.PenstockError) else RAISED
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what it came from."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def _is_of_network(error: BaseException) -> bool:

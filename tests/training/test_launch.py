@@ -9,15 +9,19 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+import processes
 from penstock.cli.main import app
 from penstock.errors import UsageError
+from penstock.launch.build import build_trainer
 from penstock.launch.ports import check_endpoint
+from penstock.launch.reading import read_config
 
 COMMAND = str(Path(sys.executable).parent / "penstock")
 SMALL = """
@@ -246,6 +250,21 @@ def test_what_is_not_saved_in_its_time_is_left(place):
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143
     assert "SIGTERM, and after 0.5 s it is not saved" in err
+
+
+def build_differently(folder):
+    os.chdir(folder)
+    rank = dist.get_rank()
+    given = read_config(Path("run.toml"), [("lr", str(0.1 + rank)), ("log_dir", f"logs{rank}")])
+    with ExitStack() as stack, pytest.raises(UsageError) as caught:
+        build_trainer(given, stack)
+    return str(caught.value)
+
+
+def test_processes_that_were_told_different_things_refuse(place):
+    """Row 12: machines that were given different files; what belongs to a machine may differ."""
+    told = processes.run(build_differently, 2, str(place))
+    assert told == ["the processes were not given the same configuration: lr: 0.1 (lane 0), 1.1 (lane 1)"] * 2
 
 
 ATTEMPTS = """

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of", "memory_limit_of"]
 
 _BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
+_OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "log_dir"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -104,6 +105,7 @@ def build_trainer(
     make = optimizer_maker(config)
     scaler = _scaler(config)
     pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress))
+    _check_same(config, pipe)
     optimizer = None if pipe.optimizers else make(pipe.parameters())
     rates = [build_rate(config, one) for one in (list(pipe.optimizers.values()) if optimizer is None else [optimizer])]
     return Trainer(
@@ -129,6 +131,22 @@ def build_trainer(
         view=False,  # who shows it is the command's to say
         count_tokens=count_tokens_of(parts.example),
     )
+
+
+def _check_same(config: Config, pipe: Pipeline) -> None:
+    """Say which settings differ from process to process: machines may have been given different files.
+
+    Raises:
+        UsageError: in all of them.
+    """
+    everyone = pipe._company.gather(config.model_dump(mode="json", exclude=_OF_A_MACHINE))
+    told = [
+        f"{name}: " + ", ".join(f"{given[name]!r} (lane {lane})" for lane, given in enumerate(everyone))
+        for name in everyone[0]
+        if any(given[name] != everyone[0][name] for given in everyone)
+    ]
+    if told:
+        raise UsageError("the processes were not given the same configuration: " + "; ".join(told))
 
 
 def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Progress | None) -> Pipeline:  # noqa: ANN401

@@ -30,7 +30,7 @@ def config(path, **keys):
     """Write a configuration; return its path."""
     given = {
         "model": f"{JOBS}:model", "data": f"{JOBS}:data", "loss": "mse_loss", "steps": 6, "precision": "fp64",
-        "micro_batches": 4, "cuts": [6], "checkpoint_every": 1, "log_every": 1, "timeout": 20.0,
+        "micro_batches": 4, "checkpoint_every": 1, "log_every": 1, "timeout": 20.0,
         "folder": str(path.parent / "run"),
     } | keys  # fmt: skip
     path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in given.items() if value is not None))

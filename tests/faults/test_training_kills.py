@@ -8,9 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import processes
-from faults import launched
-from faults.jobs import BATCH, SAMPLES
-from faults.launched import JOBS
+from faults import jobs, launched
 from training_runs import dropping, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -27,13 +25,19 @@ def training_process(folder, faults, attempt, schedule, steps):
         "PENSTOCK_FAULTS": faults, "TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": str(dist.get_rank()),
         "WORLD_SIZE": "2",
     }  # fmt: skip
-    given = {"lanes": None, "schedule": schedule, "steps": steps, "model": dropping(rate=0.1), "view": False}
-    return train(folder, checkpoint_every=1, log_every=1, **given)[0].status
+    return train(folder, lanes=None, checkpoint_every=1, **asked(schedule, steps))[0].status
+
+
+def asked(schedule, steps):
+    """Return what is trained: two stages, with dropout; nothing is to be captured, so that a start is quick."""
+    model = dropping(rate=0.1)
+    return {"schedule": schedule, "steps": steps, "model": [model[:8], model[8:]], "log_every": 1, "view": False,
+            "analytic": None}  # fmt: skip
 
 
 def undisturbed(folder, schedule, steps):
     """Return the losses of the same training in threads, to which nothing happens."""
-    train(folder, schedule=schedule, steps=steps, model=dropping(rate=0.1), log_every=1, view=False)
+    train(folder, **asked(schedule, steps))
     return launched.losses(folder), launched.weights(folder)
 
 
@@ -41,8 +45,8 @@ def undisturbed(folder, schedule, steps):
     ("schedule", "actions"),
     [
         ("zb_h1", [(0, "F1"), (1, "F1"), (0, "I1"), (1, "I1"), (0, "W1"), (1, "W1"), (0, "SEND_F1"), (1, "SEND_B1"),
-                   (0, "RECV_B2"), (1, "RECV_F2"), (0, "optimizer"), (1, "optimizer"), (0, "data"), (1, "data")]),
-        ("1f1b", [(0, "B1"), (1, "B1"), (0, "step"), (1, "step"), (0, "save"), (1, "save")]),
+                   (0, "RECV_B2"), (1, "RECV_F2"), (0, "optimizer"), (1, "optimizer")]),
+        ("1f1b", [(0, "B1"), (1, "B1"), (0, "save"), (1, "save")]),
     ],
 )  # fmt: skip
 def test_a_kill_at_any_action_of_any_lane(tmp_path, schedule, actions):
@@ -62,13 +66,50 @@ def test_a_kill_at_any_action_of_any_lane(tmp_path, schedule, actions):
     assert launched.is_same(launched.weights(tmp_path / "run"), weights)
 
 
+# ---- which samples
+
+
+def counting_process(folder, faults, attempt):
+    os.environ |= {"PENSTOCK_FAULTS": faults, "TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": str(dist.get_rank())}
+    os.environ |= {"WORLD_SIZE": "2", "SAMPLES_SEEN": str(folder / "samples")}
+    callbacks = [jobs.Ids()]
+    given = asked("1f1b", 9) | {"model": jobs.model(), "loss": jobs.noting_loss, "batches": jobs.data()}
+    for stage in given["model"]:
+        stage.double()
+    given["example"] = next(iter(given["batches"]))[0].double()
+    return train(folder, lanes=None, checkpoint_every=2, callbacks=callbacks, split=doubled, **given)[0].status
+
+
+def doubled(item):
+    return tuple(part.double() for part in item)
+
+
+def test_every_sample_once_an_epoch_whatever_is_killed(tmp_path):
+    """Over three kills, in the middle of epochs: of the steps that count, each epoch has every sample once."""
+    for attempt, fault in enumerate(
+        ["lane=1,step=3,action=B1", "lane=0,step=5,action=F2", "lane=1,step=8,action=optimizer"]
+    ):
+        told = processes.run(
+            counting_process, 2, tmp_path, f"kill@{fault},attempt={attempt}", attempt, may_fail=True
+        )  # fmt: skip
+        assert KILLED in told
+    processes.run(counting_process, 2, tmp_path, "", 3)
+    lines = [list(map(int, line.split())) for line in (tmp_path / "samples").read_text().splitlines()]
+    seen = {step: samples for step, *samples in lines}  # of a step that was made again the last counts
+    assert len(lines) > len(seen), "steps were made again"
+    assert sorted(seen) == list(range(1, 10))
+    epochs = [[*seen[first], *seen[first + 1], *seen[first + 2]] for first in (1, 4, 7)]
+    assert all(sorted(epoch) == list(range(jobs.SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2], "each is shuffled anew"
+
+
 # ---- at random
 
 
 def test_chaos(tmp_path):
     """Faults at random, as they come, for some seconds, then none: the weights are those of an undisturbed run."""
-    steps, begin, attempts, kills, hangs = 60, time.monotonic(), 0, 0, 0
-    while time.monotonic() - begin < 8.0 or not kills:
+    steps, begin, attempts, kills = 60, time.monotonic(), 0, 0
+    while time.monotonic() - begin < 6.0 or not kills:
         faults = f"mtti=400ms,seed={attempts},kinds=kill"
         told = processes.run(
             training_process, 2, tmp_path / "run", faults, attempts, "zb_h1", steps, may_fail=True

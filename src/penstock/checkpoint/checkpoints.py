@@ -263,7 +263,7 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Wait for the save under way, and tell all processes how it ended."""
-        saving, self._saving = self._saving, None
+        saving = self._saving  # it stays here while others may turn out to be gone: then close() has it to hurry
         if saving is None:
             return
         saving.wait_written()
@@ -271,6 +271,7 @@ class Checkpoints:
         saving.others_fault = "; ".join(f"process {n}: {fault}" for n, fault in enumerate(faults) if fault)
         saving.wait()
         failure, complaint = self._company.gather([saving.failure, saving.complaint])[0]
+        self._saving = None
         if failure:
             if self._process == 0:
                 saving.clear()

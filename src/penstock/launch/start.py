@@ -101,6 +101,7 @@ def _agent(config: Config, path: Path, logs: RunLogs) -> Agent:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from penstock.launch.agent import Agent
+    from penstock.launch.loopback import HOST, loopback_handler
     from penstock.launch.policy import Policy
 
     fewest, most = node_counts(config)
@@ -108,16 +109,17 @@ def _agent(config: Config, path: Path, logs: RunLogs) -> Agent:
     settings: dict[str, Any] = {"timeout": 900, **config.rdzv_conf}
     if is_static:
         settings["rank"] = config.node_rank
-    endpoint = config.rdzv_endpoint or "localhost:0"
-    local = "localhost" if most == 1 else None
+    is_ours = most == 1 and config.rdzv_endpoint is None and config.rdzv_backend == "c10d"
+    endpoint = config.rdzv_endpoint or f"{HOST}:0"
+    local = HOST if most == 1 else None
+    name = config.rdzv_id or uuid.uuid4().hex
     try:
-        handler = registry.get_rendezvous_handler(
-            RendezvousParameters(
-                config.rdzv_backend, endpoint, config.rdzv_id or uuid.uuid4().hex, fewest, most, local, **settings
-            )
-        )
+        parameters = RendezvousParameters(config.rdzv_backend, endpoint, name, fewest, most, local, **settings)
+        handler = loopback_handler(parameters) if is_ours else registry.get_rendezvous_handler(parameters)
     except (ValueError, ImportError, TypeError) as error:
         raise UsageError(f"rdzv: {error}") from error
+    if is_ours:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     address, port = parse_rendezvous_endpoint(endpoint, default_port=29400) if is_static else (None, None)
     spec = WorkerSpec(
         role="penstock",

@@ -1,0 +1,36 @@
+"""Loopback: where the processes of one machine meet: at an address that no other machine reaches, and a free port."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+
+__all__ = ["HOST", "loopback_handler"]
+
+HOST = "127.0.0.1"
+_WAITING = 128  # connections that have not been taken yet
+
+
+def loopback_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a rendezvous, as torch's c10d, whose stores listen on the loopback only.
+
+    torch's store listens on all interfaces, whatever it is told, unless it is given a socket that listens already.
+    """
+    store = _store()
+    handler = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    handler._create_tcp_store_server = lambda *_: _store()  # type: ignore[method-assign]  # each attempt has one
+    return handler
+
+
+def _store() -> Any:  # noqa: ANN401 - torch's store
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen(_WAITING)
+        port = listening.getsockname()[1]
+        number = listening.detach()  # the store's from now on
+    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=number)

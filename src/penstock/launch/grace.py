@@ -38,6 +38,7 @@ def grace(seconds: float) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         is_over.set()
+        theirs.shutdown(socket.SHUT_RDWR)  # a data worker that was forked inside has it open too
         theirs.close()
         thread.join()
         ours.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pty
 import resource
@@ -140,6 +141,7 @@ def _enter(path, words, environment, terminal, limit):
     """Become the command: a session of its own, its output in files or a terminal, its code the exit code."""
     os.setsid()
     die_with_parent()
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was started in the plain way
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     out, err = (os.open(path.with_suffix(end), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for end in (".out", ".err"))

@@ -21,7 +21,7 @@ from penstock.checkpoint.plain import from_plain
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.saving import Job, Saving
 from penstock.checkpoint.staging import Staging
-from penstock.errors import CheckpointError, LostError, UsageError
+from penstock.errors import CheckpointError, HangError, LostError, UsageError
 from penstock.pipeline.pipeline import Pipeline
 
 __all__ = ["Checkpoints"]
@@ -232,8 +232,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # one that is gone writes nothing any more
-        self._close(_LOST_SECONDS if isinstance(error, LostError) else _LEAVE_SECONDS)
+        # one that is gone, or stopped, writes nothing any more
+        self._close(_LOST_SECONDS if isinstance(error, (HangError, LostError)) else _LEAVE_SECONDS)
 
     # ---- saving
 

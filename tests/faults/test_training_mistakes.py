@@ -1,0 +1,60 @@
+"""Rows 2, 22 and 23 by the command: what user code raises is told once and not tried again; data that ends."""
+
+import re
+
+import pytest
+
+from faults import launched
+from faults.launched import JOBS, config, train
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model": f"{JOBS}:wrong_model"}, ["a mistake in the model", "lane 1, stage 1, micro-batch", "action 1F"]),
+        ({"loss": f"{JOBS}:wrong_loss", "callbacks": [f"{JOBS}:Annoying"]}, ["a mistake in the loss", "lane 1"]),
+        ({"data": f"{JOBS}:wrong_data"}, ["a mistake in the data", "DataLoader worker process 0"]),
+        ({"callbacks": [f"{JOBS}:Strict"]}, ["a mistake in the callback"]),
+    ],
+    ids=["model", "loss", "data", "callback"],
+)
+def test_what_user_code_raises(tmp_path, keys, words, processes):
+    path = config(tmp_path / "run.toml", **keys, **({"nproc": 2} if processes else {"lanes": 2}))
+    code, _ = train(path)
+    told = path.with_suffix(".err").read_text()
+    assert code == 1, told
+    assert len(re.findall(r"^(?:\[lane \d\] )?Traceback \(most recent call last\)", told, re.M)) == 1, told
+    for word in [*words, "jobs.py"]:
+        assert word in told
+    assert "started again" not in told
+    assert len(launched.faults(tmp_path / "run", "restart")) == 0
+    if "callback" not in words[0]:  # one that is not strict is told of, and the training goes on
+        assert launched.events(tmp_path / "run", "log") or "data" in words[0]
+    if "loss" in words[0]:
+        assert told.count("Annoying.on_step_end raised ValueError: a mistake in the callback; training goes on") == 1
+
+
+def test_data_that_ends_early(tmp_path):
+    """Not an error: what was trained is saved, and the summary says why it ended."""
+    code, told = train(config(tmp_path / "run.toml", lanes=2, data=f"{JOBS}:ending_data", steps=50))
+    assert code == 0, told
+    (end,) = launched.events(tmp_path / "run", "train_end")
+    assert end["status"] == "data ended"
+    assert 0 < end["step"] < 50
+    assert (tmp_path / "run" / "latest").read_text() == f"checkpoint-{end['step']:06d}\n"
+
+
+def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
+    """One that hangs at the same place twice would do so again."""
+    keys = {"nproc": 2, "timeout": 1.0, "max_restarts": 5}
+    stop = "stop@lane=1,step=3,action=F1"
+    with launched.launch(config(tmp_path / "run.toml", **keys), PENSTOCK_FAULTS=f"{stop}; {stop},attempt=1") as run:
+        assert run.wait() == 1, run.told()
+        told = run.err.read_text()
+    assert told.count("is stopped (SIGSTOP, or Ctrl-Z)") == 2
+    assert told.count("all are started again") == 1
+    assert "the same failure twice, at step 3: lane 0 has waited" in told
+    assert [line["code"] for line in launched.faults(tmp_path / "run", "give up")] == [1]

@@ -217,7 +217,7 @@ def test_what_is_asked_for_instead(place):
         ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned int; it must return a model"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:number"), "returned int; it must return batches"),
         ((*OWN_WORDS, "--validate-every", "2"), "validate_every: there is nothing to validate with"),
-        (("--model", "gtp2"), "'gtp2' is neither module:callable nor a model type of transformers. Did you mean"),
+        (("--model", "gtp2"), "no model 'gtp2': neither module:callable nor a model type of transformers. Did you mean"),
         (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
         (("--data-args", "length=0"), "length must be a whole number, 1 or more"),
         (("--analytic", "h100"), "--analytic: is for --dry-run"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError, nearest
 from penstock.launch.calling import call, check_arguments
 from penstock.launch.gpt import load_text, make_gpt
+from penstock.model.named import config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,24 +67,14 @@ def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> d
 def _from_transformers(settings: dict[str, Any]) -> nn.Module:
     kind = settings.pop("model_type")
     try:
-        from transformers import AutoConfig
-        from transformers.models.auto import configuration_auto
-    except ImportError as error:
-        raise UsageError(
-            f"model: {kind!r} is a model of transformers, which is not installed: pip install 'penstock[hf]', or name "
-            "a model of your own as module:callable"
-        ) from error
+        plain = config_of(kind)
+    except UsageError as error:
+        raise UsageError(f"model: {error}") from error
     from penstock.model.small_class import class_of
 
-    known: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
-    if kind not in known:
-        raise UsageError(
-            f"model: {kind!r} is neither module:callable nor a model type of transformers.{nearest(kind, known)}"
-        )
-    plain = AutoConfig.for_model(kind)
     for name in settings:
         if not hasattr(plain, name) and name not in ("architectures", "transformers_version", "torch_dtype", "dtype"):
             raise UsageError(f"model_args: a config of {kind} has no {name!r}.{nearest(name, vars(plain))}")
-    config = AutoConfig.for_model(kind, **settings)
+    config = type(plain)(**settings)
     config.use_cache = False  # of generation; in training it is only in the way
     return class_of(config)(config)  # type: ignore[no-any-return]

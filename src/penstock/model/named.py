@@ -15,7 +15,7 @@ from penstock.errors import UsageError, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["find", "load"]
+__all__ = ["config_of", "find", "load"]
 
 
 def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
@@ -116,7 +116,12 @@ def _module(place: str) -> ModuleType:
         raise UsageError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
+def config_of(name: str) -> Any:  # noqa: ANN401 - a config of transformers
+    """Return the config of a model type of transformers, as it is by default.
+
+    Raises:
+        UsageError: when transformers is not installed, or has no such type.
+    """
     try:
         from transformers import AutoConfig
         from transformers.models.auto import configuration_auto
@@ -125,17 +130,22 @@ def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
             f"{name!r} names a model of transformers, which is not installed: pip install 'penstock[hf]', "
             "or name a model of your own as module:callable"
         ) from error
-    from penstock.model.small import shrunk
-    from penstock.model.small_batch import batch_for
-    from penstock.model.small_class import class_of
-
     known: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
     if name not in known:
         raise UsageError(
             f"no model {name!r}: neither module:callable nor a model type of transformers.{nearest(name, known)}"
         )
+    return AutoConfig.for_model(name)
+
+
+def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
+    plain = config_of(name)
+    from penstock.model.small import shrunk
+    from penstock.model.small_batch import batch_for
+    from penstock.model.small_class import class_of
+
     try:
-        config = shrunk(AutoConfig.for_model(name))
+        config = shrunk(plain)
         model = class_of(config)(config)
         return model, batch_for(model, batch_size=batch_size)
     except Exception as error:

@@ -111,7 +111,7 @@ class Config(BaseModel):
     keep_checkpoints: Count = _key(3, 3, "How many of the newest checkpoints stay.")
     validate_every: Number = _key(0, 3, "Steps between validations; 0: only at the end.")
     log_every: Count = _key(10, 3, "Steps between lines of the log.")
-    record_every: Number = _key(0, 3, "Steps between recorded timelines; 0: only the last step's.")
+    record_every: Number = _key(100, 3, "Steps between recorded timelines; 0: only the last step's.")
     tensorboard: bool = _key(False, 3, "Write metrics for TensorBoard too (pip install 'penstock[tensorboard]').")
     max_seconds: Positive | None = _key(None, 3, "End, with a checkpoint, after so long.")
     grace_seconds: Positive = _key(30.0, 3, "What a training that is told to end has for its checkpoint.")

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -15,9 +11,7 @@ from penstock.cli.gpt import load_text
 from penstock.cli.main import app
 from penstock.cli.training import BATCH_SIZE, LENGTH, PROMPT
 from penstock.errors import PenstockError
-
-COMMAND = [sys.executable, "-c", "from penstock.cli.main import run; run()", "demo"]
-ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"}
+from terminals import in_terminal, plain
 
 
 def demo(*words):
@@ -119,36 +113,17 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     assert "cannot be made" in err
 
 
-def in_terminal(*words, stop_at=None):
-    """Run the command with a terminal as its output; return its exit code and all it wrote. Ctrl-C it at some words."""
-    leader, follower = os.openpty()
-    process = subprocess.Popen([*COMMAND, *map(str, words)], stdout=follower, stderr=follower, env=ENVIRONMENT)
-    os.close(follower)
-    seen = b""
-    try:
-        while chunk := os.read(leader, 1 << 16):
-            seen += chunk
-            if stop_at is not None and stop_at in seen.decode(errors="ignore"):
-                process.send_signal(signal.SIGINT)
-                stop_at = None
-    except OSError:  # how a terminal says that nobody writes any more
-        pass
-    finally:
-        os.close(leader)
-    return process.wait(60), seen.decode()
-
-
 def test_a_terminal_sees_figures_lanes_and_a_bar(tmp_path):
-    code, out = in_terminal("--steps", 12, "--folder", tmp_path)
+    code, out = in_terminal("demo", "--steps", 12, "--folder", tmp_path)
     assert code == 0
-    plain = re.sub(r"\033\[[\d;?]*\w", "", out)
+    shown = plain(out)
     for words in ("tokens/s", "lane 1 ", "forward", "/12 steps", "to go", "What it writes"):
-        assert words in plain
+        assert words in shown
     assert out.rindex("\033[?25h") > out.rindex("\033[?25l")  # the cursor is back
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    code, out = in_terminal("--steps", 100_000, "--folder", tmp_path, stop_at="to go")
+    code, out = in_terminal("demo", "--steps", 100_000, "--folder", tmp_path, stop_at="to go")
     assert code == 130
     assert out.endswith("Stopped by Ctrl-C; nothing was written.\r\n")
     assert "Traceback" not in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.errors import PenstockError
+from terminals import in_terminal, plain
 
 SMALL = """
 steps = 4
@@ -93,6 +95,17 @@ def train(*words):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_terminal_has_one_picture_at_a_time(place):
+    """What is shown before the first step makes way for the view: two at once would print each other's signs."""
+    code, out = in_terminal("train", "run.toml", "--record-every", 2)
+    assert code == 0
+    shown = plain(out)
+    for words in ("tokens/s", "lanes in step 2", "4/4 steps", "checkpoint run/checkpoint-000004", "Done: 4 of 4 steps"):
+        assert words in shown
+    assert not re.search(r"\[[\d;]+m", shown)
+    assert shown.count("\nDone: ") == 1
 
 
 def losses(folder):
@@ -217,7 +230,7 @@ def test_what_is_asked_for_instead(place):
         ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned int; it must return a model"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:number"), "returned int; it must return batches"),
         ((*OWN_WORDS, "--validate-every", "2"), "validate_every: there is nothing to validate with"),
-        (("--model", "gtp2"), "no model 'gtp2': neither module:callable nor a model type of transformers. Did you mean"),
+        (("--model", "gtp2"), "no model 'gtp2': neither module:callable nor a model type of transformers. Did you"),
         (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
         (("--data-args", "length=0"), "length must be a whole number, 1 or more"),
         (("--analytic", "h100"), "--analytic: is for --dry-run"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.launch.config import Config
     from penstock.launch.reading import Given
     from penstock.planning.explanation import Explanation
+    from penstock.training.callbacks import Callback
 
 __all__ = ["TrainCommand", "train"]
 
@@ -158,9 +160,10 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     from penstock.training.view import View
 
     again = " ".join(["penstock train", *(word for word in sys.argv[2:])])
-    callbacks = () if as_json else (View(quiet=quiet, again=again),)
-    with show.progress(quiet=as_json or quiet) as progress:
+    with ExitStack() as stack:  # what is shown before the first step, until the view takes the terminal over
+        progress = stack.enter_context(show.progress(quiet=as_json or quiet))
         progress("load torch", 0, 1)
+        callbacks = () if as_json else (_closing(stack), View(quiet=quiet, again=again))
         ending = run_here(given, callbacks=callbacks, progress=progress)
     if as_json and ending.summary is not None:
         typer.echo(json.dumps(_figures(ending.summary), indent=2))
@@ -172,6 +175,17 @@ def _last_event(folder: Path) -> dict[str, Any]:
     path = folder / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(json.loads(lines[-1])) if lines else {}
+
+
+def _closing(stack: ExitStack) -> Callback:
+    """Return a callback that closes what is open when the training begins."""
+    from penstock.training.callbacks import Callback
+
+    class Closing(Callback):
+        def on_train_begin(self, trainer: Any) -> None:  # noqa: ANN401, ARG002 - a Trainer, which needs torch
+            stack.close()
+
+    return Closing()
 
 
 def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which needs torch

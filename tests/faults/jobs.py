@@ -33,10 +33,10 @@ def model():
     return [made[:6], made[6:]]
 
 
-def late_model():
-    """Return the model; on lane 1 a while after the others are there."""
+def late_chain():
+    """Return the chain; on lane 1 a while after the others are there."""
     time.sleep(2.0 * (lane() == 1))
-    return model()
+    return chain()
 
 
 class Samples(Dataset):

@@ -9,8 +9,10 @@ import pty
 import resource
 import select
 import signal
+import socket
 import sys
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -106,6 +108,11 @@ class Launched:
         """Return the processes of the training."""
         return [pid for pid in children(self.process.pid) if b"penstock.launch.worker" in command_of(pid)]
 
+    def hang_up(self):
+        """Close the terminal, as when a connection is lost."""
+        os.close(self.terminal)
+        self.terminal = None
+
     def signal(self, number):
         os.kill(self.process.pid, number)
 
@@ -126,7 +133,7 @@ def launch(path, *words, terminal=False, limit=None, **environment):
             _kill(pid)
         process.join(10)
         process.close()
-        for file in (ours, theirs):
+        for file in (made.terminal, theirs):
             if file is not None:
                 os.close(file)
 
@@ -164,8 +171,12 @@ def _enter(path, words, environment, terminal, limit):
         run()
     except SystemExit as leave:
         code = leave.code or 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except BaseException:
+        path.with_suffix(".err").write_text(traceback.format_exc())
+        code = 1
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -193,11 +204,15 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in events(folder, "log")}
 
 
+def newest(folder):
+    """Return the complete checkpoint with the highest step."""
+    return max(path.parent for path in folder.glob("checkpoint-*/MANIFEST.json"))
+
+
 def weights(folder):
-    """Return the model in the checkpoint that was saved last."""
-    newest = folder / (folder / "latest").read_text().strip()
+    """Return the model in the newest checkpoint."""
     found = {}
-    for path in sorted(newest.glob("model-*.safetensors")):
+    for path in sorted(newest(folder).glob("model-*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     return found
@@ -249,6 +264,23 @@ def are_gone(pids, seconds=SECONDS):
         assert time.monotonic() - begin < seconds, f"left: {[pid for pid in pids if is_there(pid)]}"
         time.sleep(0.01)
     return time.monotonic() - begin
+
+
+def listeners(pids):
+    """Return where processes listen for others, by TCP: addresses and ports."""
+    inodes = set()
+    for pid in pids:
+        with suppress(OSError):
+            inodes |= {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for table, family, size in (("tcp", socket.AF_INET, 4), ("tcp6", socket.AF_INET6, 16)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, _, port = fields[1].partition(":")
+                raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, 2 * size, 8))
+                found.add((socket.inet_ntop(family, raw), int(port, 16)))
+    return found
 
 
 def _kill(pid):

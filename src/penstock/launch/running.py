@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -80,9 +80,10 @@ def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as h
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text.rstrip() + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a terminal that was closed ends no training
+        sys.stdout.flush()
+        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.flush()
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:

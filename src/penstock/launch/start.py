@@ -8,7 +8,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,10 @@ def start_processes(given: Given, *, show: Show = "drawn") -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a terminal that was closed ends no training
+        sys.stdout.flush()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _make(folder: Path) -> Path:

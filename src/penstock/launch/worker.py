@@ -53,8 +53,11 @@ def main(words: Sequence[str]) -> int:
 
 def _leave(code: int) -> NoReturn:
     """End with a code; after a failure at once: what is left to tidy up may wait for processes that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a terminal that was closed: Python would make a failure of it
+        os._exit(code)
     if code:
         os._exit(code)
     sys.exit(code)

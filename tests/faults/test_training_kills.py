@@ -25,7 +25,7 @@ def training_process(folder, faults, attempt, schedule, steps):
         "PENSTOCK_FAULTS": faults, "TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": str(dist.get_rank()),
         "WORLD_SIZE": "2",
     }  # fmt: skip
-    return train(folder, lanes=None, checkpoint_every=1, **asked(schedule, steps))[0].status
+    return train(folder, lanes=None, checkpoint_every=3, **asked(schedule, steps))[0].status
 
 
 def asked(schedule, steps):

@@ -22,12 +22,12 @@ class Tail:
 
     Args:
         path: of the file; it may not be there yet.
-        prefix: of each line that is shown; None: show all as it comes.
+        prefix: of each line that is shown; None: of the first process.
         to: where it is shown.
-        shown: lines that have been shown, by whichever process: others do not say them again.
+        shown: lines that have been shown, and of which process: others do not say them again.
     """
 
-    def __init__(self, path: Path, to: TextIO, *, prefix: str | None, shown: set[str]) -> None:
+    def __init__(self, path: Path, to: TextIO, *, prefix: str | None, shown: dict[str, str | None]) -> None:
         self._path, self._to, self._prefix, self._shown = path, to, prefix, shown
         self._offset, self._rest = 0, ""
 
@@ -45,11 +45,10 @@ class Tail:
             lines.append(self._rest)
             self._rest = ""
         for line in lines:
-            if self._prefix is None:
-                self._to.write(f"{line}\n")
-            elif line.strip() and line not in self._shown:
-                self._to.write(f"{self._prefix}{line}\n")
-            self._shown.add(line)
+            if not line.strip():
+                self._to.write("\n" if self._prefix is None else "")
+            elif self._shown.setdefault(line, self._prefix) == self._prefix:
+                self._to.write(f"{self._prefix or ''}{line}\n")
         if lines:
             self._to.flush()
 
@@ -59,7 +58,7 @@ class Follower:
 
     def __init__(self) -> None:
         self._tails: list[Tail] = []
-        self._shown: set[str] = set()
+        self._shown: dict[str, str | None] = {}
         self._lock, self._is_over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-logs", daemon=True)
 

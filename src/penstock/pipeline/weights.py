@@ -303,6 +303,8 @@ class Weights:
             total: torch.Tensor = own
         else:
             total = torch.linalg.vector_norm(torch.tensor(self._company.gather(float(own)), dtype=own.dtype), norm_type)
+        if float(max_norm) == float("inf"):  # nothing is to be scaled; inf / inf would spoil all for one
+            return total
         # as torch does, a norm that is not a number shows in all gradients
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         scale_on = {

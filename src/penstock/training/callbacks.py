@@ -31,7 +31,7 @@ class Callback:
         """All is ready, and what is resumed from is loaded: `trainer.step`."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """A step begins; the batch is here."""
+        """A step begins; its batch is asked for next."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
         """Gradients are there and clipped; weights have not changed yet."""

@@ -54,7 +54,9 @@ class Faults:
         message = f"step {step}: {what} not finite (loss {made.loss}, gradient norm {made.gradient_norm}){where}"
         self.tell("nonfinite", step, message, policy=policy)
         if policy == "stop":
-            raise NonFiniteError(f"{message}. The weights are those of step {step - 1}")
+            is_late = bool(self._trainer.pipe.optimizers)  # of a schedule that updates within the step
+            kept = "have changed within the step" if is_late else f"are those of step {step - 1}"
+            raise NonFiniteError(f"{message}. The weights {kept}")
         warnings.warn(f"{message}; {'the update is skipped' if policy == 'skip' else 'rewinding'}", stacklevel=2)
         return False
 
@@ -63,7 +65,10 @@ class Faults:
         lanes = list(self._trainer.pipe.lanes)
         fault = {"kind": kind, "step": step, "lanes": lanes, "message": message, **more}
         if self._trainer.is_first:
-            self._trainer.folder.append("faults.jsonl", fault)
+            try:
+                self._trainer.folder.append("faults.jsonl", fault)
+            except OSError as error:  # a full disk must not hide what happened
+                warnings.warn(f"faults.jsonl cannot be written: {error.strerror}", stacklevel=2)
         self._callbacks.tell("on_fault", self._trainer, fault)
 
     @contextmanager

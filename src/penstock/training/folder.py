@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +19,21 @@ from penstock.errors import OutputError, UsageError
 
 __all__ = ["RunFolder"]
 
-_LOCK, _PATIENCE_SECONDS = "lock", 10.0
+_LOCK = "lock"
+_PATIENCE_SECONDS = (1.0, 10.0)  # of a first start, and of a restart
+_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_HELD: set[int] = set()  # locks of this process
+
+
+def _let_go() -> None:
+    """In a child, as a data worker is: the lock is the parent's, and must go with it."""
+    for lock in _HELD:
+        with suppress(OSError):
+            os.close(lock)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class RunFolder:
@@ -31,7 +48,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, is_first: bool) -> None:
-        self.path, self.is_first = Path(path), is_first
+        self.path, self.is_first = Path(path).absolute(), is_first  # wherever the user's code goes meanwhile
         self._lock: int | None = None
 
     def take(self) -> None:
@@ -49,13 +66,20 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be used as a run folder: {error.strerror}") from error
         # a training that was killed a moment ago, and is being restarted, may not be gone yet
-        patience = _PATIENCE_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else 0.0
-        end = time.monotonic() + patience
+        is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        end = time.monotonic() + _PATIENCE_SECONDS[is_again]
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    warnings.warn(
+                        f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second "
+                        "training out",
+                        stacklevel=2,
+                    )
+                    break
                 if time.monotonic() > end:
                     holder = os.read(lock, 200).decode(errors="replace").strip()
                     os.close(lock)
@@ -67,11 +91,15 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = lock
+        _HELD.add(lock)
 
     def release(self) -> None:
         """Let another training have it."""
         if self._lock is not None:
+            _HELD.discard(self._lock)
             os.ftruncate(self._lock, 0)
+            with suppress(OSError):  # there are file systems without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

@@ -51,7 +51,7 @@ class Stepper:
         pipe: the pipeline.
         optimizer: None where the schedule updates weights within the step.
         schedulers: of the learning rate.
-        scaler: of losses of 16 bits.
+        scaler: of losses of 16 bits: the pipeline's own.
         clip: the most that the norm of all gradients may be.
         accumulate: batches of an update.
     """
@@ -68,8 +68,19 @@ class Stepper:
             raise UsageError(f"clip, accumulate, scaler: {name} updates weights within the step; leave them out")
         if not has_own and not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer: give a torch.optim.Optimizer; given: {type(optimizer).__name__}")
-        self._pipe, self.optimizer, self._schedulers, self.scaler = pipe, optimizer, schedulers, scaler
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("optimizer: LBFGS runs the model again within an update, which a pipeline's step does not")
+        if scaler is not None and scaler is not pipe._scaler:
+            raise UsageError("scaler: give the one that the pipeline was given, or none: it is known from there")
+        self._pipe, self.optimizer, self.scaler = pipe, optimizer, pipe._scaler
+        self._plateaus = [one for one in schedulers if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)]
+        self._schedulers = [one for one in schedulers if one not in self._plateaus]
         self._clip, self.accumulate = clip, accumulate
+
+    @property
+    def has_plateau(self) -> bool:
+        """Whether a learning rate follows validation losses."""
+        return bool(self._plateaus)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -110,6 +121,17 @@ class Stepper:
         self.forget()
         for scheduler in self._schedulers:
             scheduler.step()
+
+    def follow(self, loss: float) -> None:
+        """Let learning rates that follow validation losses know of one."""
+        for plateau in self._plateaus:
+            plateau.step(loss)
+
+    def drop(self) -> None:
+        """Make no update of what was run: drop the gradients, and what the scaler noted of them."""
+        if self.scaler is not None:
+            self.scaler.update()
+        self.forget()
 
     def forget(self) -> None:
         """Drop the gradients."""

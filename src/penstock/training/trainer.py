@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,10 @@ from penstock.training.asking import Asked
 from penstock.training.callbacks import Callback, Callbacks
 from penstock.training.faulty import Faults
 from penstock.training.folder import RunFolder
+from penstock.training.items import Items, Split, num_samples
 from penstock.training.journal import Journal
 from penstock.training.memory import lane_bytes
+from penstock.training.pages import Pages
 from penstock.training.position import Position
 from penstock.training.reading import Reading, Summary
 from penstock.training.signals import Signals
@@ -33,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 _MOST_REWINDS = 5  # in one run: then it is not the data
-
-Split = Callable[[Any], tuple[Any, Any]]
 
 
 class Trainer:
@@ -51,16 +53,16 @@ class Trainer:
             is (batch, target), or a batch alone for a model that knows its loss.
         steps: updates, those before a resume counted in.
         folder: where everything goes; one training at a time.
-        scheduler: of the learning rate, or several; stepped after each update.
-        scaler: the GradScaler that the pipeline was given.
+        scheduler: of the learning rate, or several; stepped after each update, ReduceLROnPlateau after each validation.
+        scaler: the GradScaler that the pipeline was given; it is known without being given.
         validation: batches to validate with.
         validate_every: steps between validations; 0: only at the end.
         clip: the most that the norm of all gradients may be.
         accumulate: batches of an update.
         checkpoint_every: steps between checkpoints; 0: only at the end.
         keep_checkpoints: how many of the newest are kept.
-        resume: "auto" goes on from the newest checkpoint in the folder, if there is one; "never" does not; or the
-            folder of a checkpoint.
+        resume: "auto" goes on from the newest checkpoint in the folder, if there is one; "never" does not; the folder
+            of another run's checkpoint is where this one begins, as long as it has no checkpoints of its own.
         log_every: steps between logs.
         record_every: steps between recorded timelines; 0: only the last step's.
         on_nan: what to do with a loss or gradient that is not finite: "stop" before the update, "skip" the update, or
@@ -69,7 +71,7 @@ class Trainer:
         callbacks: to be told what happens. A journal of all, `events.jsonl`, is kept without being asked for.
         view: show the training: a live picture in a terminal, lines elsewhere.
         split: from an item of the data to (batch, target).
-        count_tokens: tokens of an item, for the log.
+        count_tokens: tokens of what the loop is handed, a batch or (batch, target), for the log.
 
     Raises:
         UsageError: for arguments that cannot be right.
@@ -116,15 +118,17 @@ class Trainer:
         self.step = 0
         self.reading: Reading | None = None
         self.validation_loss: float | None = None
-        self._split, self._count_tokens = split, count_tokens
+        self._items, self._count_tokens = Items(split, has_target=pipe._loss is not None), count_tokens
         self._feed = data if isinstance(data, Feed) else feed(data, pipe, split=split)
         self._validation = validation
         self._position = Position(self._feed)
         self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
+        self._check_words()
         self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
         self._should_stop, self._num_rewinds = False, 0
-        self._pages: list[Path] = []
+        self._validated = 0  # the last step that was
+        self._pages = Pages(self.folder.path)
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._lane_bytes: tuple[int, ...] = ()
@@ -144,28 +148,42 @@ class Trainer:
             LaneError: when an action failed.
         """
         begin = time.monotonic()
+        self._should_stop = False
         with ExitStack() as stack:
             signals = stack.enter_context(Signals())
             self._take_folder()
             stack.callback(self.folder.release)
             stack.callback(self._callbacks.close)
             self._checkpoints = stack.enter_context(self._make_checkpoints())
+            getattr(self._checkpoints, "check", lambda: None)()  # now, and not after the last step
             faults = Faults(self, self._callbacks)
             restored = self._resume()
             self._callbacks.tell("on_train_begin", self)
             if restored is not None:
                 self._callbacks.tell("on_recover", self, restored.step)
             with faults.noting():
+                if restored is not None and self._is_validated(self.step) and not restored.notes.get("validated"):
+                    self._validate()  # that of its step came after the checkpoint, or not at all
                 status = self._loop(signals, faults, begin)
-                if self._validation is not None and status == "done":
-                    self._validate()
                 faults.at("save", self.step)
                 self._save(wait=True)
+                if self._validation is not None and status == "done":
+                    self._validate()
             summary = self._summary(status, restored, time.monotonic() - begin)
             self._callbacks.tell("on_train_end", self, summary)
         return summary
 
     # ---- begin
+
+    def _check_words(self) -> None:
+        """Raise for what does not go together."""
+        if self.pipe.optimizers and self.asked.on_nan == "skip":
+            raise UsageError(
+                f"on_nan: {self.pipe.schedule.name} updates weights within the step, so that nothing is left to skip: "
+                'give "stop" or "rewind"'
+            )
+        if self.stepper.has_plateau and not (self._validation is not None and self.asked.validate_every):
+            raise UsageError("scheduler: ReduceLROnPlateau follows validation losses: give validation, validate_every")
 
     def _take_folder(self) -> None:
         """Take the folder; when the first process cannot, all say why."""
@@ -203,6 +221,10 @@ class Trainer:
                     'folder, or resume="auto"'
                 )
             return None
+        if source != "auto" and self._checkpoints.steps():
+            is_own = Path(source).resolve().parent == self.folder.path.resolve()
+            if not is_own or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+                source = "auto"  # it began from there, and has come further since
         restored = self._checkpoints.restore("newest" if source == "auto" else source)
         if restored is not None:
             self.step = restored.step
@@ -231,45 +253,53 @@ class Trainer:
         number = self.step + 1
         faults.at("step", number)
         is_recorded = number == self.asked.steps or _is_due(number, self.asked.record_every)
-        items = [_as_call(item) for item in given]
+        items = [self._items.call(item) for item in given]
         made = self.stepper.run(items, is_recorded=is_recorded)
         if made.timeline is not None:
             self._timeline = made.timeline
+        rates = self.stepper.rates
         if faults.is_taken(made, items, number):
             faults.at("optimizer", number)
             self.stepper.update(lambda: self._callbacks.tell("on_pre_optimizer_step", self))
         else:
-            self.stepper.forget()
+            self.stepper.drop()
             if self.asked.on_nan == "rewind":
                 self._rewind(number)
                 return
             self._skipped.append(number)
-        self._finish_step(number, made, items, time.monotonic() - start)
+        tokens = None if self._count_tokens is None else sum(self._count_tokens(item) for item in given)
+        norm = math.nan if made.gradient_norm is None else made.gradient_norm
+        self.reading = Reading(
+            number, self.asked.steps, self._feed.epoch, made.loss, norm, rates, time.monotonic() - start,
+            sum(map(num_samples, items)), tokens, self._timeline, self._lane_bytes,
+        )  # fmt: skip
+        self._finish_step(number, made)
 
-    def _finish_step(self, number: int, made: Made, items: list[tuple[Any, ...]], seconds: float) -> None:
-        self.step = number
-        asked, rates = self.asked, self.stepper.rates
+    def _finish_step(self, number: int, made: Made) -> None:
+        self.step, asked = number, self.asked
         is_logged = number in (1, asked.steps) or _is_due(number, asked.log_every)
         if is_logged:  # all processes tell each other, which is not for every step
             self._lane_bytes = lane_bytes(self.pipe, optimizers=self.stepper.optimizers, timeline=self._timeline)
-        norm = math.nan if made.gradient_norm is None else made.gradient_norm
-        tokens = None if self._count_tokens is None else sum(self._count_tokens(item) for item in items)
-        self.reading = Reading(
-            number, asked.steps, self._feed.epoch, made.loss, norm, rates, seconds, sum(map(_num_samples, items)),
-            tokens, self._timeline, self._lane_bytes,
-        )  # fmt: skip
+            assert self.reading is not None
+            self.reading = replace(self.reading, lane_bytes=self._lane_bytes)
         self._losses.append(made.loss)
         self._callbacks.tell("on_step_end", self, self.reading)
         if self._checkpoints is not None:
             self._checkpoints.poll()
-        if made.timeline is not None:
-            self._write_page(number, made.timeline)
+        page = self._pages.write(number, made.timeline) if made.timeline is not None and self.is_first else None
+        if page is not None:
+            self._callbacks.tell("on_record", self, page)
         if is_logged:
             self._log()
-        if _is_due(number, asked.validate_every) and self._validation is not None and number < asked.steps:
-            self._validate()
         if _is_due(number, asked.checkpoint_every) and number < asked.steps:
             self._save()
+        if self._is_validated(number):
+            self._validate()
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether a validation follows a step; that of the last step follows its checkpoint."""
+        is_due = _is_due(step, self.asked.validate_every) and step < self.asked.steps
+        return self._validation is not None and is_due
 
     def _batches(self) -> Iterator[Any]:
         """Yield items, epoch after epoch, until an epoch has none."""
@@ -302,21 +332,23 @@ class Trainer:
         begin, total, count = time.monotonic(), 0.0, 0
         assert self._validation is not None
         for item in self._validation:
-            call = _as_call(item if self._split is None else self._split(item))
-            size = _num_samples(call)
+            call = self._items.split(item)
+            size = max(1, num_samples(call))
             total, count = total + size * float(self.pipe.evaluate(*call)), count + size
         if not count:
-            raise UsageError("validation: it has no batches")
+            raise UsageError("validation: it has no batches; what can be iterated over once has none the second time")
         loss = total / count
         figures = {"step": self.step, "validation_loss": loss, "samples": count, "seconds": time.monotonic() - begin}
-        self.validation_loss = loss
+        self.validation_loss, self._validated = loss, self.step
+        self.stepper.follow(loss)
         self._callbacks.tell("on_evaluate", self, figures)
         return loss
 
     def _save(self, *, wait: bool = False) -> None:
         assert self._checkpoints is not None
+        notes = {"skipped": self._skipped, "steps": self.asked.steps, "validated": self._validated == self.step}
         if self.step:
-            self._checkpoints.save(self.step, notes={"skipped": self._skipped, "steps": self.asked.steps}, wait=wait)
+            self._checkpoints.save(self.step, notes=notes, wait=wait)
 
     def _rewind(self, number: int) -> None:
         """Go back to the weights of the last checkpoint, and on with the data that follows what was used."""
@@ -332,15 +364,6 @@ class Trainer:
         self.step = restored.step
         self._callbacks.tell("on_recover", self, restored.step)
 
-    def _write_page(self, number: int, timeline: Timeline) -> None:
-        if not self.is_first:
-            return
-        page = self.folder.path / "timelines" / f"step-{number:06d}.html"
-        page.parent.mkdir(exist_ok=True)
-        timeline.to_html(page)
-        self._pages.append(page)
-        self._callbacks.tell("on_record", self, page)
-
     def _summary(self, status: str, restored: Restored | None, seconds: float) -> Summary:
         assert self._checkpoints is not None
         return Summary(
@@ -354,7 +377,7 @@ class Trainer:
             resumed_from=None if restored is None else restored.step,
             checkpoints=tuple(self._checkpoints.folders()),
             failures=tuple(self._checkpoints.failures),
-            timelines=tuple(self._pages),
+            timelines=tuple(self._pages.paths),
             skipped=tuple(self._skipped),
         )
 
@@ -368,15 +391,3 @@ def _with_usual(callbacks: Iterable[Callback], *, view: bool) -> list[Callback]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _as_call(item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
-    """Return what an item gives `pipe.step`: a batch and its target, or a batch alone."""
-    return tuple(item) if isinstance(item, (tuple, list)) and len(item) == 2 else (item,)
-
-
-def _num_samples(call: tuple[Any, ...]) -> int:
-    """Return the samples of a batch: the rows of its first tensor."""
-    given = call[0]
-    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, (tuple, list)) else [given]
-    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.dim()), 0)

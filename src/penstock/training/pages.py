@@ -1,0 +1,36 @@
+"""Pages: the recorded timelines of a training, beside its logs."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.report.timeline import Timeline
+
+__all__ = ["Pages"]
+
+
+class Pages:
+    """Writes timelines into a run folder.
+
+    Attributes:
+        paths: of those that were written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "timelines"
+        self.paths: list[Path] = []
+
+    def write(self, step: int, timeline: Timeline) -> Path | None:
+        """Write the page of a step; None, with a warning, where that does not work: a full disk ends no training."""
+        page = self._folder / f"step-{step:06d}.html"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            timeline.to_html(page)
+        except OSError as error:
+            warnings.warn(f"the timeline of step {step} was not written: {error}; training goes on", stacklevel=2)
+            return None
+        self.paths.append(page)
+        return page

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import penstock
 import processes
@@ -595,11 +595,11 @@ def test_a_state_whose_random_states_cannot_be_read():
     state = feed.state_dict()
     state["draws"] = {"torch": "!", "python": [], "own": []}
     other = penstock.feed(Counting(4), device="cpu")
-    other.load_state_dict(state)
-    before = torch.get_rng_state()
+    before, place = torch.get_rng_state(), other.state_dict()
     with pytest.raises(UsageError, match="random states cannot be read"):
-        list(other)
+        other.load_state_dict(state)
     assert torch.equal(torch.get_rng_state(), before)
+    assert other.state_dict() == place
 
 
 def test_loading_a_state_ends_the_iteration_under_way():
@@ -623,9 +623,85 @@ def test_a_state_of_another_loader():
     feed = penstock.feed(Counting(3), device="cpu")
     with pytest.raises(UsageError, match="this loader has none"):
         feed.load_state_dict(penstock.feed(Stateful(), device="cpu").state_dict())
-    feed.load_state_dict({"epoch": 0, "batches": 5, "loader": None})
+    state = {"epoch": 0, "batches": 5, "loader": None}
     with pytest.raises(UsageError, match="an epoch of 5 batches or more; the loader has 3"):
-        list(feed)
+        feed.load_state_dict(state)
+    assert place_of(feed) == (0, 0)
+    unknown = penstock.feed(Shuffled(3), device="cpu")  # which does not know its length
+    unknown.load_state_dict(state)
+    with pytest.raises(UsageError, match="an epoch of 5 batches or more; the loader has 3"):
+        list(unknown)
+
+
+def test_a_state_of_a_loader_with_generators_of_its_own_is_refused_before_anything_changes():
+    """In the middle of an epoch too, where it was noticed only when the next batch was asked for."""
+    feed = penstock.feed(shuffling("own"), device="cpu")
+    batches = iter(feed)
+    next(batches)
+    state = json.loads(json.dumps(feed.state_dict()))
+    batches.close()
+    other = penstock.feed(shuffling("torch"), device="cpu")
+    under_way = iter(other)
+    next(under_way)
+    with pytest.raises(UsageError, match="had 1 generators of its own, and has 0"):
+        other.load_state_dict(state)
+    assert place_of(other) == (0, 1)
+    assert len(list(under_way)) == 5
+
+
+class Sharing:
+    """A loader with a generator from which the user draws too, between the batches.
+
+    Unless it draws all along itself, as with replacement: then nobody could draw its order again.
+    """
+
+    def __init__(self, replacement):
+        self.is_shared = not replacement
+        self.generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(range(40), replacement=replacement, num_samples=40, generator=self.generator)
+        self.loader = DataLoader(torch.arange(40), batch_size=4, sampler=sampler, generator=self.generator)
+        self.feed = penstock.feed(self.loader, device="cpu")
+
+    def run(self, count):
+        """Return batches, each with what the user draws beside it, when the loader is as far ahead as it may be."""
+        found = []
+        while len(found) < count:
+            for batch in self.feed:
+                given = self.feed.state_dict()["batches"]
+                ahead = min(given + 3, 11)  # two that wait and one in the worker's hands; the end is one more
+                wait_until(lambda: self.feed._pulls._count >= ahead)  # noqa: B023 - called at once
+                own = self.generator if self.is_shared else None
+                found.append((batch.tolist(), self.is_shared and int(torch.randint(1 << 30, (), generator=own))))
+                if len(found) == count:
+                    break
+        return found
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("at", [1, 4, 8, 9, 10, 13, 20])
+def test_a_generator_that_is_not_the_loader_s_alone_goes_on_where_it_was(replacement, at):
+    """One generator for two loaders, as an example: it was set back to the start of the epoch, and left there."""
+    whole = Sharing(replacement).run(26)
+    first = Sharing(replacement)
+    found = first.run(at)
+    state = json.loads(json.dumps(first.feed.state_dict()))
+    second = Sharing(replacement)
+    second.generator.manual_seed(5)
+    second.feed.load_state_dict(state)
+    assert second.feed.state_dict() == state
+    assert found + second.run(26 - at) == whole
+
+
+def test_a_state_of_before_there_was_a_now_still_loads():
+    whole = take(penstock.feed(shuffling("own"), device="cpu"), 12)
+    feed = penstock.feed(shuffling("own"), device="cpu")
+    found = take(feed, 4)
+    state = feed.state_dict()
+    assert state.pop("pulled") >= 4
+    assert state.pop("now")["own"]
+    other = penstock.feed(shuffling("own"), device="cpu")
+    other.load_state_dict(state)
+    assert found + take(other, 8) == whole
 
 
 # ---- real loaders and pipelines

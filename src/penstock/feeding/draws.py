@@ -2,7 +2,8 @@
 
 A DataLoader that shuffles draws the order of an epoch at its start, and has no state of its own. To go on in the middle
 of an epoch, the same order is drawn again: the generators are set back, the loader starts, the batches that were used
-are passed over, and the generators that are everyone's are put where they were.
+are passed over, and the generators are put where they were. Those that were given to the loader too: someone else may
+have drawn from them meanwhile, as a loader for validation that shares one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from penstock.errors import UsageError
 
-__all__ = ["as_at", "draws_of", "own_draws_of", "set_own"]
+__all__ = ["as_at", "check_draws", "draws_of", "own_draws_of", "set_own"]
 
 
 def draws_of(loader: object) -> dict[str, Any]:
@@ -31,8 +32,8 @@ def own_draws_of(loader: object) -> dict[str, Any]:
     return {"own": [_text(generator.get_state()) for generator in _generators_of(loader)]}
 
 
-def set_own(loader: object, draws: Mapping[str, Any]) -> None:
-    """Set the generators that are a loader's own to where they were.
+def check_draws(loader: object, draws: Mapping[str, Any], *, is_own_only: bool = False) -> None:
+    """Raise where states are not those of a loader's generators; nothing is changed.
 
     Raises:
         UsageError: when it has others, or these are no states of generators.
@@ -44,35 +45,46 @@ def set_own(loader: object, draws: Mapping[str, Any]) -> None:
                 f"state: the loader had {len(states)} generators of its own, and has {len(own)}: its order is another"
             )
         for generator, state in zip(own, states, strict=True):
-            generator.set_state(_tensor(state))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise error if isinstance(error, UsageError) else _unreadable(error) from None
+            torch.Generator(generator.device).set_state(_tensor(state))
+        if not is_own_only:
+            torch.Generator().set_state(_tensor(draws["torch"]))
+            random.Random().setstate(_pythons(draws["python"]))  # noqa: S311 - to see whether it takes it
+            if "numpy" in draws and "numpy" in sys.modules:
+                numpy = sys.modules["numpy"]
+                numpy.random.RandomState().set_state(_numpys(draws["numpy"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"state: its random states cannot be read: {error}") from None
+
+
+def set_own(loader: object, draws: Mapping[str, Any]) -> None:
+    """Set the generators that are a loader's own to where they were."""
+    for generator, state in zip(_generators_of(loader), draws["own"], strict=True):
+        generator.set_state(_tensor(state))
 
 
 @contextmanager
-def as_at(loader: object, draws: Mapping[str, Any] | None) -> Iterator[None]:
-    """Start a loader inside with the generators as they were; afterwards only its own ones have moved on.
+def as_at(loader: object, draws: Mapping[str, Any] | None, *, keeps_own: bool = True) -> Iterator[None]:
+    """Start a loader inside with the generators as they were; afterwards they are where they are now.
 
-    Raises:
-        UsageError: when these are not the states of a loader's generators.
+    Args:
+        loader: what starts.
+        draws: their states, checked before; None: as they are.
+        keeps_own: put the loader's own back too; else they have moved on.
     """
     if draws is None:
         yield
         return
-    now = _everyones()
+    now = draws_of(loader)
     try:
         set_own(loader, draws)
-        try:
-            _set_everyones(draws)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise _unreadable(error) from None
+        _set_everyones(draws)
         yield
     finally:
         _set_everyones(now)
-
-
-def _unreadable(error: Exception) -> UsageError:
-    return UsageError(f"state: its random states cannot be read: {error}")
+        if keeps_own:
+            set_own(loader, now)
 
 
 def _everyones() -> dict[str, Any]:
@@ -87,12 +99,20 @@ def _everyones() -> dict[str, Any]:
 
 def _set_everyones(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(_tensor(states["torch"]))
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate(_pythons(states["python"]))
     if "numpy" in states and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        sys.modules["numpy"].random.set_state(_numpys(states["numpy"]))
+
+
+def _pythons(plain: Sequence[Any]) -> tuple[Any, ...]:
+    version, numbers, gauss = plain
+    return version, tuple(numbers), gauss
+
+
+def _numpys(plain: Sequence[Any]) -> tuple[Any, ...]:
+    numpy = sys.modules["numpy"]
+    name, keys, *rest = plain
+    return name, numpy.array(keys, dtype=numpy.uint32), *rest
 
 
 def _generators_of(loader: object) -> list[torch.Generator]:

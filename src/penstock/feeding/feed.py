@@ -9,13 +9,14 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Parcel, Split
-from penstock.feeding.draws import draws_of, own_draws_of, set_own
+from penstock.feeding.draws import check_draws, draws_of, own_draws_of, set_own
 from penstock.feeding.places import Places, places_of, places_on
 from penstock.feeding.staging import mark
-from penstock.feeding.worker import Channel, End, Failure, Job, end, start
+from penstock.feeding.worker import Channel, End, Failure, Job, Pulls, end, start
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import check_devices
 from penstock.runtime.streams import Event
@@ -100,6 +101,8 @@ class Feed:
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._epoch, self._num_given = 0, 0
         self._num_skipped = 0  # of the next epoch, by a state that was loaded
+        self._num_pulled: int | None = None  # of the next epoch too, where the loader has generators of its own
+        self._pulls: Pulls | None = None  # of the epoch under way, where it has
         self._draws: Mapping[str, Any] | None = (
             None  # what the epoch's order was drawn from, without a loader's own state
         )
@@ -130,12 +133,18 @@ class Feed:
         skipped, self._num_skipped = self._num_skipped, 0
         for sampler in _samplers_of(self._loader):
             sampler.set_epoch(self._epoch)
-        again = self._draws if skipped else None
+        again, pulled = (self._draws, self._num_pulled) if skipped else (None, None)
+        self._num_pulled = None
         if again is None:
             self._draws = None if self._has_state else draws_of(self._loader)
         channel = Channel(self._ahead)
         self._is_open, self._current = True, weakref.ref(epoch)
-        job = Job(self._loader, self._carrier, skipped, draws=again, takes_state=self._has_state)
+        has_own = not self._has_state and bool(own_draws_of(self._loader)["own"])
+        self._pulls = Pulls(self._loader, max(skipped, pulled or 0)) if has_own else None
+        job = Job(
+            self._loader, self._carrier, skipped, draws=again, num_pulled=pulled, takes_state=self._has_state,
+            pulls=self._pulls,
+        )  # fmt: skip
         self._thread = start(job, channel)
         return channel, self._thread
 
@@ -157,7 +166,8 @@ class Feed:
         """Return where the user is, whatever was pulled ahead: the epoch, and the batches of it that were handed out.
 
         Of a loader that has a state of its own, as torchdata's StatefulDataLoader, also that, as it was then; within an
-        epoch of any other, the random states that its order was drawn from.
+        epoch of any other, the random states that its order was drawn from, and where generators that it was given are
+        now.
         """
         state = self._loader_state
         if self._has_state and state is None:
@@ -165,9 +175,16 @@ class Feed:
         found = {"epoch": self._epoch, "batches": self._num_given, "loader": state}
         if self._has_state:
             return found
-        between = own_draws_of(self._loader)
-        draws = self._draws if self._num_given else between if between["own"] else None
-        return found if draws is None else found | {"draws": draws}
+        if not self._num_given or self._draws is None:
+            between = own_draws_of(self._loader)
+            return found | {"draws": between} if between["own"] else found
+        found["draws"] = self._draws
+        if self._num_skipped:  # a state that was loaded, and not gone on with yet
+            if self._num_pulled is not None:
+                found |= {"pulled": self._num_pulled, "now": own_draws_of(self._loader)}
+        elif self._pulls is not None:
+            found["pulled"], found["now"] = self._pulls.now()
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on, in the next iteration, behind the batches that had been handed out.
@@ -176,23 +193,40 @@ class Feed:
         the order that the epoch had.
 
         Raises:
-            UsageError: when it is no state of a feed.
+            UsageError: when it is no state of a feed, or of another loader; then nothing has changed.
         """
-        numbers = [state.get(key) if isinstance(state, Mapping) else None for key in ("epoch", "batches")]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise UsageError(f"state: give what state_dict() of a feed returned; given: {state!r:.80}")
+        self._check(state)
         loaders = state.get("loader")
-        if loaders is not None and not self._has_state:
-            raise UsageError("state: it holds that of a loader which has load_state_dict(), and this loader has none")
         self._stop()
         self._leave_loader()
         if loaders is not None:
             self._loader.load_state_dict(loaders)  # type: ignore[attr-defined]
         self._epoch, self._num_given = state["epoch"], state["batches"]
         self._num_skipped, self._draws = self._num_given if loaders is None else 0, state.get("draws")
-        if self._draws is not None and not self._num_given:
-            set_own(self._loader, self._draws)
+        self._num_pulled, self._pulls = state.get("pulled"), None
+        now = state.get("now") if self._num_given else self._draws
+        if now is not None:
+            set_own(self._loader, now)
         self._loader_state, self._is_open = loaders, False
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise where a state cannot be gone on with; nothing is changed."""
+        numbers = [state.get(key) if isinstance(state, Mapping) else None for key in ("epoch", "batches")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise UsageError(f"state: give what state_dict() of a feed returned; given: {state!r:.80}")
+        loaders = state.get("loader")
+        if loaders is not None and not self._has_state:
+            raise UsageError("state: it holds that of a loader which has load_state_dict(), and this loader has none")
+        given, length = state["batches"], _length_of(self._loader)
+        if loaders is None and length is not None and given > length:
+            raise UsageError(f"the state is of an epoch of {given} batches or more; the loader has {length}")
+        if state.get("draws") is not None:
+            check_draws(self._loader, state["draws"], is_own_only=not given)
+        if state.get("now") is not None:
+            check_draws(self._loader, state["now"], is_own_only=True)
+        pulled = state.get("pulled", given)
+        if not isinstance(pulled, int) or (pulled != given and "now" not in state):
+            raise UsageError(f"state: give what state_dict() of a feed returned; pulled: {pulled!r:.40}")
 
     # ---- ending
 
@@ -275,6 +309,16 @@ class _Epoch:
         """End it: its thread, and what is on its way."""
         self.is_over = True
         self._end()
+
+
+def _length_of(loader: object) -> int | None:
+    """Return the batches of an epoch, where a loader knows them."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):  # which may have more than it says
+        return None
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
 
 def _samplers_of(loader: object) -> list[Any]:

@@ -16,17 +16,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Lifted, Parcel
-from penstock.feeding.draws import as_at
+from penstock.feeding.draws import as_at, own_draws_of
 from penstock.runtime.streams import Event
 
-__all__ = ["Channel", "End", "Failure", "Job", "end", "start"]
+__all__ = ["Channel", "End", "Failure", "Job", "Pulls", "end", "start"]
 
 _GRACE_SECONDS = 4.0  # for a worker that is in the loader to come back
 
@@ -100,6 +100,46 @@ class Channel:
             self._changed.notify_all()
 
 
+class Pulls:
+    """How often a worker has asked its loader, together with where the loader's own generators were then.
+
+    A loader draws when it is asked, and is asked ahead of the user. So who goes on from a state must have asked it as
+    often, before the generators are put where they were.
+    """
+
+    def __init__(self, loader: Iterable[Any], count: int = 0) -> None:
+        self._loader, self._count = loader, count
+        self._asking = threading.Lock()
+        self._before = (count, own_draws_of(loader))
+
+    def all_of(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield what a loader gives."""
+        while True:
+            with self._asking:
+                self._before = self._count, own_draws_of(self._loader)
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                finally:
+                    self._count += 1
+            yield item
+            del item  # else it lives as long as the next one takes
+
+    def now(self) -> tuple[int, dict[str, Any]]:
+        """Return how often the loader was asked, and the states of its own generators."""
+        count, before = self._before
+        own = own_draws_of(self._loader)
+        if own == before:  # nothing was drawn since: whatever it was asked meanwhile does not matter
+            return count, own
+        is_free = self._asking.acquire(timeout=_GRACE_SECONDS)
+        try:
+            return self._count, own_draws_of(self._loader)
+        finally:
+            if is_free:
+                self._asking.release()
+
+
 @dataclass(frozen=True)
 class Job:
     """What a worker does in one epoch.
@@ -109,23 +149,30 @@ class Job:
         carrier: brings items to where they are used.
         num_skipped: items to pass over first.
         draws: the generators' states that the loader starts from, where its order is to be that of an epoch before.
+        num_pulled: items to ask the loader for before the generators are put where they were; None: they stay where
+            the items that are passed over leave them.
         takes_state: the loader has a state of its own, which goes with each item.
+        pulls: counts what the loader is asked for.
     """
 
     loader: Iterable[Any]
     carrier: Carrier
     num_skipped: int = 0
     draws: Mapping[str, Any] | None = None
+    num_pulled: int | None = None
     takes_state: bool = False
+    pulls: Pulls | None = None
 
     def items(self) -> Iterator[Any]:
         """Return the items, but for those that are passed over."""
-        with as_at(self.loader, self.draws):
+        with as_at(self.loader, self.draws, keeps_own=self.num_pulled is not None):
             iterator = iter(self.loader)
             count = sum(1 for _ in islice(iterator, self.num_skipped))
+            ahead = deque(islice(iterator, max(0, (self.num_pulled or 0) - self.num_skipped)))
         if count < self.num_skipped:
             raise UsageError(f"the state is of an epoch of {self.num_skipped} batches or more; the loader has {count}")
-        return iterator
+        rest = iterator if self.pulls is None else self.pulls.all_of(iterator)
+        return chain((ahead.popleft() for _ in range(len(ahead))), rest) if ahead else rest
 
     def state(self) -> Any:  # noqa: ANN401 - the loader's own
         """Return the loader's state as it is now, whatever the loader does with it later."""

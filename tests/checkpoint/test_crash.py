@@ -132,8 +132,9 @@ def test_a_crash_at_every_point_of_a_save_leaves_the_old_or_the_new_one(training
         assert [verify(path) for path in folder.glob("checkpoint-*")] == [[]] * len(list(folder.glob("checkpoint-*")))
         (folder / "tmp-of-the-user").touch()
         again = penstock.Checkpoints(folder, training.pipe, optimizer=training.optimizers)
-        assert [p.name for p in folder.glob("tmp-*")] == ["tmp-of-the-user"], "what was left is swept"
         assert again.steps()[-1] == seen[-1]
+        again.save(3, wait=True)
+        assert [p.name for p in folder.glob("tmp-*")] == ["tmp-of-the-user"], "what was left is swept"
     assert set(seen) == {1, 2}
     assert seen == sorted(seen), "once the new one is there it stays"
 

@@ -118,6 +118,66 @@ def test_wrong_words(folder, words, code, message):
     assert message in found[1]
 
 
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "form", "message"),
+    [
+        ("run", "run", "huggingface", "is, holds or lies in"),
+        ("run", ".", "huggingface", "give the name of a folder"),
+        ("run", "/", "dcp", "give the name of a folder"),
+        ("run", "..", "safetensors", "give the name of a file"),
+        ("run", "run/..", "safetensors", "give the name of a file"),
+        ("run/checkpoint-000002", "run/checkpoint-000002", "dcp", "is, holds or lies in"),
+        ("run", "{here}", "huggingface", "is, holds or lies in"),
+        ("run", "link", "huggingface", "is, holds or lies in"),
+        ("run", "run/checkpoint-000002/model.safetensors", "safetensors", "is, holds or lies in"),
+        ("run", "run/checkpoint-000001", "huggingface", "belongs to a training"),
+        ("run", "run/checkpoint-000001/x", "huggingface", "belongs to a training"),
+        ("run", "run/checkpoint-000009", "huggingface", "belongs to a training"),
+        ("run", "run/latest", "safetensors", "belongs to a training"),
+        ("run", "mine", "safetensors", "is a folder, and safetensors is a file"),
+        ("run", "mine/notes.txt", "dcp", "is a file, and dcp is a folder"),
+        ("run", "mine", "huggingface", "holds what no export writes (notes.txt)"),
+    ],
+)
+def test_an_export_takes_the_place_of_nothing_but_an_export(
+    folder, tmp_path, monkeypatch, source, target, form, message
+):
+    """With --force it deleted the run that it exported from, and any folder whose name was given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    (tmp_path / "link").symlink_to(folder)
+    before = files_of(tmp_path)
+    code, out = penstock("export", source, target.replace("{here}", str(tmp_path)), "--form", form, "--force")
+    assert code == 2
+    assert message in out
+    assert files_of(tmp_path) == before
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("form", ["huggingface", "dcp", "safetensors"])
+def test_an_export_takes_the_place_of_an_earlier_one(folder, tmp_path, form):
+    for target in (tmp_path / "out", folder / "out"):
+        assert penstock("export", folder, target, "--form", form)[0] == 0
+    assert penstock("export", folder, tmp_path / "out", "--form", form, "--force")[0] == 0
+    copied = shutil.copytree(folder / "checkpoint-000001", tmp_path / "checkpoint-000001")
+    assert penstock("export", copied, tmp_path / "out", "--form", form, "--force")[0] == 0
+
+
+def test_a_run_whose_name_begins_like_a_checkpoint(folder, tmp_path):
+    for name in ("checkpoint-experiments", "checkpoint-000123"):
+        run = shutil.copytree(folder, tmp_path / name)
+        code, out = penstock("inspect", run)
+        assert code == 0
+        assert "step 2" in out
+    (run / "checkpoint-000002" / "MANIFEST.json").unlink()
+    assert "MANIFEST.json" in penstock("inspect", run / "checkpoint-000002")[1]
+
+
 def test_the_real_command_exits_with_65_and_one_line(folder):
     harm(folder, 2)
     command = [sys.executable, "-m", "penstock", "checkpoint"]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 
-from penstock.checkpoint.content import Content
+from penstock.checkpoint.content import PARTS, Content, Snapshot
 from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.leftovers import sweep
 from penstock.checkpoint.manifest import Manifest, folder_name, read_manifest
 from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.optimizers import lost_members
 from penstock.checkpoint.plain import from_plain
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.saving import Job, Saving
@@ -29,7 +29,6 @@ __all__ = ["Checkpoints"]
 _NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 _MAX_STEP = 10**18
 _LEAVE_SECONDS, _LOST_SECONDS = 10.0, 1.0  # without a byte of another process, when a training has ended
-_LEFT = re.compile(r"tmp-(?:old-|latest-|)(?:[0-9]{6,18}-|)[0-9a-f]{8,}")  # what saves leave that were killed
 
 
 class Checkpoints:
@@ -89,7 +88,7 @@ class Checkpoints:
             raise UsageError(f"pipe: give a penstock.Pipeline; given: {type(pipe).__name__}")
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise UsageError(f"keep: at least 1 checkpoint must stay; given: {keep!r}")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the training may change to another folder
         self._keep, self._company = keep, pipe._company
         self._process = pipe.lanes[0] if len(pipe.lanes) < pipe.schedule.num_lanes else 0
         self._num_processes = pipe.schedule.num_lanes // len(pipe.lanes)
@@ -101,8 +100,9 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._own: set[int] = set()  # the steps that were saved or taken up here
         self._restored_step: int | None = None
-        self._num_saves = 0
-        fault = self._sweep() if self._process == 0 else ""
+        self._num_saves, self._is_swept = 0, False
+        is_file = self.folder.exists() and not self.folder.is_dir()
+        fault = f"folder: {self.folder} is not a folder" if is_file and self._process == 0 else ""
         fault, self._nonce = self._company.gather([fault, secrets.token_hex(4)])[0]
         if fault:
             raise UsageError(fault)
@@ -124,21 +124,8 @@ class Checkpoints:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
             raise UsageError(f"step: give a whole number from 0; given: {step!r}")
         self._settle()
-        fault: Exception | None = None
-        snapshot, is_there = None, False
-        try:
-            if self._process == 0:
-                is_there = self._is_there(step)
-            snapshot = self._content.collect(step, notes) if not is_there else None
-        except Exception as error:  # also of the caller's own state_dict(): others must not wait for this process
-            fault = error
-        told = self._company.gather(["" if fault is None else str(fault) or repr(fault), is_there])
-        if fault is not None:
-            raise fault
-        faults = list(dict.fromkeys(text for text, _ in told if text))
-        if faults:
-            raise UsageError(f"another process cannot save: {'; '.join(faults)}")
-        if told[0][1]:
+        snapshot = self._collect(step, notes)
+        if snapshot is None:
             if step not in self._own:
                 where = self.folder / folder_name(step)
                 self._warn(
@@ -146,7 +133,6 @@ class Checkpoints:
                     "Choose another folder, or restore() first"
                 )
             return
-        assert snapshot is not None
         flat = {f"{file}:{name}": t for file, tensors in snapshot.files.items() for name, t in tensors.items()}
         copies, waits = self._staging.copy(flat)
         files = {file: {name: copies[f"{file}:{name}"] for name in tensors} for file, tensors in snapshot.files.items()}
@@ -160,6 +146,14 @@ class Checkpoints:
         if wait:
             self.wait()
 
+    def check(self) -> None:
+        """See whether everything as it is now could be saved; nothing is written.
+
+        Raises:
+            UsageError: for a state that cannot be saved, in all processes.
+        """
+        self._collect(0, _NO_NOTES, is_dry=True)
+
     def wait(self) -> None:
         """Wait until what is under way is complete, or has failed."""
         self._settle()
@@ -169,7 +163,7 @@ class Checkpoints:
         if self._saving is not None and self._saving.is_complete:
             self._saved(self._saving)
 
-    def restore(self, source: str | Path | int = "newest") -> Restored | None:
+    def restore(self, source: str | Path | int = "newest", *, parts: Iterable[str] = PARTS) -> Restored | None:
         """Take up a checkpoint: the newest that is good, or a certain one.
 
         Everything is read and checked before anything is changed, and all processes take up the same one.
@@ -177,6 +171,8 @@ class Checkpoints:
         Args:
             source: "newest", a step, the folder of a checkpoint, or a folder of checkpoints, of which the newest is
                 taken.
+            parts: what of it to take up, of "model", "optimizer", "scheduler", "scaler", "data" and "random"; by
+                default all that was saved.
 
         Returns:
             What was taken up; None where there is none.
@@ -184,20 +180,27 @@ class Checkpoints:
         Raises:
             CheckpointError: when there are checkpoints and none is good; when it is of another model; when the one
                 that was asked for is not there or damaged.
+            UsageError: for parts that there are not.
         """
+        wanted = frozenset([parts] if isinstance(parts, str) else parts)
+        if not wanted or wanted - set(PARTS):
+            raise UsageError(f"parts: give some of {', '.join(PARTS)}; given: {', '.join(map(str, wanted)) or 'none'}")
         self._settle()
         folders = self._candidates(source)
         if not folders:
             return None
         passed_over: list[str] = []
         for folder in folders:
-            loaded, fault, is_misfit = self._try_to_load(Path(folder))
-            told = self._company.gather([fault, is_misfit])
-            faults = list(dict.fromkeys(text for text, _ in told if text))
-            if any(misfit for _, misfit in told):
-                raise MisfitError(next(text for text, misfit in told if misfit))
+            loaded, fault, is_misfit = self._try_to_load(Path(folder), wanted)
+            told = self._company.gather([fault, is_misfit, self._content.optimizers.members()])
+            faults = list(dict.fromkeys(text for text, _, _ in told if text))
+            if any(misfit for _, misfit, _ in told):
+                raise MisfitError(next(text for text, misfit, _ in told if misfit))
             if not faults:
                 assert loaded is not None
+                lost = lost_members(loaded.state["optimizer"], [name for _, _, names in told for name in names])
+                if lost:
+                    raise MisfitError(f"{folder}: {lost}")
                 return self._take(loaded, passed_over)
             passed_over += faults
         hint = "" if len(folders) == 1 else "none of the checkpoints is good: "
@@ -237,15 +240,25 @@ class Checkpoints:
 
     # ---- saving
 
-    def _sweep(self) -> str:
-        """Delete what saves that were killed have left; return what is wrong with the folder."""
-        if self.folder.exists() and not self.folder.is_dir():
-            return f"folder: {self.folder} is not a folder"
-        with suppress(OSError):  # what cannot be deleted is not taken for a checkpoint either
-            for path in sorted(self.folder.iterdir()):
-                if _LEFT.fullmatch(path.name):
-                    self._disk.remove(path)
-        return ""
+    def _collect(self, step: int, notes: Mapping[str, Any], *, is_dry: bool = False) -> Snapshot | None:
+        """Return what this process saves; None where the step is there. What one cannot save is an error in all."""
+        fault: Exception | None = None
+        snapshot, is_there = None, False
+        try:
+            if self._process == 0 and not is_dry:
+                # the other processes begin to write only when this one has told them
+                self._is_swept = self._is_swept or sweep(self.folder, self._disk)
+                is_there = self._is_there(step)
+            snapshot = self._content.collect(step, notes) if not is_there else None
+        except Exception as error:  # also of the caller's own state_dict(): others must not wait for this process
+            fault = error
+        told = self._company.gather(["" if fault is None else str(fault) or repr(fault), is_there])
+        if fault is not None:
+            raise fault
+        faults = list(dict.fromkeys(text for text, _ in told if text))
+        if faults:
+            raise UsageError(f"another process cannot save: {'; '.join(faults)}")
+        return None if told[0][1] else snapshot
 
     def _is_there(self, step: int) -> bool:
         """Say whether a step has a good checkpoint of this training."""
@@ -336,18 +349,33 @@ class Checkpoints:
             raise CheckpointError(f"{where}: holds no checkpoint")
         return every[::-1]
 
-    def _try_to_load(self, folder: Path) -> tuple[Loaded | None, str, bool]:
+    def _try_to_load(self, folder: Path, parts: frozenset[str]) -> tuple[Loaded | None, str, bool]:
         try:
             manifest: Manifest = read_manifest(folder)
-            loaded = load(manifest, self._content, process=self._process, num_processes=self._num_processes)
+            loaded = load(
+                manifest, self._content, process=self._process, num_processes=self._num_processes, parts=parts
+            )
+        except MisfitError as error:
+            return None, str(error) if str(folder) in str(error) else f"{folder}: {error}", True
         except CheckpointError as error:
-            return None, str(error), isinstance(error, MisfitError)
+            return None, str(error), False
         return loaded, "", False
 
     def _take(self, loaded: Loaded, passed_over: list[str]) -> Restored:
-        self._content.load(loaded.tensors, loaded.loss, loaded.prepared, loaded.state)
+        fault: MisfitError | None = None
+        try:
+            put_back = self._content.load_around(loaded.prepared, loaded.state)
+        except MisfitError as error:
+            fault = error
+        told = next((text for text in self._company.gather("" if fault is None else str(fault)) if text), "")
+        if told:  # the model is as it was, in all processes
+            if fault is None:
+                put_back()
+            raise MisfitError(f"{loaded.manifest.folder}: {told}") from fault
+        if loaded.tensors:
+            self._content.load_model(loaded.tensors, loaded.loss)
         step = loaded.manifest.step
-        self._own = {step} if loaded.manifest.folder.parent == self.folder else set()
+        self._own = {step} if loaded.manifest.folder.parent.resolve() == self.folder.resolve() else set()
         self._restored_step = step
         if passed_over:
             self._warn(f"went back to the checkpoint of step {step}: {'; '.join(passed_over)}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -21,7 +22,9 @@ from penstock.errors import UsageError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule.plain import to_json
 
-__all__ = ["Content", "Snapshot", "versions"]
+__all__ = ["PARTS", "Content", "Snapshot", "versions"]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "random")
 
 LOSS = "(loss)."  # before the names of a loss function's own parameters
 
@@ -126,7 +129,7 @@ class Content:
             if self._lane_of(LOSS) in lanes:
                 check_storable(LOSS + name, tensor)
                 files[f"optim-{self._lane_of(LOSS) + 1:05d}-of-{count:05d}.safetensors"][LOSS + name] = tensor
-        found = self.optimizers.collect(lambda name: self._lane_of(name) in lanes)
+        found = self.optimizers.collect(lambda name: self._lane_of(name) in lanes, is_alone=len(lanes) == count)
         for name, own in found.tensors.items():
             file = files[f"optim-{self._lane_of(name) + 1:05d}-of-{count:05d}.safetensors"]
             for key, tensor in own.items():
@@ -137,8 +140,7 @@ class Content:
         return Snapshot(files, self._part(found), self._state(step, notes))
 
     def _part(self, found: OptimizerState) -> dict[str, Any]:
-        devices = [self.pipe.devices[lane] for lane in self.pipe.lanes]
-        return {"groups": found.groups, "params": found.params, "random": generator_states(devices)}
+        return {"groups": found.groups, "params": found.params, "random": generator_states(self._devices)}
 
     def _state(self, step: int, notes: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -178,42 +180,86 @@ class Content:
         """Return the names of the loss function's own tensors."""
         return [LOSS + name for name in self._loss.state_dict()]
 
-    def load(
-        self, tensors: Mapping[str, torch.Tensor], loss: Mapping[str, torch.Tensor], prepared: Sequence[Any],
-        state: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Take over everything; all of it was read and checked before."""
+    def load_around(self, prepared: Sequence[Any], state: Mapping[str, Any]) -> Callable[[], None]:
+        """Take over all but the model; return what puts everything back.
+
+        What is the caller's own may refuse a state. That is why it comes before the model, and nothing is changed then.
+
+        Raises:
+            MisfitError: when something refuses its state.
+        """
+        undo: list[Callable[[], object]] = []
+
+        def put_back() -> None:
+            for step in reversed(undo):
+                with suppress(Exception):  # as far as it can be: what was refused is what is told
+                    step()
+
+        what = ""
+        try:
+            for what, load, back in self._around(prepared, state):
+                if what != "data":
+                    undo.append(back)
+                load()
+                if what == "data":  # which has its iteration still, where it refuses
+                    undo.append(back)
+        except Exception as error:  # also of the caller's own load_state_dict()
+            put_back()
+            raise MisfitError(f"{what}: its saved state is refused: {error or repr(error)}") from error
+        return put_back
+
+    def _around(
+        self, prepared: Sequence[Any], state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
+        """Yield what is loaded besides the model: its name, what loads it, and what puts it back."""
+
+        def one(what: str, thing: Any, plain: Any) -> tuple[str, Callable[[], object], Callable[[], object]]:  # noqa: ANN401
+            before: Any = None
+            with suppress(Exception):  # one that has no state yet
+                before = thing.state_dict()
+            saved = from_plain(plain)
+            return what, lambda: thing.load_state_dict(saved), lambda: thing.load_state_dict(before)
+
+        if self.data is not None and state["data"] is not None:
+            yield one("data", self.data, state["data"])
+        if prepared:
+            now = self.optimizers.as_prepared()
+            yield "optimizer", lambda: self.optimizers.load(prepared), lambda: self.optimizers.load(now)
+        for number, (scheduler, plain) in enumerate(zip(self.schedulers, self.scheduler_states(state), strict=False)):
+            yield one(f"scheduler {number}", scheduler, plain)
+        if self.scaler is not None and state["scaler"] is not None:
+            yield one("scaler", self.scaler, state["scaler"])
+        if state["random"]:
+            own = generator_states(self._devices)
+            yield "random states", lambda: self._load_random(state["random"]), lambda: self._load_random([own])
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor], loss: Mapping[str, torch.Tensor]) -> None:
+        """Take over the model; all of it was read and checked before."""
         aliases = {alias: tensors[name] for alias, name in self.aliases.items() if name in tensors}
         self.pipe.load_state_dict({**tensors, **aliases})
         if loss:
             self._loss.load_state_dict({name.removeprefix(LOSS): tensor for name, tensor in loss.items()})
-        self.optimizers.load(prepared)
-        for scheduler, saved in zip(self.schedulers, self.scheduler_states(state), strict=False):
-            scheduler.load_state_dict(saved)
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(from_plain(state["scaler"]))
-        if self.data is not None and state["data"] is not None:
-            self.data.load_state_dict(from_plain(state["data"]))
-        self._load_random(state["random"])
 
     def scheduler_states(self, state: Mapping[str, Any]) -> list[Any]:
-        """Return a state for each scheduler here.
+        """Return a state for each scheduler here, as JSON.
 
         Raises:
             MisfitError: when there were as many others, with states that differ.
         """
         saved = state["schedulers"]
         if not saved or len(saved) == len(self.schedulers):
-            return [from_plain(plain) for plain in saved]
+            return list(saved)
         if any(plain != saved[0] for plain in saved):  # one a stage, and there are other stages now
             raise MisfitError(f"{len(saved)} schedulers were saved, and there are {len(self.schedulers)} now")
-        return [from_plain(saved[0]) for _ in self.schedulers]
+        return [saved[0] for _ in self.schedulers]
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self.pipe.devices[lane] for lane in self.pipe.lanes]
 
     def _load_random(self, states: Sequence[dict[str, Any]]) -> None:
-        if states:
-            number = self.pipe.lanes[0] if len(self.pipe.lanes) < self.pipe.schedule.num_lanes else 0
-            devices = [self.pipe.devices[lane] for lane in self.pipe.lanes]
-            set_generator_states(states[number] if number < len(states) else states[0], devices)
+        number = self.pipe.lanes[0] if len(self.pipe.lanes) < self.pipe.schedule.num_lanes else 0
+        set_generator_states(states[number] if number < len(states) else states[0], self._devices)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.dcp import METADATA, load_tensors, read_dcp, write_dcp
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, read_json
+from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, is_folder_name, read_json
 from penstock.checkpoint.reader import read_state
 from penstock.checkpoint.saving import INDEX, Job, Saving
 from penstock.checkpoint.shards import Shard, check_storable, write_shard
@@ -26,6 +26,7 @@ __all__ = ["FORMS", "Form", "Moved", "export_checkpoint", "import_weights"]
 Form = Literal["safetensors", "huggingface", "dcp"]
 FORMS: tuple[Form, ...] = ("safetensors", "huggingface", "dcp")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_EXPORTED = re.compile(r"model.*\.safetensors(?:\.index\.json)?|config\.json|\.metadata|.*\.distcp")
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -56,7 +57,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: when the checkpoint is damaged.
-        OutputError: when the target is there, or cannot be written.
+        OutputError: when the target is there, would take the place of something else, or cannot be written.
         UsageError: for a form or config that cannot be.
     """
     path = Path(target)
@@ -66,8 +67,12 @@ def export_checkpoint(
         raise UsageError("config: only a Hugging Face folder has one")
     if config is not None:
         read_json(Path(config))
-    if (path.exists() or path.is_symlink()) and not force:
-        raise OutputError(f"{path}: is there already; choose another name, or force (--force)")
+    try:
+        _check_target(path, manifest.folder, form, force=force)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be looked at: {error.strerror or error}") from error
     hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     disk = Disk()
     try:
@@ -82,6 +87,40 @@ def export_checkpoint(
         if hidden.exists():
             disk.remove(hidden)
     return Moved(path, count, num_bytes)
+
+
+def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
+    """Raise where an export would take the place of anything but an export; force or not.
+
+    Raises:
+        OutputError: naming the target, and what to do.
+    """
+    if path.name in ("", ".."):
+        raise OutputError(f"{path}: give the name of a {_kind(form)} that is to be made")
+    real, source = path.parent.resolve() / path.name, source.resolve()
+    places = {real, real.resolve()}
+    if any(source == place or source in place.parents or place in source.parents for place in places):
+        raise OutputError(f"{path}: is, holds or lies in {source}, which is to be exported; choose another place")
+    is_there = path.exists() or path.is_symlink()
+    run = source.parent  # of a training; a checkpoint that was copied elsewhere has none around it
+    is_inside = (run / "latest").exists() and any(run in place.parents for place in places)
+    is_checkpoint = is_folder_name(path.name) or any((place / MANIFEST).exists() for place in real.parents)
+    if (is_inside and is_there) or is_checkpoint:
+        raise OutputError(f"{path}: belongs to a training or to its checkpoints; choose another place")
+    if not is_there:
+        return
+    if not force:
+        raise OutputError(f"{path}: is there already; choose another name, or force (--force)")
+    if path.is_dir() == (form == "safetensors") and path.exists():
+        raise OutputError(f"{path}: is a {'folder' if path.is_dir() else 'file'}, and {form} is a {_kind(form)}")
+    inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+    others = sorted(one.name for one in inside if one.is_dir() or not _EXPORTED.fullmatch(one.name))
+    if others:
+        raise OutputError(f"{path}: holds what no export writes ({', '.join(others[:3])}); choose another place")
+
+
+def _kind(form: Form) -> str:
+    return "file" if form == "safetensors" else "folder"
 
 
 def _put(hidden: Path, path: Path) -> None:

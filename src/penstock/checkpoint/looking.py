@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from penstock.checkpoint.manifest import MANIFEST, Manifest, is_folder_name, read_manifest
 from penstock.checkpoint.reader import faults_of, found, read_state
 from penstock.errors import CheckpointError
 
@@ -25,11 +25,12 @@ def choose(path: Path, *, step: int | None = None, is_all: bool = False) -> list
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
-    if (path / MANIFEST).exists() or path.name.startswith("checkpoint-"):
+    every = found(path)
+    is_damaged_one = is_folder_name(path.resolve().name) and not every
+    if (path / MANIFEST).exists() or is_damaged_one:
         if step is not None or is_all:
             raise CheckpointError(f"{path}: is one checkpoint; give the folder that it is in")
         return [path]
-    every = found(path)
     folders = [folder for folder, number, _, _ in every if step in (None, number)]
     if not folders:
         there = ", ".join(str(number) for _, number, _, _ in every) or "none"
@@ -75,7 +76,10 @@ def _file(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"parameters": len(group["members"]), "options": group["options"]} for group in optimizer.get("groups", [])]
+    return [
+        {"class": group.get("class"), "parameters": len(group["members"]), "options": group["options"]}
+        for group in optimizer.get("groups", [])
+    ]
 
 
 def verify(folder: Path) -> list[str]:

@@ -14,7 +14,16 @@ from penstock.checkpoint.disk import open_plain
 from penstock.checkpoint.shards import SAFE_NAMES, checksum
 from penstock.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Manifest", "folder_name", "read_json", "read_manifest", "step_folders", "to_bytes"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "folder_name",
+    "is_folder_name",
+    "read_json",
+    "read_manifest",
+    "step_folders",
+    "to_bytes",
+]
 
 MANIFEST = "MANIFEST.json"
 FORM = "penstock checkpoint"
@@ -29,6 +38,11 @@ _MAX_DIMENSIONS = 64
 def folder_name(step: int) -> str:
     """Return the name of a step's checkpoint."""
     return f"checkpoint-{step:06d}"
+
+
+def is_folder_name(name: str) -> bool:
+    """Say whether a folder of this name is a checkpoint, or was one."""
+    return _FOLDER_NAME.fullmatch(name) is not None
 
 
 def step_folders(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -13,10 +13,15 @@ from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.plain import from_plain, to_plain
 from penstock.errors import UsageError
 
-__all__ = ["OptimizerState", "Optimizers", "merged"]
+__all__ = ["OptimizerState", "Optimizers", "class_of", "lost_members", "merged"]
 
 # how an optimizer computes, which is for the device it is on now
 _OWN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_WHOLE = ("LBFGS",)  # whose state is not of each parameter, but of all of them in a row
+_ALONE = (
+    '. To go on with the weights alone: restore(parts=["model"]), or export them, and import them to another folder '
+    "(penstock checkpoint)"
+)
 
 
 @dataclass
@@ -24,7 +29,7 @@ class OptimizerState:
     """What is to be saved of the optimizers of a process.
 
     Attributes:
-        groups: for each group its optimizer, its place there, its options and the names of its parameters.
+        groups: for each group its optimizer, its place and class there, its options and the names of its parameters.
         params: for each parameter its state; tensors are named.
         tensors: these tensors, by the parameter they belong to.
     """
@@ -42,7 +47,7 @@ class Optimizers:
         named: the parameters that are here, with their names; a name may have several, one a device.
 
     Raises:
-        UsageError: when an optimizer has a parameter that is not among them.
+        UsageError: when an optimizer has a parameter that is not among them, or that another has too.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Optimizers:
 
     def _names(self) -> dict[int, str]:
         names = {id(parameter): name for name, parameter in self._named()}
+        owners: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
             for place, group in enumerate(optimizer.param_groups):
                 unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
@@ -64,19 +70,45 @@ class Optimizers:
                         f"optimizer: group {place} of optimizer {number} has parameters that are not the pipeline's, "
                         f"of shapes {unknown[:3]}; make it of pipe.parameters()"
                     )
+                twice = {
+                    names[id(p)]: owners[id(p)] for p in group["params"] if owners.setdefault(id(p), number) != number
+                }
+                if twice:
+                    raise UsageError(
+                        f"optimizer: {_some(list(twice))}: in optimizer {min(twice.values())} and in {number}, "
+                        "and a checkpoint keeps one state of each parameter; give each to one optimizer"
+                    )
         return names
 
-    def collect(self, is_saved: Callable[[str], bool]) -> OptimizerState:
-        """Return groups and states; of parameters that are saved elsewhere too, only those that are saved here."""
+    def members(self) -> list[str]:
+        """Return the names of the parameters that the optimizers here have."""
+        names = self._names()
+        every = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return list(dict.fromkeys(names[id(p)] for p in every))
+
+    def collect(self, is_saved: Callable[[str], bool], *, is_alone: bool = True) -> OptimizerState:
+        """Return groups and states; of parameters that are saved elsewhere too, only those that are saved here.
+
+        Args:
+            is_saved: whether a parameter is saved here.
+            is_alone: whether all parameters of the model are here.
+
+        Raises:
+            UsageError: for a state that cannot be saved.
+        """
         names, found = self._names(), OptimizerState()
         for number, optimizer in enumerate(self.optimizers):
+            if not is_alone and class_of(optimizer) in _WHOLE:
+                raise UsageError(
+                    f"optimizer: {class_of(optimizer)} keeps one long row of all its parameters, which cannot be put "
+                    "together from processes; run the lanes in one process, or take another optimizer"
+                )
             for place, group in enumerate(optimizer.param_groups):
                 where = f"optimizer {number}, group {place}"
                 options = {key: value for key, value in group.items() if key not in _OWN}
                 members = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-                found.groups.append(
-                    {"optimizer": number, "place": place, "options": to_plain(options, where), "members": members}
-                )
+                told = {"optimizer": number, "place": place, "class": class_of(optimizer)}
+                found.groups.append({**told, "options": to_plain(options, where), "members": members})
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if is_saved(name) and name not in found.params and optimizer.state.get(parameter):
@@ -106,6 +138,7 @@ class Optimizers:
         names, made = self._names(), []
         for number, optimizer in enumerate(self.optimizers):
             current = optimizer.state_dict()
+            _check_groups(saved["groups"], number, optimizer, names)
             groups, states = [], {}
             for place, (group, told) in enumerate(zip(optimizer.param_groups, current["param_groups"], strict=True)):
                 members = [names[id(p)] for p in group["params"]]
@@ -117,6 +150,13 @@ class Optimizers:
             ordered = [states.get(index, {}) for told in current["param_groups"] for index in told["params"]]
             made.append(({"state": states, "param_groups": groups}, ordered))
         return made
+
+    def as_prepared(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Return what `load` takes to have everything again as it is now."""
+        return [
+            (o.state_dict(), [dict(o.state.get(p, {})) for group in o.param_groups for p in group["params"]])
+            for o in self.optimizers
+        ]
 
     def load(self, prepared: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:
         """Take over what was prepared."""
@@ -130,6 +170,48 @@ class Optimizers:
                         optimizer.state[parameter][key] = value.to(there.device)
 
 
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return what an optimizer is called; where its class is defined may change."""
+    return type(optimizer).__qualname__
+
+
+def lost_members(saved: Mapping[str, Any] | None, members: Iterable[str]) -> str:
+    """Return what is wrong when parameters that were saved with an optimizer have none now."""
+    kept = set(members)
+    groups = saved["groups"] if saved is not None and kept else []  # without any optimizer only the rest is wanted
+    lost = {(g["optimizer"], g["place"]): [n for n in g["members"] if n not in kept] for g in groups}
+    told = [f"optimizer {o}, group {p}: {_some(names)}" for (o, p), names in lost.items() if names]
+    return f"the optimizers here do not have parameters that were saved with one: {'; '.join(told)}" if told else ""
+
+
+def _check_groups(
+    groups: Sequence[Mapping[str, Any]], number: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> None:
+    """Raise where an optimizer is not of the class, or has not the groups, that its parameters were saved with."""
+    own = class_of(optimizer)
+    taken: dict[int, tuple[int, dict[str, Any]]] = {}  # for a saved group, the place and options of who takes from it
+    for place, group in enumerate(optimizer.param_groups):
+        members = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+        options = {key: value for key, value in group.items() if key not in _OWN}
+        for index, saved in enumerate(groups):
+            if not set(members) & set(saved["members"]):
+                continue
+            if saved.get("class", own) != own:  # those of earlier versions do not tell it
+                raise MisfitError(f"optimizer {number} is {own}, and {saved['class']} was saved{_ALONE}")
+            if own in _WHOLE and members != saved["members"]:
+                raise MisfitError(f"optimizer {number}: {own} had other parameters, or in another order{_ALONE}")
+            other, others = taken.setdefault(index, (place, options))
+            if to_plain(options, "") != to_plain(others, ""):
+                raise MisfitError(
+                    f"optimizer {number}: groups {other} and {place} were one group when they were saved; make the "
+                    f"same groups{_ALONE}"
+                )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def _options_of(groups: Sequence[Mapping[str, Any]], number: int, place: int, members: Sequence[str]) -> dict[str, Any]:
     """Return the options that were saved for some parameters; they must have been the same for all of them."""
     wanted = set(members)
@@ -137,14 +219,14 @@ def _options_of(groups: Sequence[Mapping[str, Any]], number: int, place: int, me
     missing = wanted - {name for group in found for name in group["members"]}
     if missing:
         raise MisfitError(
-            f"optimizer {number}, group {place}: the saved optimizer did not have {', '.join(sorted(missing)[:5])}"
+            f"optimizer {number}, group {place}: the saved optimizer did not have {_some(sorted(missing))}{_ALONE}"
         )
     if not wanted:
         found = [group for group in groups if (group["optimizer"], group["place"]) == (number, place)][:1]
     if any(group["options"] != found[0]["options"] for group in found):
         raise MisfitError(
             f"optimizer {number}, group {place}: its parameters were in groups with other options when they were "
-            "saved; make the same groups"
+            f"saved; make the same groups{_ALONE}"
         )
     options: dict[str, Any] = found[0]["options"] if found else {}
     return options
@@ -157,7 +239,8 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         params |= part["params"]
         for group in part["groups"]:
-            same = next((g for g in groups if all(g[k] == group[k] for k in ("optimizer", "place", "options"))), None)
+            keys = [key for key in group if key != "members"]
+            same = next((g for g in groups if all(g.get(key) == group[key] for key in keys)), None)
             if same is None:
                 groups.append(dict(group))
             else:

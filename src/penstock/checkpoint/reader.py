@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.content import Content
+from penstock.checkpoint.content import PARTS, Content
 from penstock.checkpoint.manifest import Manifest, read_json, read_manifest, step_folders
 from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.plain import from_plain
 from penstock.checkpoint.shards import Shard
 from penstock.errors import CheckpointError
 
 __all__ = ["Loaded", "Restored", "complete", "faults_of", "found", "load"]
+
+_NOTHING: dict[str, Any] = {"optimizer": None, "schedulers": [], "scaler": None, "data": None, "random": []}
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,16 @@ def faults_of(
     return faults
 
 
-def load(manifest: Manifest, content: Content, *, process: int, num_processes: int) -> Loaded:
+def load(
+    manifest: Manifest, content: Content, *, process: int, num_processes: int, parts: Collection[str] = PARTS
+) -> Loaded:
     """Read what the lanes here need, and check all of it; with the other processes, all of the checkpoint.
 
     Raises:
         CheckpointError: when something is damaged, with all that is.
         MisfitError: when it is of another model.
     """
-    state = read_state(manifest)
+    state = _only(read_state(manifest), parts)
     model_file, optim_file = manifest.file_of("model"), manifest.file_of("optim")
     read: dict[str, set[str]] = {}
     with ExitStack() as stack:
@@ -146,17 +151,26 @@ def load(manifest: Manifest, content: Content, *, process: int, num_processes: i
             read.setdefault(file_of[name], set()).add(name)
             return shards[file_of[name]].read(name)
 
-        tensors = {name: fetch(model_file, found) for name, found in content.needed(model_file).items()}
-        loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}
+        tensors, loss = {}, {}
+        if "model" in parts:
+            tensors = {name: fetch(model_file, found) for name, found in content.needed(model_file).items()}
+            loss = {name: fetch(optim_file, name) for name in content.loss_names() if name in optim_file}
         try:
             prepared = content.optimizers.prepare(state["optimizer"], lambda name: fetch(optim_file, name))
-            content.scheduler_states(state)
+            for plain in (state["notes"], state["data"], state["scaler"], *content.scheduler_states(state)):
+                from_plain(plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{manifest.folder / 'state.json'}: contradicts itself: {error!r:.200}") from error
     faults = faults_of(manifest, _share(manifest, process, num_processes), read=read)
     if faults:
         raise CheckpointError("; ".join(faults))
     return Loaded(manifest, tensors, loss, prepared, state)
+
+
+def _only(state: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """Return a state as if nothing else had been saved."""
+    kept = {"schedulers" if part == "scheduler" else part for part in parts}
+    return {**state, **{key: nothing for key, nothing in _NOTHING.items() if key not in kept}}
 
 
 def _share(manifest: Manifest, process: int, num_processes: int) -> list[str]:

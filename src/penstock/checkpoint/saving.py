@@ -7,10 +7,12 @@ each other but these files, so nothing of this meets the training's own messages
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 
 from penstock.checkpoint.content import versions
 from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.leftovers import held
 from penstock.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -37,6 +40,7 @@ __all__ = ["Job", "Saving"]
 INDEX = "model.safetensors.index.json"
 _POLL_SECONDS = (0.002, 0.05)
 _HURRY_SECONDS = 10.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -127,26 +131,32 @@ class Saving:
         self._disk.remove(self.job.hidden)
 
     def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # whatever it is, the training goes on
-            self.fault = self._told(error)
-        finally:
-            self._written.set()
-        if self.job.process == 0:
+        with ExitStack() as stack:
             try:
-                self._complete()
-            except Exception as error:
-                self.failure = self._told(error)
+                self._disk.make_folder(self.job.folder)
+                stack.enter_context(held(self.job.folder))
+                self._write()
+            except Exception as error:  # whatever it is, the training goes on
+                self.fault = self._told(error)
+            finally:
+                self._written.set()
+            if self.job.process == 0:
+                try:
+                    self._complete()
+                except Exception as error:
+                    self.failure = self._told(error)
 
     def _told(self, error: Exception) -> str:
-        """Return what went wrong, with the room that there is and that was needed."""
+        """Return what went wrong; where it was the room, also how much there is and was needed."""
         text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        text = text or type(error).__name__
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+            return text
         try:
             free = shutil.disk_usage(self.job.folder).free
         except OSError:
             return text
-        return f"{text or type(error).__name__}; bytes needed: {self.job.num_bytes}, free: {free}"
+        return f"{text}; bytes needed: {self.job.num_bytes}, free: {free}"
 
     # ---- every process
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
-from penstock.errors import NonFiniteError, UsageError
+from penstock.errors import CheckpointError, NonFiniteError, UsageError
 from penstock.model.capture import capture
 from penstock.pipeline import build
 from pipelines import WIDTH, data, sequence
@@ -299,3 +300,46 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="has no locks"):
         assert train(tmp_path / "run", steps=1)[0].is_done
+
+
+# ---- what a checkpoint brings along
+
+
+def test_settings_of_the_checkpoint_win_and_are_told(tmp_path):
+    train(tmp_path / "run", steps=2)
+    with pipeline() as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=5.0, weight_decay=0.5)
+        trainer = penstock.Trainer(
+            pipe, optimizer, loader(), steps=4, folder=tmp_path / "run", view=False,
+            scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match=r"settings of the checkpoint: .*lr 0.05, not 5.0.*weight_decay 0.01, not"):
+            trainer.fit()
+
+
+def test_batches_of_another_size_begin_an_epoch_anew(tmp_path):
+    train(tmp_path / "run", batches=loader(24, 4), callbacks=[StopAt(5)])
+    with pytest.raises(CheckpointError, match="the state is of an epoch of 5 batches or more.*resume_data=False"):
+        train(tmp_path / "run", batches=loader(24, 8))
+    summary, losses, _ = train(tmp_path / "run", batches=loader(24, 8), resume_data=False)
+    assert (summary.resumed_from, sorted(losses)) == (5, [6, 7])
+
+
+def test_a_damaged_checkpoint_is_written_down(tmp_path):
+    train(tmp_path / "run", steps=4, checkpoint_every=2)
+    path = sorted((tmp_path / "run" / "checkpoint-000004").glob("model-*"))[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="went back to the checkpoint of step 2"):
+        summary, _, _ = train(tmp_path / "run", steps=6)
+    assert summary.resumed_from == 2
+    fault = json.loads((tmp_path / "run" / "faults.jsonl").read_text().splitlines()[0])
+    assert fault["kind"] == "damaged checkpoint"
+    assert path.name in fault["message"]
+
+
+def test_a_page_has_the_predicted_step_beside_the_measured(tmp_path):
+    summary, _, _ = train(tmp_path / "run", steps=2)
+    assert "measured" in summary.timelines[0].read_text()
+    assert "predicted" in summary.timelines[0].read_text()

@@ -128,12 +128,14 @@ def median_time(clock: Clock, make: Callable[[], Call], *, is_reusable: bool, re
     call, first = _try_out(clock, make, is_reusable=is_reusable)
     once = max(first.longer, 1e-7)
     count = min(_MOST_CALLS, max(1, int(seconds / repeats / once))) if is_reusable else 1
-    fewest = min(repeats, 1 if once > _LONG_SECONDS else _FEW_ROUNDS)
+    fewest = min(repeats, 1 if once > 10 * _LONG_SECONDS else _FEW_ROUNDS)
     rounds = min(repeats, max(fewest, int(seconds / once / count)))
     timings = []
     for _ in range(rounds):
         call = call if is_reusable else make()
         timings.append(clock.time(call, count, ahead_seconds=2 * first.host * count))
+    if rounds == 1 and first.longer:  # of two readings the one that was disturbed less
+        return min(first, timings[0], key=lambda timing: timing.longer)
     return Timing(statistics.median(t.device for t in timings), statistics.median(t.host for t in timings))
 
 
@@ -141,7 +143,7 @@ def _try_out(clock: Clock, make: Callable[[], Call], *, is_reusable: bool) -> tu
     """Return the call, and about how long it takes: the shortest of a few, for the first ones may be disturbed."""
     call = make()
     timings = [clock.time(call, 1)]
-    while len(timings) < _FEW_ROUNDS and timings[-1].longer < 10 * _LONG_SECONDS:
+    while len(timings) < _FEW_ROUNDS and min(timing.longer for timing in timings) < 10 * _LONG_SECONDS:
         call = call if is_reusable else make()
         timings.append(clock.time(call, 1))
     return call, min(timings, key=lambda timing: timing.longer)

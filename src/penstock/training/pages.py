@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,16 @@ __all__ = ["Pages"]
 class Pages:
     """Writes timelines into a run folder.
 
+    Args:
+        folder: of the run.
+        predicted: returns the step that was predicted, to stand beside the measured one; None where nothing was.
+
     Attributes:
         paths: of those that were written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "timelines"
+    def __init__(self, folder: Path, predicted: Callable[[], Timeline | None]) -> None:
+        self._folder, self._predicted = folder / "timelines", predicted
         self.paths: list[Path] = []
 
     def write(self, step: int, timeline: Timeline) -> Path | None:
@@ -28,7 +33,7 @@ class Pages:
         page = self._folder / f"step-{step:06d}.html"
         try:
             self._folder.mkdir(exist_ok=True)
-            timeline.to_html(page)
+            timeline.to_html(page, compare=self._predicted())
         except OSError as error:
             warnings.warn(f"the timeline of step {step} was not written: {error}; training goes on", stacklevel=2)
             return None

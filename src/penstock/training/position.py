@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.errors import UsageError
 from penstock.feeding.feed import Feed
 
 __all__ = ["Position"]
@@ -35,6 +36,14 @@ class Position:
         return self._feed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the next iteration."""
-        if not self._is_kept:
+        """Go on from there in the next iteration.
+
+        Raises:
+            UsageError: when the data is another.
+        """
+        if self._is_kept:
+            return
+        try:
             self._feed.load_state_dict(state)
+        except UsageError as error:
+            raise UsageError(f"{error}; resume_data=False begins an epoch anew") from None

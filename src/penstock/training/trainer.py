@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from penstock.training.memory import lane_bytes
 from penstock.training.pages import Pages
 from penstock.training.position import Position
 from penstock.training.reading import Reading, Summary
+from penstock.training.resuming import resume
 from penstock.training.signals import Signals
 from penstock.training.steps import Made, Stepper
 from penstock.training.view import View
@@ -63,6 +63,7 @@ class Trainer:
         keep_checkpoints: how many of the newest are kept.
         resume: "auto" goes on from the newest checkpoint in the folder, if there is one; "never" does not; the folder
             of another run's checkpoint is where this one begins, as long as it has no checkpoints of its own.
+        resume_data: go on in the data where it was; False begins an epoch anew, as for batches of another size.
         log_every: steps between logs.
         record_every: steps between recorded timelines; 0: only the last step's.
         on_nan: what to do with a loss or gradient that is not finite: "stop" before the update, "skip" the update, or
@@ -100,6 +101,7 @@ class Trainer:
         max_seconds: float | None = None,
         callbacks: Iterable[Callback] = (),
         view: bool = True,
+        resume_data: bool = True,
         split: Split | None = None,
         count_tokens: Callable[[Any], int] | None = None,
     ) -> None:
@@ -121,14 +123,14 @@ class Trainer:
         self._items, self._count_tokens = Items(split, has_target=pipe._loss is not None), count_tokens
         self._feed = data if isinstance(data, Feed) else feed(data, pipe, split=split)
         self._validation = validation
-        self._position = Position(self._feed)
+        self._position, self._resumes_data = Position(self._feed), resume_data
         self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
         self._check_words()
         self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was
-        self._pages = Pages(self.folder.path)
+        self._pages = Pages(self.folder.path, pipe._decision.predicted)
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._lane_bytes: tuple[int, ...] = ()
@@ -155,9 +157,9 @@ class Trainer:
             stack.callback(self.folder.release)
             stack.callback(self._callbacks.close)
             self._checkpoints = stack.enter_context(self._make_checkpoints())
-            getattr(self._checkpoints, "check", lambda: None)()  # now, and not after the last step
+            self._checkpoints.check()  # now, and not after the last step
             faults = Faults(self, self._callbacks)
-            restored = self._resume()
+            restored = self._resume(faults)
             self._callbacks.tell("on_train_begin", self)
             if restored is not None:
                 self._callbacks.tell("on_recover", self, restored.step)
@@ -166,7 +168,8 @@ class Trainer:
                     self._validate()  # that of its step came after the checkpoint, or not at all
                 status = self._loop(signals, faults, begin)
                 faults.at("save", self.step)
-                self._save(wait=True)
+                if restored is None or self.step != restored.step:
+                    self._save(wait=True)
                 if self._validation is not None and status == "done":
                     self._validate()
             summary = self._summary(status, restored, time.monotonic() - begin)
@@ -211,24 +214,15 @@ class Trainer:
         made.on_saved = lambda step, folder: self._callbacks.tell("on_save", self, step, folder)
         return made
 
-    def _resume(self) -> Restored | None:
+    def _resume(self, faults: Faults) -> Restored | None:
         assert self._checkpoints is not None
-        source = str(self.asked.resume)
-        if source == "never":
-            if self._checkpoints.steps():
-                raise UsageError(
-                    f"{self.folder.path}: has checkpoints of an earlier training, and resume is never: choose another "
-                    'folder, or resume="auto"'
-                )
-            return None
-        if source != "auto" and self._checkpoints.steps():
-            is_own = Path(source).resolve().parent == self.folder.path.resolve()
-            if not is_own or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-                source = "auto"  # it began from there, and has come further since
-        restored = self._checkpoints.restore("newest" if source == "auto" else source)
+        with nullcontext() if self._resumes_data else self._position.kept():
+            restored = resume(self._checkpoints, str(self.asked.resume), self.folder.path, self.stepper.optimizers)
         if restored is not None:
             self.step = restored.step
             self._skipped = list(restored.notes.get("skipped", []))
+            for why in restored.passed_over:
+                faults.tell("damaged checkpoint", restored.step, why)
         return restored
 
     # ---- the loop

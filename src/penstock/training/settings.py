@@ -1,0 +1,40 @@
+"""Settings: what an optimizer was made with, and what a checkpoint has put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["changes", "settings_of"]
+
+Settings = list[dict[str, Any]]
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
+    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from."""
+    found = []
+    for group in (group for one in optimizers for group in one.param_groups):
+        plain = {name: value for name, value in group.items() if isinstance(value, (Number, tuple, list))}
+        plain.pop("params", None)
+        rate = plain.pop("initial_lr", None)
+        found.append(plain if rate is None else plain | {"lr": rate})
+    return found
+
+
+def changes(before: Settings, after: Settings) -> list[str]:
+    """Return in words what is another now; each setting once.
+
+    >>> changes([{"lr": 5.0, "betas": (0.9, 0.95)}], [{"lr": 0.001, "betas": (0.9, 0.95)}])
+    ['lr 0.001, not 5.0']
+    """
+    told = [
+        f"{name} {new[name]}, not {old[name]}"
+        for old, new in zip(before, after, strict=False)
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
+    return list(dict.fromkeys(told))

@@ -220,7 +220,11 @@ def test_what_is_asked_for_instead(place):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("no.toml",), "no.toml: there is no such file; penstock train --init no.toml writes one"),
+        (("no.toml",), ". penstock train --init no.toml writes one"),
+        (("run.tmol",), ". Did you mean run.toml? penstock train --init run.tmol writes one"),
+        (("runs/no.toml",), "runs/no.toml: there is no such file in "),
+        (("--model", "own_of_tests.py", *OWN_WORDS[2:]), "give own_of_tests.py:callable, as own_of_tests.py:number"),
+        (("--data", "own_of_tests.py"), "it has Model, data, both, optimizer, rate, Told, number"),
         (("--model", "own_of_tests.py:Modle", *OWN_WORDS[2:]), "model: own_of_tests.py has no 'Modle'. Did you mean"),
         ((*OWN_WORDS, "--model-args", "widht=3"), "Did you mean 'width'?"),
         ((*OWN_WORDS, "--data-args", "batchs=3"), "Did you mean 'batches'?"),
@@ -258,6 +262,17 @@ def test_a_model_that_cannot_run_is_refused_before_the_first_step(place):
     code, _, err = train(*OWN_WORDS, "--model-args", "fails=true")
     assert code == 2
     assert "ArithmeticError" in err
+
+
+def test_a_file_may_import_its_neighbours(place, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("parts").mkdir()
+    Path("parts/net_of_tests.py").write_text(OWN)
+    Path("parts/meth_of_tests.py").write_text("from net_of_tests import *\n")
+    words = ("--model", "parts/meth_of_tests.py:Model", "--data", "parts/meth_of_tests.py:data", "--loss", "mse_loss")
+    code, _, err = train(*words, "--steps", "1")
+    assert code == 0, err
+    assert str(place / "parts") in sys.path
 
 
 def test_bad_checkpoints_have_a_code_of_their_own(place):

@@ -31,6 +31,8 @@ def config_of(tmp_path, text="", *words):
 # what is written, and what is said of it: each names the file and the line, or the flag, and the key
 WRONG = [
     ("mirco_batches = 4", ("run.toml:1: mirco_batches: there is no such key. Did you mean 'micro_batches'?",)),
+    ("learning_rate = 0.1", ("run.toml:1: learning_rate: there is no such key. Give lr",)),
+    ("batch_size = 8", ("there is no such key. The data makes its batches: give it to your callable, as data_args",)),
     ("\n\nschedul = '1f1b'", ("run.toml:3: schedul: there is no such key. Did you mean 'schedule'?",)),
     ("[modle_args]\nwidth = 3", ("run.toml:1: modle_args: there is no such key. Did you mean 'model_args'?",)),
     ("steps = '10'", ("run.toml:1: steps: must be a whole number; given: '10'",)),
@@ -62,7 +64,9 @@ WRONG = [
     ("optimizer_args = {lr = 1}", ("optimizer_args: lr has a key of its own",)),
     ("on_nan = 'rewind'\ncheckpoint_every = 0", ("on_nan: rewind goes back to a checkpoint",)),
     ("model = 'penstock:gtp'", ("model: 'penstock:gtp': there is no such model", "Did you mean 'penstock:gpt'?")),
-    ("model = 'nowhere.py:make'\nloss = 'mse_loss'", ("run.toml:1: model: there is no file nowhere.py",)),
+    ("model = 'nowhere.py:make'\nloss = 'mse_loss'", ("run.toml:1: model: there is no file nowhere.py in",)),
+    ("model = '/no/where.py:make'\nloss = 'mse_loss'", ("model: there is no file /no/where.py",)),
+    ("model = 'nowhere.py'", ("model: give nowhere.py:callable; given: 'nowhere.py'",)),
     ("model = 'my_code:make'", ("loss: say what the loss of my_code:make is",)),
     ("model = 'a b:c'\nloss = 'model'", ("model: give package.module:callable or file.py:callable; given: 'a b:c'",)),
     ("model = 'conf.json'", ("model: there is no file conf.json",)),
@@ -94,6 +98,8 @@ def test_what_is_wrong_is_said(tmp_path, text, said):
 
 WRONG_FLAGS = [
     (["--mirco-batches", "4"], "--mirco-batches: there is no such flag. Did you mean '--micro-batches'?"),
+    (["--learning-rate", "3"], "--learning-rate: there is no such flag. Give lr"),
+    (["--epochs", "3"], "--epochs: there is no such flag. Give steps, the number of updates"),
     (["--lr"], "--lr: give a value"),
     (["--lr", "fast"], "--lr: must be a number; given: 'fast'"),
     (["--steps=1.5"], "--steps: must be a whole number; given: '1.5'"),

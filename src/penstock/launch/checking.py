@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ _BUILT_IN = {
     "validation": ("penstock:text",),
 }
 _CALLABLE = re.compile(r"(?:[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+_MOST_NAMES = 8  # of a file's callables, in a message
 
 Fault = tuple[str, str]  # a key, and what is wrong with it
 
@@ -61,12 +63,14 @@ def _name_faults(key: str, given: str) -> Iterator[Fault]:
             yield key, f"{given!r}: there is no such {key} of ours.{nearest(given, _BUILT_IN[key])}"
     elif ":" in given:
         yield from ((key, told) for told in _callable_faults(given))
+    elif given.endswith(".py"):
+        yield key, f"give {given}:callable{_callables_in(given)}; given: {given!r}"
     elif key in ("data", "validation"):
         yield key, f"give package.module:callable or file.py:callable; given: {given!r}"
     elif not given.strip():
         yield key, "is empty"
     elif given.endswith(".json") and key == "model" and not Path(given).is_file():
-        yield key, f"there is no file {given}"
+        yield key, _no_file(given)
 
 
 def _callable_faults(given: str) -> Iterator[str]:
@@ -75,7 +79,23 @@ def _callable_faults(given: str) -> Iterator[str]:
         return
     place = given.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
-        yield f"there is no file {place}"
+        yield _no_file(place)
+
+
+def _no_file(place: str) -> str:
+    is_whole = Path(place).is_absolute()
+    return f"there is no file {place}" + ("" if is_whole else f" in {Path.cwd()}; paths start at the working directory")
+
+
+def _callables_in(place: str) -> str:
+    """Return which functions and classes a file has, as a hint; it is read, and not run."""
+    try:
+        found = ast.parse(Path(place).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in found if isinstance(node, kinds) and not node.name.startswith("_")]
+    return f", as {place}:{names[-1]} (it has {', '.join(names[:_MOST_NAMES])})" if names else ""
 
 
 def _model_faults(config: Config) -> Iterator[Fault]:
@@ -113,7 +133,7 @@ def _schedule_faults(config: Config) -> Iterator[Fault]:
     entry = None
     if config.schedule.lower().endswith(".csv"):
         if not Path(config.schedule).is_file():
-            yield "schedule", f"there is no file {config.schedule}"
+            yield "schedule", _no_file(config.schedule)
     else:
         try:
             entry = describe(config.schedule)

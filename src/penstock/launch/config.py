@@ -6,10 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ALIASES", "GROUPS", "Config", "group_of"]
+__all__ = ["ALIASES", "GROUPS", "HINTS", "Config", "group_of"]
 
 GROUPS = ("What to train", "How to learn", "How to run it", "When and where", "Processes")
 ALIASES = {"nproc_per_node": "nproc", "max_steps": "steps", "save_total_limit": "keep_checkpoints"}  # of other tools
+HINTS = {  # what other tools have, and what to give here
+    "learning_rate": "give lr",
+    "batch_size": "the data makes its batches: give it to your callable, as data_args = {batch_size = 32}",
+    "epochs": "give steps, the number of updates",
+    "num_epochs": "give steps, the number of updates",
+    "output_dir": "give folder",
+    "gradient_accumulation_steps": "give accumulate",
+}
 
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]

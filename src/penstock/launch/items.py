@@ -173,4 +173,9 @@ def count_tokens_of(example: Any) -> Callable[[Any], int] | None:  # noqa: ANN40
     first = tokens(example)
     if first is None or first.dim() < 2 or first.is_floating_point():
         return None
-    return lambda item: 0 if (found := tokens(item[0])) is None else found.numel()
+
+    def count(item: Any) -> int:  # noqa: ANN401 - (batch, target), or a batch alone
+        found = tokens(item[0] if isinstance(item, (tuple, list)) and item else item)
+        return 0 if found is None else found.numel()
+
+    return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from penstock.errors import UsageError, nearest
 from penstock.launch.checking import faults_of
-from penstock.launch.config import ALIASES, Config
+from penstock.launch.config import ALIASES, HINTS, Config
 from penstock.launch.values import read_value, wanted_of
 
 __all__ = ["Given", "read_config", "take_flags"]
@@ -56,7 +57,8 @@ def take_flags(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], lis
         name = name_of(name.removeprefix("no_")) if is_negated else name
         if name not in Config.model_fields or (is_negated and not _is_switch(name)):
             known = [f"--{key.replace('_', '-')}" for key in Config.model_fields]
-            faults.append(f"{head}: there is no such flag.{nearest(head.replace('_', '-'), [*known, *own])}")
+            hint = _hint(name) or nearest(head.replace("_", "-"), [*known, *own])
+            faults.append(f"{head}: there is no such flag.{hint}")
             if not has_value and todo and not todo[0].startswith("--") and not todo[0].endswith(".toml"):
                 todo.pop(0)
         elif _is_switch(name) and not has_value:
@@ -68,6 +70,10 @@ def take_flags(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], lis
         else:
             faults.append(f"{head}: give a value")
     return rest, flags, faults
+
+
+def _hint(name: str) -> str:
+    return f" {HINTS[name][0].upper()}{HINTS[name][1:]}" if name in HINTS else ""
 
 
 def _is_switch(name: str) -> bool:
@@ -101,7 +107,13 @@ def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults
 
 def _text_of(path: Path) -> str:
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file; penstock train --init {path} writes one to begin with")
+        # by the stem: what ends in .toml is alike already
+        near = get_close_matches(path.stem, [one.stem for one in path.parent.glob("*.toml")], n=1, cutoff=0.5)
+        hint = f" Did you mean {path.with_name(near[0] + '.toml')}?" if near else ""
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(
+            f"{path}: there is no such file{where}.{hint} penstock train --init {path} writes one to begin with"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -120,7 +132,7 @@ def _from_file(path: Path | None, text: str, told: list[str]) -> tuple[dict[str,
         name = name_of(word)
         origin = f"{path}:{_line_of(text, word)}"
         if name not in Config.model_fields:
-            told.append(f"{origin}: {word}: there is no such key.{nearest(name, Config.model_fields)}")
+            told.append(f"{origin}: {word}: there is no such key.{_hint(name) or nearest(name, Config.model_fields)}")
         elif name in values:
             told.append(f"{origin}: {word}: is there twice, the other at {origins[name]}")
         else:

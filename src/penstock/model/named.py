@@ -41,6 +41,8 @@ def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, A
         torch.manual_seed(seed)
         if ":" in name:
             return _from_code(name)
+        if name.endswith(".py"):
+            raise UsageError(f"give {name}:callable, what in the file returns the model; given: {name!r}")
         return _from_transformers(name, batch_size)
 
 
@@ -89,10 +91,12 @@ def _article(value: object) -> str:
 def _file(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
-        raise UsageError(f"no file {place}")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, the working directory"
+        raise UsageError(f"no file {place}{where}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{place} is no file of Python")
+    _let_import_from(path.resolve().parent)  # its neighbours, as python would for a script
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
     try:
@@ -102,10 +106,13 @@ def _file(place: str) -> ModuleType:
     return module
 
 
+def _let_import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _module(place: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    _let_import_from(Path.cwd())
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:

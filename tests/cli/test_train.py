@@ -75,6 +75,30 @@ class Told(penstock.Callback):
 
 def number():
     return 3
+
+
+def nothing():
+    data()
+
+
+def half():
+    return None, data()
+
+
+def untested():
+    return data(), None
+
+
+def dicts():
+    return [{"x": x, "y": y} for x, y in data()]
+
+
+def wide():
+    return [(torch.cat([x, x], 1), y) for x, y in data()]
+
+
+def whole():
+    return [(x.long(), y) for x, y in data()]
 """
 
 
@@ -223,8 +247,8 @@ def test_what_is_asked_for_instead(place):
         (("no.toml",), ". penstock train --init no.toml writes one"),
         (("run.tmol",), ". Did you mean run.toml? penstock train --init run.tmol writes one"),
         (("runs/no.toml",), "runs/no.toml: there is no such file in "),
-        (("--model", "own_of_tests.py", *OWN_WORDS[2:]), "give own_of_tests.py:callable, as own_of_tests.py:number"),
-        (("--data", "own_of_tests.py"), "it has Model, data, both, optimizer, rate, Told, number"),
+        (("--model", "own_of_tests.py", *OWN_WORDS[2:]), "give own_of_tests.py:callable, as own_of_tests.py:whole"),
+        (("--data", "own_of_tests.py"), "it has Model, data, both, optimizer, rate, Told, number, nothing"),
         (("--model", "own_of_tests.py:Modle", *OWN_WORDS[2:]), "model: own_of_tests.py has no 'Modle'. Did you mean"),
         ((*OWN_WORDS, "--model-args", "widht=3"), "Did you mean 'width'?"),
         ((*OWN_WORDS, "--data-args", "batchs=3"), "Did you mean 'batches'?"),
@@ -233,6 +257,14 @@ def test_what_is_asked_for_instead(place):
         ((*OWN_WORDS, "--optimizer-args", "betsa=3"), "Did you mean 'betas'?"),
         ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned int; it must return a model"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:number"), "returned int; it must return batches"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:nothing"), "data: own_of_tests.py:nothing returned NoneType (is a"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:half"), "returned (NoneType, Data); it must return batches"),
+        ((*OWN_WORDS, "--validation", "own_of_tests.py:nothing"), "validation: own_of_tests.py:nothing returned NoneT"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:dicts"), "own_of_tests.py:dicts yields a dict at a time, and loss ="),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:dicts"), "{x: float32 [8, 4], y: float32 [8, 1]}"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:wide"), "the model raises on the first batch of data (float32 [8, 8]"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:whole"), "raises on the first batch of data (int64 [8, 4]): Runtime"),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:wide", "--dry-run", "--analytic", "cpu"), "(float32 [8, 8]): Runtime"),
         ((*OWN_WORDS, "--validate-every", "2"), "validate_every: there is nothing to validate with"),
         (("--model", "gtp2"), "no model 'gtp2': neither module:callable nor a model type of transformers. Did you"),
         (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
@@ -261,7 +293,15 @@ def test_what_user_code_raises_is_told_once_with_its_lines(place):
 def test_a_model_that_cannot_run_is_refused_before_the_first_step(place):
     code, _, err = train(*OWN_WORDS, "--model-args", "fails=true")
     assert code == 2
-    assert "ArithmeticError" in err
+    assert re.search(
+        r"ArithmeticError: the model does not like it at \S*own_of_tests.py:\d+; without a pipeline, too", err
+    )
+    assert "Traceback" not in err
+
+
+def test_data_may_say_that_there_is_no_validation(place):
+    code, _, err = train(*OWN_WORDS, "--data", "own_of_tests.py:untested", "--steps", "1")
+    assert (code, err) == (0, "")
 
 
 def test_a_file_may_import_its_neighbours(place, monkeypatch):

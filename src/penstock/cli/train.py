@@ -216,6 +216,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         progress("load torch", 0, 1)
         from penstock import explain
         from penstock.launch.build import build_parts, lanes_of, memory_limit_of
+        from penstock.launch.trying import telling_bad_batches
         from penstock.model.example import read_example
         from penstock.schedules import load_csv
 
@@ -227,21 +228,22 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         wanted = config.micro_batches or min(4 * lanes, size)
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
         keep = {"offload": "hold", "fit": "recompute", "except_last": "recompute"}.get(str(config.keep), config.keep)
-        return explain(
-            parts.model,
-            parts.example,
-            lanes=lanes if is_named else None,
-            micro_batches=wanted if is_named else None,
-            schedule=schedule,
-            stages_per_lane=config.stages_per_lane,
-            cuts=config.cuts,
-            keep=keep if isinstance(keep, str) else "hold",
-            memory_limit=memory_limit_of(config),
-            batch_size=-(-size // min(size, count)),
-            training=True,
-            analytic=analytic,
-            progress=progress,
-        )
+        with telling_bad_batches(config, parts.model, parts.example):
+            return explain(
+                parts.model,
+                parts.example,
+                lanes=lanes if is_named else None,
+                micro_batches=wanted if is_named else None,
+                schedule=schedule,
+                stages_per_lane=config.stages_per_lane,
+                cuts=config.cuts,
+                keep=keep if isinstance(keep, str) else "hold",
+                memory_limit=memory_limit_of(config),
+                batch_size=-(-size // min(size, count)),
+                training=True,
+                analytic=analytic,
+                progress=progress,
+            )
 
 
 def _show_plan(found: Explanation, config: Config, *, as_json: bool) -> None:

@@ -22,6 +22,7 @@ from penstock.launch.checking import node_counts
 from penstock.launch.items import build_data, count_tokens_of, first_item
 from penstock.launch.learning import build_loss, build_rate, optimizer_maker
 from penstock.launch.models import build_model
+from penstock.launch.trying import check_pair, telling_bad_batches
 from penstock.launch.writing import to_toml
 from penstock.pipeline.pipeline import Pipeline
 from penstock.report.format import parse_bytes
@@ -67,6 +68,8 @@ def build_parts(config: Config) -> Parts:
     data, validation = build_data(config)
     if example is None:
         item, data = first_item(data)
+        if build_loss(config) is not None:
+            check_pair(config, item)
         example = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
     return Parts(model, example, data, validation)
 
@@ -104,7 +107,8 @@ def build_trainer(
     parts = build_parts(config)
     make = optimizer_maker(config)
     scaler = _scaler(config)
-    pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress))
+    with telling_bad_batches(config, parts.model, parts.example):
+        pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress))
     _check_same(config, pipe)
     optimizer = None if pipe.optimizers else make(pipe.parameters())
     rates = [build_rate(config, one) for one in (list(pipe.optimizers.values()) if optimizer is None else [optimizer])]

@@ -118,10 +118,13 @@ def _made(key: str, name: str, arguments: Mapping[str, Any]) -> tuple[Iterable[A
         return Text(**arguments), Text(**few)
     made = call(key, name, arguments)
     parts = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    for part in parts:
-        if part is not None and (isinstance(part, (str, Mapping)) or not _can_iterate(part)):
+    for number, part in enumerate(parts):
+        is_left_out = part is None and number == 1  # no validation
+        if not is_left_out and (isinstance(part, (str, Mapping)) or not _can_iterate(part)):
+            what = type(part).__name__ if made is part else f"({', '.join(type(one).__name__ for one in parts)})"
+            hint = " (is a return missing?)" if made is None else ""
             raise UsageError(
-                f"{key}: {name} returned {type(part).__name__}; it must return batches, as a DataLoader, or (training, "
+                f"{key}: {name} returned {what}{hint}; it must return batches, as a DataLoader, or (training, "
                 "validation) batches"
             )
     return parts

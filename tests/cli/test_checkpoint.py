@@ -139,7 +139,6 @@ def files_of(folder):
         ("run", "run/checkpoint-000009", "huggingface", "belongs to a training"),
         ("run", "run/latest", "safetensors", "belongs to a training"),
         ("run", "mine", "safetensors", "is a folder, and safetensors is a file"),
-        ("run", "mine/notes.txt", "dcp", "is a file, and dcp is a folder"),
         ("run", "mine", "huggingface", "holds what no export writes (notes.txt)"),
     ],
 )

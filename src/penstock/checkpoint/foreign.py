@@ -111,8 +111,8 @@ def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
         return
     if not force:
         raise OutputError(f"{path}: is there already; choose another name, or force (--force)")
-    if path.is_dir() == (form == "safetensors") and path.exists():
-        raise OutputError(f"{path}: is a {'folder' if path.is_dir() else 'file'}, and {form} is a {_kind(form)}")
+    if path.is_dir() and form == "safetensors":
+        raise OutputError(f"{path}: is a folder, and {form} is a file; choose another name")
     inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
     others = sorted(one.name for one in inside if one.is_dir() or not _EXPORTED.fullmatch(one.name))
     if others:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from penstock.faults.orphans import die_with_parent
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.training.trainer", "processes"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "penstock.pipeline", "penstock.training.trainer", "processes"]
+)
 _STORE = None
 _SECONDS = 90
 

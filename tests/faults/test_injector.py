@@ -159,7 +159,7 @@ def test_a_message_that_is_not_sent_is_missed():
         pipe.step(x, target)
         pipe.timeout = 1.0
         pipe.watch = Injector.parse("drop@action=SEND_F2")
-        with pytest.raises(HangError, match="has waited 1 s for .* for micro-batch 2"):
+        with pytest.raises(HangError, match=r"has waited 1 s for .* for micro-batch 2"):
             pipe.step(x, target)
 
 

@@ -299,6 +299,17 @@ def test_a_model_that_cannot_run_is_refused_before_the_first_step(place):
     assert "Traceback" not in err
 
 
+def test_one_interrupt_before_the_first_step_is_no_second_one(place, monkeypatch):
+    Path("slow_of_tests.py").write_text("import signal\ndef model():\n    signal.raise_signal(signal.SIGINT)\n")
+    words = ("--model", "slow_of_tests.py:model", *OWN_WORDS[2:])
+    told = "Stopped by Ctrl-C before the first step: there is nothing to save.\n"
+    code, _, err = train(*words)
+    assert (code, err) == (130, told)
+    monkeypatch.setenv("RANK", "1")  # of several processes the first says it
+    code, _, err = train(*words)
+    assert (code, err) == (130, "")
+
+
 def test_data_may_say_that_there_is_no_validation(place):
     code, _, err = train(*OWN_WORDS, "--data", "own_of_tests.py:untested", "--steps", "1")
     assert (code, err) == (0, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from torch.nn.functional import mse_loss
 
@@ -16,7 +17,7 @@ import penstock
 from penstock.training.reading import Reading, Summary
 from penstock.training.view import View
 from penstock.training.view_figures import Pace, Spark
-from penstock.training.view_lines import fault_line
+from penstock.training.view_lines import fault_line, summary_lines
 from penstock.training.view_outlet import Outlet
 from penstock.training.view_picture import Picture
 from penstock.training.view_screen import Screen
@@ -62,12 +63,13 @@ def reading(step=1, *, steps=10, lanes=2, loss=2.5, tokens=640, seconds=0.1, lin
     return Reading(step, steps, 0, loss, 1.0, (0.1,), seconds, 8, tokens, line, held)
 
 
-def pretended(folder, **more):
+def pretended(folder, lanes=(0, 1), device="cpu", **more):
     """Return what a view asks of a trainer, without one."""
     schedule = penstock.schedules.build("1f1b", lanes=2, micro_batches=4)
     given = {"is_first": True, "step": 0, "reading": None, "asked": SimpleNamespace(steps=10)} | more
     folder = SimpleNamespace(path=Path(folder))
-    return SimpleNamespace(pipe=SimpleNamespace(schedule=schedule), folder=folder, **given)
+    pipe = SimpleNamespace(schedule=schedule, lanes=lanes, devices=[torch.device(device)] * 2)
+    return SimpleNamespace(pipe=pipe, folder=folder, **given)
 
 
 def fit(folder, view, *callbacks, **asked):
@@ -92,7 +94,7 @@ def test_the_picture_has_all_that_one_wants_to_see():
     picture.validation = 1.25
     text = "\n".join(drawn(picture, 120, 40))
     for words in (
-        "loss 1.000 █▆▃▁", "6,400 tokens/s", "step 100 ms", "bubble ", "validation 1.250", "lane 0 1 MiB",
+        "loss 1.000 █▆▃▁", "6,400 tokens/s", "step 100 ms", "bubble ", "validation 1.250", "memory held   lane 0 1 MiB",
         "lane 1 2 MiB", "lanes in step 1", "F  forward", "4/10 steps", "to go 0:00:01",
     ):  # fmt: skip
         assert words in text, words
@@ -168,7 +170,8 @@ def test_plain_lines(why, tmp_path, monkeypatch):
     assert "\r" not in text
     lines = [line for line in ESCAPE.sub("", text).splitlines() if line.startswith("step ")]
     pattern = (
-        r"step +(\d+) of 600: loss [\d.]+, [\d,.]+ samples/s,( bubble [\d.]+ %,)? [\d.]+ m?s a step, at most .* a lane"
+        r"step +(\d+) of 600: loss [\d.]+, [\d,.]+ samples/s,( bubble [\d.]+ %,)? [\d.]+ m?s a step, "
+        r"at most .* held a lane"
     )
     assert [int(re.fullmatch(pattern, line)[1]) for line in lines[:3]] == [1, 2, 4]
     assert "Stopped by a callback: 4 of 600 steps" in text
@@ -277,6 +280,30 @@ def test_the_summary_tells_of_what_did_not_work(tmp_path):
         "the updates of steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more", "To go on: run it again",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_memory_is_called_what_it_is(tmp_path):
+    for words, place in {
+        "held": {}, "resident": {"lanes": (0,)}, "peak allocated": {"device": "cuda:0"},
+    }.items():  # fmt: skip
+        file, trainer = io.StringIO(), pretended(tmp_path, **place)
+        with View(file=file) as view:
+            view.on_train_begin(trainer)
+            view.on_step_end(trainer, reading())
+            view.on_log(trainer, {})
+        assert f"at most 2 MiB {words} a lane" in file.getvalue()
+
+
+def test_a_summary_of_nothing_says_so(tmp_path):
+    def said(steps, **more):
+        summary = Summary("done", 179, steps, None, None, 1.0, tmp_path, **more)
+        return summary_lines(summary, first_loss=None, speed="", events=None, again=None)[0]
+
+    assert said(3, resumed_from=179).startswith(
+        "Nothing was trained: already at step 179, and 3 steps were asked for; give more steps (--steps)"
+    )
+    assert "already at step 179, and 179 steps" in said(179, resumed_from=179)
+    assert said(179, resumed_from=100).startswith("Done: 179 of 179 steps, 100 of them before")
 
 
 # ---- a terminal that goes away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,7 +106,7 @@ def train(
         try:
             raise typer.Exit(_train(given, quiet=quiet, as_json=as_json))
         except KeyboardInterrupt:  # before the first step, which would be finished and saved
-            typer.echo("Stopped by Ctrl-C; nothing was trained.", err=True)
+            typer.echo("Stopped by Ctrl-C before the first step: there is nothing to save.", err=True)
             raise typer.Exit(_STOPPED) from None
 
 
@@ -150,8 +151,9 @@ def _init(path: Path) -> None:
 def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     from penstock.launch.start import needs_processes, start_processes
 
+    again = shlex.join(["penstock", "train", *sys.argv[2:]])
     if needs_processes(given.config):
-        code = start_processes(given, show="nothing" if as_json else "lines" if quiet else "drawn")
+        code = start_processes(given, show="nothing" if as_json else "lines" if quiet else "drawn", again=again)
         if as_json:
             typer.echo(json.dumps({"code": code, **_last_event(Path(given.config.folder))}, indent=2))
         return code
@@ -159,7 +161,6 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     from penstock.launch.running import run_here
     from penstock.training.view import View
 
-    again = " ".join(["penstock train", *(word for word in sys.argv[2:])])
     with ExitStack() as stack:  # what is shown before the first step, until the view takes the terminal over
         progress = stack.enter_context(show.progress(quiet=as_json or quiet))
         progress("load torch", 0, 1)

@@ -63,12 +63,15 @@ class Agent(LocalElasticAgent):
         """Hand the first signal on to the processes, and let them save; at a second one leave."""
         name = signal.Signals(number).name
         if self.told is not None or not self._running():
+            if self.told is None:
+                begun = "; the last checkpoint stands" if self.verdict else " before the first step: nothing to save"
+                self._say(f"{name}{begun}")
             self._signal(signal.SIGKILL)
             # nobody had begun: there is nothing to save
             raise LeaveNow(INTERRUPTED if number == signal.SIGINT else DONE if self.told is None else LATE)
         self.told, self._told_at = name, time.monotonic()
         again = "; once more: leave at once" if number == signal.SIGINT else ""
-        self._say(f"{name}: the step is finished and saved{again}")
+        self._say(f"{name}: a step that is under way is finished and saved{again}")
         self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:

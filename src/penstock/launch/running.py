@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.training.callbacks import Callback
     from penstock.training.trainer import Trainer
 
-__all__ = ["Ending", "run_here"]
+__all__ = ["Ending", "run_here", "tell_unbegun"]
 
 _MOST_TOLD = 2000  # characters of a message that are written down
 
@@ -67,6 +67,9 @@ def run_here(
         return Ending(DONE)
     except BaseException as error:
         code = code_of(error)
+        if isinstance(error, KeyboardInterrupt) and trainer is None:
+            tell_unbegun()
+            return Ending(code)
         _note(given, error, code, trainer)
         _tell(error, code)
         return Ending(code)
@@ -77,6 +80,12 @@ def run_here(
 
 def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as handlers are called
     raise _ToldError
+
+
+def tell_unbegun() -> None:
+    """Say that Ctrl-C came before there was anything to save; of several processes the first says it."""
+    if os.environ.get("RANK", "0") == "0":
+        _say("Stopped by Ctrl-C before the first step: there is nothing to save.")
 
 
 def _say(text: str) -> None:

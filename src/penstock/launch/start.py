@@ -16,7 +16,7 @@ from penstock.errors import OutputError, UsageError
 from penstock.launch.checking import node_counts
 from penstock.launch.exits import DONE, INTERRUPTED, LOST, RAISED
 from penstock.launch.ports import check_endpoint
-from penstock.launch.worker import PARENT_FLAG, RESOLVED_FLAG
+from penstock.launch.worker import COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG
 from penstock.launch.writing import to_toml
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ def needs_processes(config: Config) -> bool:
     return (config.nproc or 1) > 1 or node_counts(config)[1] > 1
 
 
-def start_processes(given: Given, *, show: Show = "drawn") -> int:
+def start_processes(given: Given, *, show: Show = "drawn", again: str | None = None) -> int:
     """Start processes, watch them until the training is over, and return its exit code.
 
     Args:
         given: the configuration.
         show: what the first process prints: "drawn" in a terminal, as "lines", or "nothing".
+        again: the command that goes on with the training, for the summary of one that ended early.
 
     Raises:
         UsageError: when the folder is in use, or processes cannot meet where they are told to.
@@ -67,7 +68,7 @@ def start_processes(given: Given, *, show: Show = "drawn") -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (config.nproc or 1))))
     try:
         with Follower() as follower:
-            agent = _agent(config, path, RunLogs(folder, follower, show=show))
+            agent = _agent(config, path, RunLogs(folder, follower, show=show), again)
             with _handling(agent):
                 return _code(agent, agent.run())
     except LeaveNow as leave:
@@ -95,7 +96,7 @@ def _make(folder: Path) -> Path:
     return folder
 
 
-def _agent(config: Config, path: Path, logs: RunLogs) -> Agent:
+def _agent(config: Config, path: Path, logs: RunLogs, again: str | None) -> Agent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import registry
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -122,12 +123,13 @@ def _agent(config: Config, path: Path, logs: RunLogs) -> Agent:
     if is_ours:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     address, port = parse_rendezvous_endpoint(endpoint, default_port=29400) if is_static else (None, None)
+    words = [RESOLVED_FLAG, f"{PARENT_FLAG}={os.getpid()}", *([] if again is None else [f"{COMMAND_FLAG}={again}"])]
     spec = WorkerSpec(
         role="penstock",
         local_world_size=config.nproc or 1,
         rdzv_handler=handler,
         entrypoint=sys.executable,
-        args=("-u", "-m", "penstock.launch.worker", str(path), RESOLVED_FLAG, f"{PARENT_FLAG}={os.getpid()}"),
+        args=("-u", "-m", "penstock.launch.worker", str(path), *words),
         max_restarts=_NEVER,
         monitor_interval=0.05,
         master_addr=address,

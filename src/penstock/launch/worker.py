@@ -14,6 +14,7 @@ __all__ = ["main"]
 AGAIN_FLAG = "--again"  # processes before were lost, and these go on for them
 RESOLVED_FLAG = "--resolved"  # the file was written by the launcher, and says where each value comes from
 PARENT_FLAG = "--parent"  # the launcher: without it there is nobody to work for
+COMMAND_FLAG = "--command"  # what the user typed, for the summary
 
 
 def main(words: Sequence[str]) -> int:
@@ -23,9 +24,10 @@ def main(words: Sequence[str]) -> int:
     from penstock.launch.reading import read_config, take_flags
     from penstock.launch.writing import origins_in
 
-    rest, flags, faults = take_flags(words, [AGAIN_FLAG, PARENT_FLAG, RESOLVED_FLAG])
+    rest, flags, faults = take_flags(words, [AGAIN_FLAG, COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG])
     is_again = AGAIN_FLAG in rest or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     parents = [int(word.partition("=")[2]) for word in rest if word.startswith(f"{PARENT_FLAG}=")]
+    again = next((word.partition("=")[2] for word in rest if word.startswith(f"{COMMAND_FLAG}=")), None)
     paths = [word for word in rest if not word.startswith("--")]
     if parents:
         from penstock.faults.orphans import die_with_parent
@@ -44,10 +46,10 @@ def main(words: Sequence[str]) -> int:
     from penstock.launch.running import run_here
     from penstock.training.view import View
 
-    views = [View()]
+    views = [View(again=again)]
     log = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if RESOLVED_FLAG in rest and log and sys.stdout.isatty():  # what is drawn there goes to no file: lines do
-        views.append(View(quiet=True, file=Path(log).with_name("stdout.log").open("w")))
+        views.append(View(quiet=True, again=again, file=Path(log).with_name("stdout.log").open("w")))
     return run_here(given, callbacks=tuple(views), is_again=is_again).code
 
 
@@ -63,5 +65,16 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _main(words: Sequence[str]) -> int:
+    try:
+        return main(words)
+    except KeyboardInterrupt:  # before anything was read; later it is told where it happens
+        from penstock.launch.exits import INTERRUPTED
+        from penstock.launch.running import tell_unbegun
+
+        tell_unbegun()
+        return INTERRUPTED
+
+
 if __name__ == "__main__":
-    _leave(main(sys.argv[1:]))
+    _leave(_main(sys.argv[1:]))

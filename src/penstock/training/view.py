@@ -17,6 +17,7 @@ from penstock.training.view_lines import (
     begin_line,
     evaluate_line,
     fault_line,
+    memory_kind,
     recover_line,
     save_line,
     summary_lines,
@@ -56,7 +57,8 @@ class View(Callback):
             return
         self.close()
         self._totals = Totals()
-        screen = Screen(trainer.asked.steps, step=trainer.step, quiet=self._quiet, file=self._file)
+        memory = memory_kind(trainer)
+        screen = Screen(trainer.asked.steps, step=trainer.step, memory=memory, quiet=self._quiet, file=self._file)
         screen.line(begin_line(trainer), style="bold")
         self._screen = screen.__enter__()
 

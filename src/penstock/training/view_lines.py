@@ -19,6 +19,7 @@ __all__ = [
     "begin_line",
     "evaluate_line",
     "fault_line",
+    "memory_kind",
     "recover_line",
     "save_line",
     "show_clock",
@@ -62,14 +63,22 @@ def begin_line(trainer: Trainer) -> str:
     return f"training: {parts}, in {_shown(trainer.folder.path)}"
 
 
-def step_line(reading: Reading, pace: Pace) -> str:
-    """Say where the training is."""
+def memory_kind(trainer: Trainer) -> str:
+    """Return what the bytes of lanes are: see `penstock.training.memory`."""
+    pipe = trainer.pipe
+    if pipe.devices[pipe.lanes[0]].type == "cuda":
+        return "peak allocated"
+    return "resident" if len(pipe.lanes) < pipe.schedule.num_lanes else "held"
+
+
+def step_line(reading: Reading, pace: Pace, memory: str = "held") -> str:
+    """Say where the training is; `memory` is what the bytes of lanes are."""
     parts = [f"loss {show_loss(reading.loss)}", pace.speed_text]
     if reading.timeline is not None:
         parts.append(f"bubble {show_share(reading.timeline.bubble)}")
     parts.append(f"{show_seconds(pace.step_seconds, digits=3)} a step")
     if reading.lane_bytes:
-        parts.append(f"at most {show_bytes(max(reading.lane_bytes), digits=3)} a lane")
+        parts.append(f"at most {show_bytes(max(reading.lane_bytes), digits=3)} {memory} a lane")
     return f"step {reading.step:>{len(str(reading.steps))}} of {reading.steps}: {', '.join(parts)}"
 
 
@@ -112,7 +121,10 @@ def summary_lines(
     """
     why = _WHY.get(summary.status, f"Ended by {printable(summary.status)}")
     head = f"{why}: {summary.step} of {summary.steps} steps"
-    if summary.resumed_from is not None:
+    if summary.is_done and summary.resumed_from is not None and summary.resumed_from >= summary.steps:
+        asked = f"{summary.steps} step{'s were' if summary.steps > 1 else ' was'} asked for"
+        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more steps (--steps)"
+    elif summary.resumed_from is not None:
         head += f", {summary.resumed_from} of them before"
     rows = [("loss", _change(first_loss, summary.loss))]
     rows.append(("validation", "" if summary.validation is None else show_loss(summary.validation)))

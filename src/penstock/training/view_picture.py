@@ -33,10 +33,11 @@ class Picture:
     Args:
         steps: how many there will be.
         step: how many are done already.
+        memory: what the bytes of lanes are: held, resident, or peak allocated.
     """
 
-    def __init__(self, steps: int, *, step: int = 0) -> None:
-        self.steps, self.step = steps, step
+    def __init__(self, steps: int, *, step: int = 0, memory: str = "held") -> None:
+        self.steps, self.step, self.memory = steps, step, memory
         self.pace, self._spark = Pace(), Spark(_SPARK)
         self.reading: Reading | None = None
         self.validation: float | None = None
@@ -98,12 +99,14 @@ class Picture:
         if not held:
             return []
         each = [Text(f"lane {lane} {show_bytes(size, digits=3)}") for lane, size in enumerate(held)]
-        lines = _packed([Text("memory"), *each], width)
+        lines = _packed([Text(f"memory {self.memory}"), *each], width)
         if len(lines) <= 2:
             return lines
         fullest = max(range(len(held)), key=held.__getitem__)
         low, high = (show_bytes(size, digits=3) for size in (min(held), max(held)))
-        return _packed([Text("memory"), Text(f"{low} to {high} a lane"), Text(f"most on lane {fullest}")], width)
+        return _packed(
+            [Text(f"memory {self.memory}"), Text(f"{low} to {high} a lane"), Text(f"most on lane {fullest}")], width
+        )
 
     def _lanes(self, width: int, room: int) -> list[Text]:
         """Return the lanes of the step recorded last, as far as there is room for them."""

@@ -33,14 +33,17 @@ class Screen:
     Args:
         steps: how many there will be.
         step: how many are done already.
+        memory: what the bytes of lanes are: held, resident, or peak allocated.
         quiet: plain lines also in a terminal.
         file: where to write; by default standard output.
     """
 
-    def __init__(self, steps: int, *, step: int = 0, quiet: bool = False, file: TextIO | None = None) -> None:
+    def __init__(
+        self, steps: int, *, step: int = 0, memory: str = "held", quiet: bool = False, file: TextIO | None = None
+    ) -> None:
         outlet = Outlet(sys.stdout if file is None else file)
         self._console = Console(file=outlet, highlight=False)  # type: ignore[arg-type]  # all that rich asks of a file
-        self.picture = Picture(steps, step=step)
+        self.picture = Picture(steps, step=step, memory=memory)
         console = self._console
         self.is_live = console.is_terminal and not (console.is_dumb_terminal or console.no_color or quiet)
         self._live = Live(console=console, auto_refresh=False) if self.is_live else None
@@ -71,7 +74,7 @@ class Screen:
     def log(self) -> None:
         """Show the step that was taken in last, whether or not it is time to."""
         if self._live is None and self.picture.reading is not None:
-            self.line(step_line(self.picture.reading, self.picture.pace))
+            self.line(step_line(self.picture.reading, self.picture.pace, self.picture.memory))
         self._draw()
 
     def line(self, text: str, *, style: str = "") -> None:

@@ -120,10 +120,11 @@ def summary_lines(
         again: the command that goes on from here, where it is known.
     """
     why = _WHY.get(summary.status, f"Ended by {printable(summary.status)}")
-    head = f"{why}: {summary.step} of {summary.steps} steps"
+    head, clock = f"{why}: {summary.step} of {summary.steps} steps", f", in {show_clock(summary.seconds)}"
     if summary.is_done and summary.resumed_from is not None and summary.resumed_from >= summary.steps:
         asked = f"{summary.steps} step{'s were' if summary.steps > 1 else ' was'} asked for"
-        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more steps (--steps)"
+        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more --steps"
+        clock = ""
     elif summary.resumed_from is not None:
         head += f", {summary.resumed_from} of them before"
     rows = [("loss", _change(first_loss, summary.loss))]
@@ -134,7 +135,7 @@ def summary_lines(
     rows.append(("events", "" if events is None else _shown(events)))
     rows.append(("skipped", f"the updates of {_numbers(summary.skipped)}" if summary.skipped else ""))
     rows += [("not saved", "; ".join(map(printable, failure.splitlines()))) for failure in summary.failures]
-    lines = [f"{head}, in {show_clock(summary.seconds)}"]
+    lines = [head + clock]
     lines += [f"  {name:<12}{text}" for name, text in rows if text]
     if not summary.is_done and summary.checkpoints:
         how = printable(again) if again else f"run it again with the same folder, {_shown(summary.folder)}"

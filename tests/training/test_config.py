@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import tomllib
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CheckpointError, HangError, LaneError, LostError, NonFiniteError, UsageError
+from penstock.launch.both import Both
 from penstock.launch.config import GROUPS, Config, group_of
 from penstock.launch.exits import code_of
+from penstock.launch.logs import Tail
 from penstock.launch.policy import Policy
 from penstock.launch.reading import read_config, take_flags
 from penstock.launch.writing import example_file, key_table, origins_in, to_toml
@@ -115,6 +118,28 @@ def test_what_is_wrong_with_flags_is_said(tmp_path, words, said):
     with pytest.raises(UsageError) as caught:
         config_of(tmp_path, "", *words)
     assert said in str(caught.value)
+
+
+def test_what_all_processes_say_is_shown_once(tmp_path):
+    """The first draws in a terminal, and says it there itself; others wait a little, and then say what is their own."""
+    first, other, out = tmp_path / "0", tmp_path / "1", io.StringIO()
+    shown = {}
+    tails = [Tail(first, None, prefix=None, shown=shown)]
+    tails.append(Tail(other, out, prefix="[lane 1] ", shown=shown, hold_seconds=1000.0))
+    other.write_text("Warning: slow\nError: bad data\nError: no disk\n")
+    for tail in tails:
+        tail.follow()
+    assert out.getvalue() == "[lane 1] Warning: slow\n"
+    with (tmp_path / "terminal").open("w") as terminal:
+        both = Both(terminal, first)
+        both.write("Error: bad data\n")
+        both.flush()
+        assert not both.isatty()
+    for tail in tails:
+        tail.follow(is_last=True)
+    assert out.getvalue() == "[lane 1] Warning: slow\n[lane 1] Error: no disk\n"
+    assert (tmp_path / "terminal").read_text() == "Error: bad data\n"
+    both._file.close()
 
 
 def test_all_faults_of_file_and_flags_come_at_once(tmp_path):
@@ -266,6 +291,13 @@ def test_the_same_hang_twice_is_not_tried_again():
     assert "the same failure twice, at step 4" in verdict.why
     assert judge(Policy(3), {0: 75}, hang, stuck=[1]).is_again
     assert judge(policy, {0: 75}, hang | {"step": 5}, stuck=[1]).is_again
+
+
+def test_who_raised_and_was_killed_in_its_last_save_is_not_started_again():
+    raised = {"kind": "error", "step": 3, "message": "ValueError: mine", "is_lost": False}
+    verdict = judge(Policy(3), {1: 75}, raised, stuck=[0])
+    assert (verdict.is_again, verdict.code, verdict.why) == (False, 1, "ValueError: mine")
+    assert judge(Policy(3), {1: 75}, raised | {"is_lost": True}, stuck=[0]).is_again
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -15,6 +16,7 @@ __all__ = ["Follower", "RunLogs", "Show", "quiet_torch"]
 
 Show = Literal["drawn", "lines", "nothing"]
 _SECONDS = 0.05
+_HOLD_SECONDS = 1.0
 
 
 class Tail:
@@ -23,13 +25,18 @@ class Tail:
     Args:
         path: of the file; it may not be there yet.
         prefix: of each line that is shown; None: of the first process.
-        to: where it is shown.
+        to: where it is shown; None: the process has shown it itself.
         shown: lines that have been shown, and of which process: others do not say them again.
+        hold_seconds: that errors are held back, for the first process may be about to say the same.
     """
 
-    def __init__(self, path: Path, to: TextIO, *, prefix: str | None, shown: dict[str, str | None]) -> None:
+    def __init__(
+        self, path: Path, to: TextIO | None, *, prefix: str | None, shown: dict[str, str | None],
+        hold_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
         self._path, self._to, self._prefix, self._shown = path, to, prefix, shown
         self._offset, self._rest = 0, ""
+        self._hold_seconds, self._held_since, self._held = hold_seconds, 0.0, list[str]()
 
     def follow(self, *, is_last: bool = False) -> None:
         """Show what is new."""
@@ -44,12 +51,32 @@ class Tail:
         if is_last and self._rest:
             lines.append(self._rest)
             self._rest = ""
+        self._show(self._released(lines, is_last=is_last))
+
+    def _released(self, lines: list[str], *, is_last: bool) -> list[str]:
+        """Return the lines to show now: not those from an error on, until others had time to say it."""
+        if not self._hold_seconds:
+            return lines
+        now, lines = time.monotonic(), [*self._held, *lines]
+        if not self._held:
+            self._held_since = now
+        is_over = is_last or now - self._held_since > self._hold_seconds
+        errors = [] if is_over else [number for number, line in enumerate(lines) if line.startswith("Error: ")]
+        at = errors[0] if errors else len(lines)
+        self._held = lines[at:]
+        return lines[:at]
+
+    def _show(self, lines: list[str]) -> None:
         for line in lines:
             if not line.strip():
-                self._to.write("\n" if self._prefix is None else "")
+                text = "\n" if self._prefix is None else ""
             elif self._shown.setdefault(line, self._prefix) == self._prefix:
-                self._to.write(f"{self._prefix or ''}{line}\n")
-        if lines:
+                text = f"{self._prefix or ''}{line}\n"
+            else:
+                continue
+            if self._to is not None:
+                self._to.write(text)
+        if lines and self._to is not None:
             self._to.flush()
 
 
@@ -62,10 +89,10 @@ class Follower:
         self._lock, self._is_over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-logs", daemon=True)
 
-    def add(self, path: Path, to: TextIO, *, prefix: str | None) -> None:
+    def add(self, path: Path, to: TextIO | None, *, prefix: str | None, hold_seconds: float = 0.0) -> None:
         """Follow one more file."""
         with self._lock:
-            self._tails.append(Tail(path, to, prefix=prefix, shown=self._shown))
+            self._tails.append(Tail(path, to, prefix=prefix, shown=self._shown, hold_seconds=hold_seconds))
 
     def forget(self) -> None:
         """Show the rest of all files, and follow them no more: their processes are gone."""
@@ -134,11 +161,13 @@ class RunLogs(LogsSpecs):
             found.stdouts[local] = "" if draws else str(folder / "stdout.log")
             found.stderrs[local] = "" if draws else str(folder / "stderr.log")
             if draws:
+                self._follower.add(folder / "stderr.log", None, prefix=None)
                 continue
             if is_first and self._show != "nothing":
                 self._follower.add(folder / "stdout.log", sys.stdout, prefix=None)
             prefix = None if is_first else f"[lane {env['RANK']}] "
-            self._follower.add(folder / "stderr.log", sys.stderr, prefix=prefix)
+            hold = 0.0 if is_first or not self._is_terminal else _HOLD_SECONDS
+            self._follower.add(folder / "stderr.log", sys.stderr, prefix=prefix, hold_seconds=hold)
         return found
 
 

@@ -61,9 +61,11 @@ class Policy:
         final = next((code for code in _FINAL if code in exits.values()), None)
         if final is not None:
             return Verdict(False, final, "an error that would happen again", is_told=True)
+        # a process that raised, and was killed while it waited for its last save, has written down why
+        raised = [fault for fault in faults if fault.get("kind") == "error" and fault.get("is_lost") is False]
         unknown = [code for code in exits.values() if code > 0 and code != AGAIN]
-        if unknown:
-            return Verdict(False, RAISED, show_exits(exits, stuck))
+        if unknown or (stuck and raised):
+            return Verdict(False, RAISED, show_exits(exits, stuck) if unknown else str(raised[0].get("message")))
         signature = _signature(faults)
         if signature is not None and signature == self._before:
             return Verdict(False, RAISED, f"the same failure twice, {_place(signature)}: it would happen again")

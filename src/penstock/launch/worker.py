@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 __all__ = ["main"]
 
@@ -43,12 +43,14 @@ def main(words: Sequence[str]) -> int:
     except PenstockError as error:
         sys.stderr.write(f"Error: {error}\n")
         return BAD_CONFIG
+    from penstock.launch.both import Both
     from penstock.launch.running import run_here
     from penstock.training.view import View
 
     views = [View(again=again)]
     log = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if RESOLVED_FLAG in rest and log and sys.stdout.isatty():  # what is drawn there goes to no file: lines do
+        sys.stderr = cast("TextIO", Both(sys.stderr, Path(log).with_name("stderr.log")))
         views.append(View(quiet=True, again=again, file=Path(log).with_name("stdout.log").open("w")))
     return run_here(given, callbacks=tuple(views), is_again=is_again).code
 

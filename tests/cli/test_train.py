@@ -310,6 +310,18 @@ def test_one_interrupt_before_the_first_step_is_no_second_one(place, monkeypatch
     assert (code, err) == (130, "")
 
 
+@pytest.mark.parametrize("rate", ["cosine", "one_cycle"])
+def test_more_steps_stretch_the_curve_of_the_learning_rate(place, rate):
+    words = (*OWN_WORDS, "--lr-schedule", rate, "--log-every", "1")
+    assert train(*words, "--steps", "2")[0] == 0
+    code, _, err = train(*words, "--steps", "6")
+    assert code == 0, err
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    rates = [event["lr"] for event in events if event["event"] == "log"]
+    assert len(rates) == 6
+    assert rates[3] > rates[4] > rates[5] > 0
+
+
 def test_data_may_say_that_there_is_no_validation(place):
     code, _, err = train(*OWN_WORDS, "--data", "own_of_tests.py:untested", "--steps", "1")
     assert (code, err) == (0, "")

@@ -95,7 +95,14 @@ def build_rate(config: Config, optimizer: torch.optim.Optimizer) -> Any:  # noqa
         return found(optimizer, steps=steps)
     if name == "one_cycle":
         share = warmup / steps if warmup else 0.3
-        return OneCycleLR(optimizer, config.lr, total_steps=steps + 1, pct_start=share)
+
+        class OneCycle(OneCycleLR):
+            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+                # a state brings the end of its own curve along; the steps that are asked for now are what counts
+                own = {name: vars(self)[name] for name in ("total_steps", "_schedule_phases")}
+                super().load_state_dict({**state_dict, **own})
+
+        return OneCycle(optimizer, config.lr, total_steps=steps + 1, pct_start=share)
     if name == "constant" and not warmup:
         return None
 

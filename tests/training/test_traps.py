@@ -335,8 +335,22 @@ def test_a_damaged_checkpoint_is_written_down(tmp_path):
         summary, _, _ = train(tmp_path / "run", steps=6)
     assert summary.resumed_from == 2
     fault = json.loads((tmp_path / "run" / "faults.jsonl").read_text().splitlines()[0])
+    assert [folder.name for folder in summary.checkpoints][-1] == "checkpoint-000006"
     assert fault["kind"] == "damaged checkpoint"
     assert path.name in fault["message"]
+
+
+def test_a_damaged_checkpoint_does_not_push_a_good_one_out(tmp_path):
+    train(tmp_path / "run", steps=6, checkpoint_every=2, keep_checkpoints=3)
+    path = sorted((tmp_path / "run" / "checkpoint-000006").glob("model-*"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(RuntimeWarning, match="went back to the checkpoint of step 4"):
+        train(tmp_path / "run", steps=7, keep_checkpoints=3)
+    left = sorted(folder.name for folder in (tmp_path / "run").glob("checkpoint-*"))
+    assert left == [f"checkpoint-00000{step}" for step in (2, 4, 6, 7)]
+    train(tmp_path / "run", steps=9, checkpoint_every=1, keep_checkpoints=3)
+    left = sorted(folder.name for folder in (tmp_path / "run").glob("checkpoint-*"))
+    assert left == [f"checkpoint-00000{step}" for step in (7, 8, 9)]
 
 
 def test_a_page_has_the_predicted_step_beside_the_measured(tmp_path):

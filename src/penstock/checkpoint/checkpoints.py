@@ -100,6 +100,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._own: set[int] = set()  # the steps that were saved or taken up here
         self._restored_step: int | None = None
+        self._damaged: set[str] = set()  # the folders that were passed over
         self._num_saves, self._is_swept = 0, False
         is_file = self.folder.exists() and not self.folder.is_dir()
         fault = f"folder: {self.folder} is not a folder" if is_file and self._process == 0 else ""
@@ -140,7 +141,7 @@ class Checkpoints:
         job = Job(
             self.folder, f"{self._nonce}{self._num_saves:x}", step, self._process, self._num_processes, files,
             snapshot.part, snapshot.state, self._content.plan, self._content.aliases, self._keep, waits,
-            self.patience_seconds,
+            self.patience_seconds, frozenset(self._damaged),
         )  # fmt: skip
         self._saving = Saving(job, self._disk)
         if wait:
@@ -203,6 +204,7 @@ class Checkpoints:
                     raise MisfitError(f"{folder}: {lost}")
                 return self._take(loaded, passed_over)
             passed_over += faults
+            self._damaged.add(Path(folder).name)
         hint = "" if len(folders) == 1 else "none of the checkpoints is good: "
         raise CheckpointError(hint + "; ".join(passed_over))
 

@@ -61,6 +61,7 @@ class Job:
         keep: how many checkpoints stay; None: all.
         waits: what to wait for before the tensors are read.
         patience_seconds: that the first process waits for others while none of them writes anything.
+        damaged: folders of checkpoints that do not count among those that stay.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Job:
     keep: int | None
     waits: Sequence[Callable[[], None]]
     patience_seconds: float
+    damaged: frozenset[str] = frozenset()
 
     @property
     def hidden(self) -> Path:
@@ -260,7 +262,9 @@ class Saving:
     def _delete_old(self, keep: int) -> None:
         """Delete all but the newest; under another name first, so that none is ever seen half deleted."""
         complete = sorted(_readable(self.job.folder), key=lambda manifest: manifest.order)
-        for manifest in complete[:-keep]:
+        good = [manifest for manifest in complete if manifest.folder.name not in self.job.damaged]
+        first = good[-keep:][0].order if good else 0  # of those that stay
+        for manifest in (manifest for manifest in complete if manifest.order < first):
             doomed = self.job.folder / f"tmp-old-{manifest.step:06d}-{self.job.mark}"
             self._disk.replace(manifest.folder, doomed)
             self._disk.remove(doomed)

@@ -93,7 +93,9 @@ def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson
 def export(
     path: Where,
     target: Annotated[Path, typer.Argument(help="A file for safetensors, a folder for the others.", metavar="TARGET")],
-    form: Annotated[Form, typer.Option(help="What to write.")] = Form.HUGGINGFACE,
+    form: Annotated[
+        Form | None, typer.Option(help="What to write; safetensors for a TARGET called so, else huggingface.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A config.json to put beside the weights, for from_pretrained.")
     ] = None,
@@ -107,7 +109,7 @@ def export(
 
       penstock checkpoint export run model --config config.json
 
-      penstock checkpoint export run model.safetensors --form safetensors
+      penstock checkpoint export run model.safetensors
 
       penstock checkpoint export run/checkpoint-000500 for_torch --form dcp
     """
@@ -116,7 +118,8 @@ def export(
     from penstock.checkpoint.manifest import read_manifest
 
     (folder,) = choose(path, step=step)
-    moved = export_checkpoint(read_manifest(folder), target, form=form.value, config=config, force=force)
+    wanted = form or (Form.SAFETENSORS if target.suffix == ".safetensors" else Form.HUGGINGFACE)
+    moved = export_checkpoint(read_manifest(folder), target, form=wanted.value, config=config, force=force)
     _show_moved(folder, moved, as_json=as_json)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import NonFiniteError
 from penstock.faults.injector import Injector
+from penstock.faults.lost import is_lost
 from penstock.faults.memory import advice, is_out_of_memory
 from penstock.faults.nonfinite import locate
 
@@ -81,5 +82,5 @@ class Faults:
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(advice(self._trainer.pipe, error))
-            self.tell("error", self._trainer.step + 1, f"{type(error).__name__}: {error}")
+            self.tell("error", self._trainer.step + 1, f"{type(error).__name__}: {error}", is_lost=is_lost(error))
             raise

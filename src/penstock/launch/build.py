@@ -129,6 +129,7 @@ def build_trainer(
         resume=_resume(config, is_again=is_again),
         log_every=config.log_every,
         record_every=config.record_every,
+        resume_data=config.resume_data,
         on_nan=config.on_nan,
         max_seconds=config.max_seconds,
         callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],

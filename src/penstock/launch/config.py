@@ -115,6 +115,9 @@ class Config(BaseModel):
 
     folder: str = _key("run", 3, "Where everything goes; one training at a time.")
     resume: str = _key("auto", 3, "auto: from the folder's newest checkpoint; never; or the folder of a checkpoint.")
+    resume_data: bool = _key(
+        True, 3, "Go on in the data where it was; false begins an epoch anew, as for batches of another size."
+    )
     checkpoint_every: Number = _key(100, 3, "Steps between checkpoints; 0: only at the end.")
     keep_checkpoints: Count = _key(3, 3, "How many of the newest checkpoints stay.")
     validate_every: Number = _key(0, 3, "Steps between validations; 0: only at the end.")

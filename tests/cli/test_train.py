@@ -121,6 +121,25 @@ def train(*words):
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_a_model_that_knows_its_loss_takes_items_of_two_tensors_whole(place):
+    Path("knows.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)\n\n"
+        "    def forward(self, x, y):\n"
+        "        return nn.functional.mse_loss(self.last(torch.tanh(self.first(x))), y)\n\n\n"
+        "def data():\n"
+        "    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))\n"
+        "    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
+    )
+    words = ("--model", "knows.py:Model", "--data", "knows.py:data", "--loss", "model", "--steps", 12, "--lr", "0.05")
+    code, _, err = train(*words, "--micro-batches", 4, "--log-every", 1)
+    assert (code, err) == (0, "")
+    assert losses("run")[12] < losses("run")[4]  # the same batch, two epochs later
+
+
 def test_a_terminal_has_one_picture_at_a_time(place):
     """What is shown before the first step makes way for the view: two at once would print each other's signs."""
     code, out = in_terminal("train", "run.toml", "--record-every", 2)

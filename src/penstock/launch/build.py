@@ -28,6 +28,7 @@ from penstock.pipeline.pipeline import Pipeline
 from penstock.report.format import parse_bytes
 from penstock.runtime.company import world_size
 from penstock.training.callbacks import Callback
+from penstock.training.items import Items
 from penstock.training.journal import Journal
 from penstock.training.tensorboard import TensorBoard
 from penstock.training.trainer import Trainer
@@ -68,9 +69,11 @@ def build_parts(config: Config) -> Parts:
     data, validation = build_data(config)
     if example is None:
         item, data = first_item(data)
-        if build_loss(config) is not None:
+        has_target = build_loss(config) is not None
+        if has_target:
             check_pair(config, item)
-        example = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
+        example = Items(None, has_target=has_target).call(item)[0]
+        example = tuple(example) if isinstance(example, list) else example  # as a DataLoader hands several tensors over
     return Parts(model, example, data, validation)
 
 

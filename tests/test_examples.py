@@ -130,6 +130,6 @@ def test_resnet50_halves(tmp_path):
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     scripts = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
-    assert len(scripts) == 3
+    assert len(scripts) == 4
     assert all(f'"{path.name}"' in tested for path in scripts)
     assert all("pickle" not in re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M) for path in scripts)

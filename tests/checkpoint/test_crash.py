@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -289,5 +290,5 @@ batch = torch.ones(6, 4)
 pipe = penstock.Pipeline(model, example=batch, loss=torch.nn.MSELoss(), lanes=2, micro_batches=3, cuts=[2])
 penstock.Checkpoints({str(tmp_path)!r}, pipe).save(1)
 """
-    subprocess.run(["python", "-W", "error", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
     assert (tmp_path / "checkpoint-000001" / "MANIFEST.json").exists()

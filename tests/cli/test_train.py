@@ -349,9 +349,10 @@ def test_data_may_say_that_there_is_no_validation(place):
 def test_a_file_may_import_its_neighbours(place, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("parts").mkdir()
-    Path("parts/net_of_tests.py").write_text(OWN)
-    Path("parts/meth_of_tests.py").write_text("from net_of_tests import *\n")
-    words = ("--model", "parts/meth_of_tests.py:Model", "--data", "parts/meth_of_tests.py:data", "--loss", "mse_loss")
+    Path("parts/neighbour_of_tests.py").write_text(OWN)
+    Path("parts/importing_of_tests.py").write_text("from neighbour_of_tests import *\n")
+    file = "parts/importing_of_tests.py"
+    words = ("--model", f"{file}:Model", "--data", f"{file}:data", "--loss", "mse_loss")
     code, _, err = train(*words, "--steps", "1")
     assert code == 0, err
     assert str(place / "parts") in sys.path

@@ -88,7 +88,7 @@ def hanging_process(todo):
     ("todo", "words", "stack"),
     [
         ("stops", "is stopped (SIGSTOP, or Ctrl-Z)", ""),
-        ("spins_for_ever", "is running", "in spins_for_ever"),
+        ("spins_for_ever", "its process", "in spins_for_ever"),  # at this moment it may wait for Python's lock
         ("holds_the_interpreter", "its process", "in holds_the_interpreter"),
     ],
 )

@@ -18,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ARROWS = {
     "errors": set(),
     "files": {"errors"},
+    "torchrun": set(),
     "schedule": {"errors", "files"},
     "model": {"errors", "files"},
     "report": {"errors", "files", "schedule"},
@@ -26,7 +27,7 @@ ARROWS = {
     "schedules": {"errors", "catalog", "schedule", "planning", "model"},
     "decide": {"errors", "schedule", "model", "planning", "schedules", "report"},
     "explain": {"errors", "decide", "schedule", "model", "planning", "schedules", "report"},
-    "runtime": {"errors", "schedule", "model"},
+    "runtime": {"errors", "torchrun", "schedule", "model"},
     "pipeline": {"errors", "decide", "schedule", "model", "planning", "schedules", "report", "runtime"},
     "metrics": {"errors"},
     "timing": {"errors", "model"},
@@ -35,9 +36,10 @@ ARROWS = {
     "infer": {"errors", "model", "runtime"},
     "checkpoint": {"errors", "schedule", "pipeline", "__init__"},
     "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},
-    "training": {"errors", "report", "runtime", "pipeline", "feeding", "checkpoint", "faults"},
+    "training": {"errors", "torchrun", "report", "runtime", "pipeline", "feeding", "checkpoint", "faults"},
     "launch": {
         "errors",
+        "torchrun",
         "decide",
         "schedule",
         "model",

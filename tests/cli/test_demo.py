@@ -7,10 +7,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.gpt import load_text
 from penstock.cli.main import app
 from penstock.cli.training import BATCH_SIZE, LENGTH, PROMPT
 from penstock.errors import PenstockError
+from penstock.launch.gpt import load_text
 from terminals import in_terminal, plain
 
 

@@ -274,7 +274,7 @@ def test_what_is_asked_for_instead(place):
         ((*OWN_WORDS, "--loss", "mse_los"), "loss: 'mse_los' is no loss of torch.nn.functional or torch.nn."),
         ((*OWN_WORDS, "--optimizer", "AdmW"), "optimizer: 'AdmW' is not one of torch.optim. Did you mean 'AdamW'?"),
         ((*OWN_WORDS, "--optimizer-args", "betsa=3"), "Did you mean 'betas'?"),
-        ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned int; it must return a model"),
+        ((*OWN_WORDS, "--model", "own_of_tests.py:number"), "returned an int; it must return a model"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:number"), "returned int; it must return batches"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:nothing"), "data: own_of_tests.py:nothing returned NoneType (is a"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:half"), "returned (NoneType, Data); it must return batches"),

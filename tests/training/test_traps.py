@@ -257,6 +257,12 @@ def test_where_it_begins_is_not_where_it_goes_back_to(tmp_path):
     assert (summary.resumed_from, sorted(losses)) == (4, [5, 6, 7])
 
 
+def test_what_was_asked_for_is_for_the_first_start(tmp_path, monkeypatch):
+    train(tmp_path / "run", resume="never", callbacks=[StopAt(3)])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(tmp_path / "run", resume="never")[0].resumed_from == 3
+
+
 def test_a_folder_stays_where_it_was_when_the_user_goes_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.gpt import load_text, loss_of, make_gpt
 from penstock.errors import UsageError
+from penstock.launch.gpt import load_text, loss_of, make_gpt
 from penstock.schedules import describe, load_csv
 
 if TYPE_CHECKING:

@@ -13,7 +13,12 @@ from penstock.model.example import arguments_of
 from penstock.model.structure import flatten
 from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Places", "places_of", "places_on"]
+__all__ = ["Places", "is_pair", "places_of", "places_on"]
+
+
+def is_pair(item: object) -> bool:
+    """Say whether an item has the form of a batch and its target."""
+    return isinstance(item, (tuple, list)) and len(item) == 2
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,8 @@ class Places:
         first = self.devices[0]
         if self.names_of is None:
             return tensors, template, [first] * len(tensors)
-        is_pair = self.has_target and isinstance(item, (tuple, list)) and len(item) == 2
         try:
-            names = self.names_of(item[0] if is_pair else item)
+            names = self.names_of(item[0] if self.has_target and is_pair(item) else item)
         except UsageError:  # not like the example: the step will say so
             return tensors, template, [first] * len(tensors)
         where = [self.inputs.get(name) for name in names]  # the batch's own tensors, which come first

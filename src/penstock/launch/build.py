@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +128,7 @@ def build_trainer(
         accumulate=config.accumulate,
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
-        resume=_resume(config, is_again=is_again),
+        resume="auto" if is_again and config.resume == "never" else config.resume,
         log_every=config.log_every,
         record_every=config.record_every,
         resume_data=config.resume_data,
@@ -220,13 +219,6 @@ def _scaler(config: Config) -> torch.amp.GradScaler | None:
     listed = [config.devices] if isinstance(config.devices, str) else config.devices or []
     kinds = [torch.device(name).type for name in listed] or ["cuda" if torch.cuda.is_available() else "cpu"]
     return torch.amp.GradScaler(kinds[0])
-
-
-def _resume(config: Config, *, is_again: bool) -> str:
-    if not is_again:
-        return config.resume
-    has_any = any(Path(config.folder).glob("checkpoint-*"))
-    return "auto" if has_any or config.resume == "never" else config.resume
 
 
 def _own_callbacks(config: Config) -> list[Callback]:

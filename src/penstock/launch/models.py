@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError, nearest
 from penstock.launch.calling import call, check_arguments
 from penstock.launch.gpt import load_text, make_gpt
-from penstock.model.named import config_of
+from penstock.model.named import checked, config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,21 +32,12 @@ def build_model(config: Config) -> tuple[nn.Module, Any]:
         check_arguments("model", "penstock:gpt", make_gpt, given)
         return make_gpt(**given), None
     if isinstance(name, str) and ":" in name:
-        return _checked(name, call("model", name, arguments))
+        made = call("model", name, arguments)
+        try:
+            return checked(name, made)
+        except UsageError as error:
+            raise UsageError(f"model: {error}") from None
     return _from_transformers(_settings(name, arguments)), None
-
-
-def _checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - whatever the callable returned
-    from torch import nn
-
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    is_list = isinstance(model, list) and bool(model) and all(isinstance(part, nn.Module) for part in model)
-    if not isinstance(model, nn.Module) and not is_list:
-        raise UsageError(
-            f"model: {name} returned {type(made).__name__}; it must return a model (or a list of stage modules), or"
-            " that and an example batch"
-        )
-    return model, example
 
 
 def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.launch.exits import AGAIN, DONE, RAISED, code_of, code_of_status
 from penstock.launch.grace import grace
+from penstock.torchrun import attempt
 
 if TYPE_CHECKING:
     from penstock.decide import Progress
@@ -140,7 +141,7 @@ def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None
             "faults.jsonl",
             {
                 "kind": "end",
-                "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                "attempt": attempt(),
                 "lane": int(os.environ.get("RANK", "0")),
                 "step": None if trainer is None else trainer.step + 1,
                 "code": code,

@@ -23,9 +23,10 @@ def main(words: Sequence[str]) -> int:
     from penstock.launch.exits import BAD_CONFIG
     from penstock.launch.reading import read_config, take_flags
     from penstock.launch.writing import origins_in
+    from penstock.torchrun import attempt
 
     rest, flags, faults = take_flags(words, [AGAIN_FLAG, COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG])
-    is_again = AGAIN_FLAG in rest or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_again = AGAIN_FLAG in rest or attempt() > 0
     parents = [int(word.partition("=")[2]) for word in rest if word.startswith(f"{PARENT_FLAG}=")]
     again = next((word.partition("=")[2] for word in rest if word.startswith(f"{COMMAND_FLAG}=")), None)
     paths = [word for word in rest if not word.startswith("--")]

@@ -15,7 +15,7 @@ from penstock.errors import UsageError, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["config_of", "find", "load"]
+__all__ = ["checked", "config_of", "find", "load"]
 
 
 def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
@@ -73,6 +73,17 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
         made = found if isinstance(found, nn.Module) else found()
     except Exception as error:
         raise UsageError(f"{name} failed: {type(error).__name__}: {error}") from error
+    return checked(name, made)
+
+
+def checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - whatever the callable returned
+    """Return the model that a callable has returned, and its example batch, or None.
+
+    Raises:
+        UsageError: when it has returned something else.
+    """
+    from torch import nn
+
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     is_list = isinstance(model, list) and bool(model) and all(isinstance(part, nn.Module) for part in model)
     if not isinstance(model, nn.Module) and not is_list:

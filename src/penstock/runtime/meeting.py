@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import LostError, UsageError
+from penstock.torchrun import attempt
 
 __all__ = ["meet", "owner_of_port"]
 
@@ -31,10 +32,9 @@ def meet(timeout_seconds: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=max(_LEAST_SECONDS, timeout_seconds))
     # torchrun keeps its store when it starts processes again, and addresses of those before are still in it
-    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]  # it is there
+        store = dist.PrefixStore(f"attempt {attempt()}", store)  # type: ignore[attr-defined]  # it is there
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are of these
         raise _told(error) from None  # one line says it all; many would hide it

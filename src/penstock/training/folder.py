@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.errors import OutputError, UsageError
+from penstock.torchrun import attempt
 
 __all__ = ["RunFolder"]
 
@@ -66,8 +67,7 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be used as a run folder: {error.strerror}") from error
         # a training that was killed a moment ago, and is being restarted, may not be gone yet
-        is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        end = time.monotonic() + _PATIENCE_SECONDS[is_again]
+        end = time.monotonic() + _PATIENCE_SECONDS[attempt() > 0]
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

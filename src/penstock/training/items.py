@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.feeding.places import is_pair
+
 __all__ = ["Items", "Split", "num_samples"]
 
 Split = Callable[[Any], tuple[Any, Any]]
@@ -26,8 +28,7 @@ class Items:
 
     def call(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
         """Return what an item, split already if it is to be, gives `pipe.step`: a batch and its target, or a batch."""
-        is_pair = self._has_target and isinstance(item, (tuple, list)) and len(item) == 2
-        return tuple(item) if is_pair else (item,)
+        return tuple(item) if self._has_target and is_pair(item) else (item,)
 
     def split(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
         """Return what an item that no feed has seen gives `pipe.evaluate`."""

@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.torchrun import attempt
 from penstock.training.callbacks import Callback
 from penstock.training.slow import Slowness
 
@@ -42,7 +43,7 @@ class Journal(Callback):
     def __init__(self) -> None:
         self._lines: Lines | None = None
         self._slowness = Slowness()
-        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._attempt = attempt()
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Write down what is about to be done."""

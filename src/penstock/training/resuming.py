@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
+from penstock.torchrun import attempt
 from penstock.training.settings import changes, settings_of
 
 if TYPE_CHECKING:
@@ -33,16 +33,19 @@ def resume(
     Raises:
         UsageError: when there are checkpoints, and none is to be taken up.
     """
+    is_again = attempt() > 0  # what was asked for was for the first start
     if source == "never":
-        if checkpoints.steps():
+        if checkpoints.steps() and not is_again:
             raise UsageError(
                 f"{folder}: has checkpoints of an earlier training, and resume is never: choose another folder, or "
                 'resume="auto"'
             )
-        return None
+        if not is_again:
+            return None
+        source = "auto"
     if source != "auto" and checkpoints.steps():
         is_own = Path(source).resolve().parent == folder.resolve()
-        if not is_own or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        if not is_own or is_again:
             source = "auto"  # it began from there, and has come further since
     before = settings_of(optimizers)
     restored = checkpoints.restore("newest" if source == "auto" else source)

@@ -28,7 +28,7 @@ ARROWS = {
     "decide": {"errors", "schedule", "model", "planning", "schedules", "report"},
     "explain": {"errors", "decide", "schedule", "model", "planning", "schedules", "report"},
     "runtime": {"errors", "torchrun", "schedule", "model"},
-    "pipeline": {"errors", "decide", "schedule", "model", "planning", "schedules", "report", "runtime"},
+    "pipeline": {"errors", "decide", "schedule", "model", "planning", "schedules", "report", "runtime", "__init__"},
     "metrics": {"errors"},
     "timing": {"errors", "model"},
     "feeding": {"errors", "model", "runtime", "pipeline"},

@@ -12,6 +12,7 @@ import processes
 from penstock.errors import LaneError, UsageError
 from penstock.faults.injector import Injector
 from penstock.faults.straggler import slow_lanes
+from penstock.pipeline import build
 from pipelines import data, differences, expected, sequence
 
 # ---- row 12: settings that differ by process
@@ -21,8 +22,11 @@ def differing_process(field):
     x, _ = data(8)
     first = {"schedule": "1f1b", "cuts": [4], "keep": "hold", "micro_batches": 4}
     second = {"schedule": "gpipe", "cuts": [2], "keep": "recompute", "micro_batches": 2}
-    given = first | ({field: second[field]} if dist.get_rank() and field != "model" else {})
+    given = first | ({field: second[field]} if dist.get_rank() and field in second else {})
     model = sequence(5 if dist.get_rank() and field == "model" else 4)
+    torch.manual_seed(7 + (dist.get_rank() if field == "seed" else 0))
+    if dist.get_rank() and field == "version":
+        build.__version__ = "9.9"
     try:
         penstock.Pipeline(model, example=x, loss=nn.functional.mse_loss, **given)
     except UsageError as error:
@@ -38,6 +42,8 @@ def differing_process(field):
         ("cuts", "cuts: (4,) (lane 0), (2,) (lane 1)"),
         ("keep", "keep: hold (lane 0), recompute (lane 1)"),
         ("model", "nodes of the model: 8 (lane 0), 10 (lane 1)"),
+        ("seed", "random seed (torch.initial_seed): 7 (lane 0), 8 (lane 1)"),
+        ("version", f"penstock: {penstock.__version__} (lane 0), 9.9 (lane 1)"),
     ],
 )
 def test_what_differs_is_listed_on_all(field, words):

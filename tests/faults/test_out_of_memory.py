@@ -1,6 +1,7 @@
 """Memory that runs out: recognised, named on all lanes, with what would fit; and no lane waits for ever."""
 
 import resource
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import processes
 from penstock.errors import LaneError
 from penstock.faults.injector import Injector
 from penstock.faults.memory import advice, is_out_of_memory, options
+from penstock.pipeline.finer import split_finer
 from pipelines import data, differences, expected, sequence
 
 MODEL_WIDTH = 64
@@ -146,3 +148,140 @@ def test_memory_that_runs_out_on_one_lane_is_told_on_all():
         assert told.startswith("True memory ran out on lane 1, stage 1, micro-batch 0, at 1F0")
         assert not left
     assert "is not known" in told  # the lane whose model fails where it is counted says so, and nothing worse
+
+
+# ---- and goes on, with smaller micro-batches
+
+
+EXACT = [name for name in penstock.schedules.names() if penstock.schedules.describe(name).trains_exactly]
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_a_pipeline_goes_on_with_twice_the_micro_batches(schedule):
+    x, target = data(16)
+    model = sequence(8)
+    want = expected(model, x, target)
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, lanes=2, micro_batches=4, schedule=schedule, analytic="cpu"
+    ) as pipe:
+        pipe.step(x, target)
+        is_split = split_finer(pipe)
+        assert is_split == ("costs" not in penstock.schedules.describe(schedule).options)
+        assert pipe.schedule.num_mbs == (8 if is_split else 4)
+        pipe.zero_grad()
+        with pipe.record() as recording:
+            loss = pipe.step(x, target)
+        assert not list(differences(pipe, loss, want))
+        assert max(recording.timeline.mb) + 1 == pipe.schedule.num_mbs
+        assert pipe.explain().schedule.num_mbs == pipe.schedule.num_mbs
+
+
+def test_it_is_not_split_beyond_a_sample_nor_where_that_is_another_training():
+    x, target = data(8)
+    made = {"example": x, "loss": nn.functional.mse_loss, "lanes": 2, "analytic": "cpu"}
+    with penstock.Pipeline(sequence(8), **made, micro_batches=4) as pipe:
+        assert split_finer(pipe)
+        assert not split_finer(pipe)
+        assert pipe.schedule.num_mbs == 8
+        assert pipe.step(x, target).isfinite()
+    own = penstock.schedules.build("1f1b", lanes=2, micro_batches=2)
+    with penstock.Pipeline(sequence(8), **made, schedule=own) as pipe:
+        assert not split_finer(pipe)
+    with penstock.Pipeline(
+        sequence(8), **made, schedule="pipedream", micro_batches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    ) as pipe:
+        assert not split_finer(pipe)
+
+
+class Scarce(nn.Module):
+    """Has memory for micro-batches of so many samples, once it is scarce."""
+
+    is_scarce = False
+
+    def __init__(self, most):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6).double(), nn.BatchNorm1d(6).double()
+        self.most = most
+
+    def forward(self, x):
+        out = self.norm(self.linear(nn.functional.dropout(x, 0.5, self.training)))
+        if Scarce.is_scarce and len(x) > self.most:  # after the norm has changed its statistics
+            torch.empty(1 << 46, dtype=torch.uint8)
+        return out
+
+
+def train_in_scarcity(folder, most, lanes=None, **asked):
+    """Train four steps of 16 samples in 4 micro-batches, or 8 from the third on; return how that went."""
+    torch.manual_seed(0)
+    Scarce.is_scarce = False
+    noted = []
+
+    class Switch(penstock.Callback):
+        strict = True
+
+        def on_step_begin(self, trainer):
+            Scarce.is_scarce = trainer.step >= 2
+            if trainer.step == 2:
+                assert not asked.get("splits_itself") or split_finer(trainer.pipe)
+
+        def on_step_end(self, trainer, reading):
+            noted.append((reading.step, reading.loss, trainer.pipe.schedule.num_mbs))
+
+        def on_fault(self, trainer, fault):
+            noted.append((fault["kind"], fault["step"], fault.get("micro_batches")))
+
+    x, target = data(16)
+    pipe = penstock.Pipeline(
+        [sequence(2), Scarce(most)], example=x, loss=nn.functional.mse_loss, lanes=lanes, micro_batches=4, timeout=30
+    )
+    trainer = penstock.Trainer(
+        pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), [(x, target)], steps=4, folder=folder, view=False,
+        callbacks=[Switch()], on_oom=asked.get("on_oom", "split"),
+    )  # fmt: skip
+    with pipe, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit()
+            told = ""
+        except LaneError as error:
+            told = "\n".join([str(error), *error.__notes__])
+    said = [str(one.message) for one in warned if "memory ran out" in str(one.message)]
+    state = {name: value.tolist() for name, value in pipe.state_dict().items()}
+    return noted, told, said, state
+
+
+def test_a_training_splits_a_step_for_which_memory_does_not_suffice(tmp_path):
+    noted, told, said, state = train_in_scarcity(tmp_path / "split", 2, lanes=2)
+    assert not told
+    assert len(said) == 1
+    assert "with 8 micro-batches" in said[0]
+    assert noted[2] == ("out of memory", 3, 8)
+    assert [count for *_, count in noted] == [4, 4, 8, 8, 8]
+    # the same as where it had been known from the third step on: statistics, dropout and all
+    meant, *_, wanted = train_in_scarcity(tmp_path / "meant", 16, lanes=2, splits_itself=True)
+    assert [one for one in noted if one[0] != "out of memory"] == meant
+    assert state == wanted
+    assert '"out of memory"' in (tmp_path / "split" / "faults.jsonl").read_text()
+
+
+def test_a_training_ends_where_splitting_is_no_help_or_is_not_wanted(tmp_path):
+    noted, told, said, _ = train_in_scarcity(tmp_path / "small", 0, lanes=2)
+    assert len(said) == 2  # 8 and 16
+    assert "Expected more than 1 value per channel" in told  # what a batch norm says of one sample alone
+    assert "with 8 micro-batches memory ran out" in told
+    assert [one[0] for one in noted] == [1, 2, "out of memory", "out of memory", "error"]
+    noted, told, said, _ = train_in_scarcity(tmp_path / "stop", 2, lanes=2, on_oom="stop")
+    assert not said
+    assert "allocate" in told
+    assert "memory ran out on lane 1" in told
+
+
+@pytest.mark.xdist_group("processes")
+def test_all_processes_split_together(tmp_path):
+    first, second = processes.run(train_in_scarcity, 2, tmp_path / "run", 2)
+    want, *_, wanted = train_in_scarcity(tmp_path / "meant", 16, lanes=2, splits_itself=True)
+    for noted, told, said, _ in (first, second):
+        assert not told
+        assert len(said) == 1
+        assert [one for one in noted if one[0] != "out of memory"] == want
+    assert first[3] | second[3] == wanted

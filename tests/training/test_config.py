@@ -65,6 +65,7 @@ WRONG = [
     ("lr_schedule = 'cosin'", ("lr_schedule: 'cosin' is not one of constant, linear", "Did you mean 'cosine'?")),
     ("steps = 5\nwarmup_steps = 5", ("run.toml:2: warmup_steps: 5, but there are only 5 steps",)),
     ("optimizer_args = {lr = 1}", ("optimizer_args: lr has a key of its own",)),
+    ("on_oom = 'splt'", ("one of split, stop; given: 'splt'. Did you mean 'split'?",)),
     ("on_nan = 'rewind'\ncheckpoint_every = 0", ("on_nan: rewind goes back to a checkpoint",)),
     ("model = 'penstock:gtp'", ("model: 'penstock:gtp': there is no such model", "Did you mean 'penstock:gpt'?")),
     ("model = 'nowhere.py:make'\nloss = 'mse_loss'", ("run.toml:1: model: there is no file nowhere.py in",)),

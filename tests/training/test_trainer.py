@@ -285,6 +285,37 @@ def test_validation_is_a_mean_over_samples(tmp_path):
     assert [step for kind, step in noted.told if kind == "evaluate"] == [3, 6, 7]
 
 
+def test_a_signal_ends_a_validation_which_is_made_up_for(tmp_path):
+    class Long:
+        """Validation data that goes on and on, and within which the training is told to end, once."""
+
+        given, is_told = 0, False
+
+        def __iter__(self):
+            for number in range(8):
+                Long.given += 1
+                if number == 2 and not Long.is_told:
+                    Long.is_told = True
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield tuple(data(8, seed=number))
+
+    given = {"validation": Long(), "validate_every": 3, "checkpoint_every": 3, "steps": 7}
+    summary, *_ = train(tmp_path / "run", **given)
+    assert (summary.status, summary.step, summary.validation) == ("SIGTERM", 3, None)
+    assert Long.given == 3
+    trainer, pipe, noted = make(tmp_path / "run", **given)
+    with pipe:
+        assert trainer.fit().is_done
+    assert [step for kind, step in noted.told if kind == "evaluate"] == [3, 6, 7]
+    # after the last step: all is saved, and the next start validates
+    Long.is_told = False
+    summary, *_ = train(tmp_path / "end", **given | {"validate_every": 0})
+    assert (summary.status, summary.step, summary.validation) == ("SIGTERM", 7, None)
+    summary, *_ = train(tmp_path / "end", **given | {"validate_every": 0})
+    assert summary.is_done
+    assert summary.validation is not None
+
+
 # ---- one training at a time
 
 
@@ -320,6 +351,7 @@ def test_a_training_that_was_killed_leaves_the_folder_to_the_next(tmp_path):
         ({"steps": 2.5}, "steps: must be"),
         ({"clip": -1.0}, "clip: must be a number above zero"),
         ({"on_nan": "stopp"}, "Did you mean 'stop'"),
+        ({"on_oom": "splt"}, "Did you mean 'split'"),
         ({"log_every": 0, "checkpoint_every": -1}, "log_every: .*checkpoint_every: |checkpoint_every: .*log_every: "),
         ({"resume": 3}, "resume: give"),
         ({"callbacks": [3]}, "callbacks: give"),

@@ -68,6 +68,8 @@ class Checkpoints:
         failures: what went wrong with saves; each was warned about, and the training went on.
         patience_seconds: that the first process waits for the others' parts while none of them writes anything.
         on_saved: is told the step and folder of what became complete, at the next `save`, `wait` or `poll`.
+        fence: is asked, in the first process, before a save begins and before it becomes complete, why this training
+            may not write here any more; an answer is an error, and nothing is saved.
 
     Raises:
         UsageError: for arguments that cannot be right.
@@ -95,6 +97,7 @@ class Checkpoints:
         self._content = Content(pipe, _several(optimizer), _several(scheduler), scaler, data)
         self.failures: list[str] = []
         self.on_saved: Callable[[int, Path], None] | None = None
+        self.fence: Callable[[], str] = str  # says nothing
         self.patience_seconds = 120.0
         self._disk, self._staging = Disk(), Staging()
         self._saving: Saving | None = None
@@ -141,7 +144,7 @@ class Checkpoints:
         job = Job(
             self.folder, f"{self._nonce}{self._num_saves:x}", step, self._process, self._num_processes, files,
             snapshot.part, snapshot.state, self._content.plan, self._content.aliases, self._keep, waits,
-            self.patience_seconds, frozenset(self._damaged),
+            self.patience_seconds, frozenset(self._damaged), self.fence,
         )  # fmt: skip
         self._saving = Saving(job, self._disk)
         if wait:
@@ -247,6 +250,8 @@ class Checkpoints:
         fault: Exception | None = None
         snapshot, is_there = None, False
         try:
+            if self._process == 0 and (why := self.fence()):
+                raise UsageError(f"{why}; nothing was saved")
             if self._process == 0 and not is_dry:
                 # the other processes begin to write only when this one has told them
                 self._is_swept = self._is_swept or sweep(self.folder, self._disk)

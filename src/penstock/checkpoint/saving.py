@@ -62,6 +62,7 @@ class Job:
         waits: what to wait for before the tensors are read.
         patience_seconds: that the first process waits for others while none of them writes anything.
         damaged: folders of checkpoints that do not count among those that stay.
+        fence: says why this training may not write here any more, once it may not.
     """
 
     folder: Path
@@ -78,6 +79,7 @@ class Job:
     waits: Sequence[Callable[[], None]]
     patience_seconds: float
     damaged: frozenset[str] = frozenset()
+    fence: Callable[[], str] = str
 
     @property
     def hidden(self) -> Path:
@@ -212,6 +214,8 @@ class Saving:
         manifest = Manifest(job.hidden, job.step, max(orders, default=0) + 1, job.plan, versions(), job.aliases, files)
         disk.write_file(job.hidden / MANIFEST, [manifest.to_bytes()])
         disk.sync_folder(job.hidden)
+        if why := job.fence():
+            raise CheckpointError(why)
         if job.final.exists():  # it is damaged, or of a past that was left
             disk.replace(job.final, job.folder / f"aside-{job.step:06d}-{job.mark}")
         disk.replace(job.hidden, job.final)

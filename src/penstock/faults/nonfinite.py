@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.faults.ops import OpFinder, is_finite
+from penstock.pipeline.buffers import Buffers
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.actions import Action, Kind
 
@@ -220,13 +221,8 @@ def _undisturbed(pipe: Pipeline) -> Iterator[None]:
     """Run something inside; gradients, buffers and random states are afterwards as they were."""
     state = torch.get_rng_state()
     gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
-    held = {id(stage.held): stage.held for chain in pipe._chains for stage in chain.stages}
-    own = [
-        (one, name, tensor, tensor.detach().clone())
-        for one in held.values()
-        for name in one
-        if not isinstance(tensor := one.get(name), torch.nn.Parameter) and not tensor.is_meta
-    ]
+    buffers = Buffers(pipe._chains)
+    buffers.keep()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -234,10 +230,5 @@ def _undisturbed(pipe: Pipeline) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for one, name, tensor, values in own:
-                if one.get(name) is not tensor:
-                    one.set(name, tensor)
-                if not torch.equal(tensor, values):
-                    tensor.copy_(values)
+        buffers.put_back()
         torch.set_rng_state(state)

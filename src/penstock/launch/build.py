@@ -133,6 +133,7 @@ def build_trainer(
         record_every=config.record_every,
         resume_data=config.resume_data,
         on_nan=config.on_nan,
+        on_oom=config.on_oom,
         max_seconds=config.max_seconds,
         callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],
         view=False,  # who shows it is the command's to say

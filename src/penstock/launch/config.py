@@ -93,6 +93,9 @@ class Config(BaseModel):
         1,
         "For a loss or gradient that is not finite: stop, skip the update, rewind to a checkpoint, or ignore.",
     )
+    on_oom: Literal["split", "stop"] = _key(
+        "split", 1, "When memory runs out: split runs the step again with twice the micro-batches; stop ends."
+    )
     seed: Number = _key(0, 1, "Of weights and of all that is drawn.")
 
     lanes: Count | None = _key(None, 2, "Lanes, as threads of one process; by default as many as GPUs, 2 on the CPU.")

@@ -49,6 +49,10 @@ class BatchReader:
         self._left_to_watch = _WATCHED_STEPS if weight is None else 0
         self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
 
+    def anew(self, num_mbs: int) -> BatchReader:
+        """Return one that cuts into so many."""
+        return BatchReader(self._chain, num_mbs, loss=self._loss, weight=self._weight)
+
     def read(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
     ) -> Ready:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from penstock import __version__
 from penstock.decide import Ask, Progress, Source, explanation_of, name_of
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
 from penstock.model.example import read_example
@@ -94,7 +96,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """How the model is cut and what the lanes run; `explain` tells the whole of it."""
+    """How the model is cut and what the lanes run; `explain` tells the whole of it.
+
+    Attributes:
+        captured: the model as a graph.
+        cuts: where it is cut.
+        schedule: what the lanes run.
+        explain: tells it, and measures what is not known yet.
+        predicted: the predicted step, where it is known.
+        recomputed: of each stage the nodes that are run again.
+        finer: the same cuts with twice the micro-batches; None where that cannot be.
+    """
 
     captured: Captured
     cuts: tuple[int, ...]
@@ -102,6 +114,7 @@ class Decision:
     explain: Callable[[], Explanation]
     predicted: Callable[[], Timeline | None]
     recomputed: tuple[tuple[range, ...], ...] | None = None
+    finer: Callable[[], Decision | None] = lambda: None
 
     def held_bytes(self) -> dict[str, NDArray[np.float64]]:
         """Return what each stage holds for a micro-batch, as far as a profile has told."""
@@ -134,25 +147,12 @@ def decide(request: Request, company: Company) -> Decision:
     call = read_example(request.example, _called(request.model))
     ask = request.ask(call.batch_size)
     first = ask.check()
-    tell = request.progress or (lambda what, done, total: None)
-    tell("capture", 0, 1)
+    (request.progress or _tell_nobody)("capture", 0, 1)
     if _is_on_meta(request.model):
         call = call.map(lambda tensor: tensor.to("meta"))
     captured = capture(request.model, call, training=True, path=request.capture_path, num_stages=first.num_stages)
-    size = -(-call.batch_size // min(call.batch_size, first.num_mbs))
-    kept: list[Explanation] = []
-
-    def explain() -> Explanation:
-        if not kept:
-            rates, given = request.analytic, request.profile
-            is_measured = rates is None and given is None
-            source = Source(given, rates, device=request.device if is_measured else None, batch_size=size)
-            source.check()
-            with _threads(request.num_threads):
-                profile = source.profile_of(captured, tell)
-            tell("cut and schedule", 0, 1)
-            kept.append(explanation_of(name_of(request.model), request.model, captured, profile, ask))
-        return kept[0]
+    telling = _Telling(request, captured, ask, call.batch_size)
+    explain = telling.explain
 
     def choose() -> dict[str, Any]:
         only = _only_cuts(ask, first, captured)
@@ -172,14 +172,67 @@ def decide(request: Request, company: Company) -> Decision:
         return [[[run.start, run.stop] for run in stage] for stage in runs]
 
     chosen = company.decide(choose, _settings(request, captured, first))
-    return Decision(
+    decision = Decision(
         captured,
         tuple(chosen["cuts"]),
         from_json(chosen["schedule"]),
         explain,
-        lambda: kept[0].timeline if kept else None,
+        telling.predicted,
         None if chosen["recomputed"] is None else _ranges(chosen["recomputed"]),
     )
+    return replace(decision, finer=partial(_finer, decision, request, call.batch_size))
+
+
+def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | None:
+    """Return a decision with twice the micro-batches; None where its schedule cannot be built by name, or none is left.
+
+    No process asks another: all come to the same.
+    """
+    schedule = decision.schedule
+    if schedule.num_mbs >= batch_size or not isinstance(request.schedule, str) or request.schedule.endswith(".csv"):
+        return None
+    request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=decision.cuts)
+    ask = request.ask(batch_size)
+    if ask.is_made_for_costs:
+        return None
+    try:
+        twice = ask.check()
+    except PenstockError:  # not every schedule can be built for every number
+        return None
+    telling = _Telling(request, decision.captured, ask, batch_size)
+    finer = replace(decision, schedule=twice, explain=telling.explain, predicted=telling.predicted)
+    return replace(finer, finer=partial(_finer, finer, request, batch_size))
+
+
+class _Telling:
+    """Profiles a model and explains how it is run, once it is asked for."""
+
+    def __init__(self, request: Request, captured: Captured, ask: Ask, batch_size: int) -> None:
+        self._request, self._captured, self._ask = request, captured, ask
+        self._size = -(-batch_size // min(batch_size, ask.first().num_mbs))
+        self._kept: Explanation | None = None
+
+    def explain(self) -> Explanation:
+        if self._kept is None:
+            request = self._request
+            rates, given = request.analytic, request.profile
+            is_measured = rates is None and given is None
+            source = Source(given, rates, device=request.device if is_measured else None, batch_size=self._size)
+            source.check()
+            tell = request.progress or _tell_nobody
+            with _threads(request.num_threads):
+                profile = source.profile_of(self._captured, tell)
+            tell("cut and schedule", 0, 1)
+            name = name_of(request.model)
+            self._kept = explanation_of(name, request.model, self._captured, profile, self._ask)
+        return self._kept
+
+    def predicted(self) -> Timeline | None:
+        return None if self._kept is None else self._kept.timeline
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """Take what is told of progress."""
 
 
 @contextmanager
@@ -208,7 +261,9 @@ def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[
         "keep": str(request.keep),
         "cuts": str(request.cuts),
         "memory_limit": str(request.memory_limit),
+        "penstock": __version__,
         "torch": torch.__version__,
+        "random seed (torch.initial_seed)": torch.initial_seed(),  # data would be shuffled apart
         "capture": captured.path,
         "nodes of the model": len(captured.graph.nodes),
         "the model": hashlib.sha256(nodes.encode()).hexdigest()[:16],

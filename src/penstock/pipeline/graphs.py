@@ -73,6 +73,13 @@ class GraphSteps:
         if self.is_on and (why := self._obstacle()):
             self._give_up(why)
 
+    def anew(self, setup: Setup) -> GraphSteps:
+        """Return the same for lanes that are set up anew; what was captured is let go."""
+        self.forget()
+        return GraphSteps(
+            self._wanted, setup, self._company, parameters=self._parameters, progress=self._progress
+        )  # fmt: skip
+
     def _obstacle(self) -> str:
         """Return why the lanes cannot run as graphs, as far as that can be known before; nothing if they may."""
         if self._setup.schedule.versions is not None:

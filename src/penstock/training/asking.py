@@ -10,9 +10,10 @@ from pathlib import Path
 
 from penstock.errors import UsageError, nearest
 
-__all__ = ["ON_NAN", "Asked"]
+__all__ = ["ON_NAN", "ON_OOM", "Asked"]
 
 ON_NAN = ("stop", "skip", "rewind", "ignore")
+ON_OOM = ("split", "stop")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Asked:
     log_every: int
     record_every: int
     on_nan: str
+    on_oom: str
     max_seconds: float | None
 
     def __post_init__(self) -> None:
@@ -52,7 +54,9 @@ class Asked:
                 isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf
             ):
                 yield f"{name}: must be a number above zero, or None; given: {given!r}"
-        if self.on_nan not in ON_NAN:
-            yield f"on_nan: {self.on_nan!r} is not one of {', '.join(ON_NAN)}.{nearest(str(self.on_nan), ON_NAN)}"
+        for name, words in (("on_nan", ON_NAN), ("on_oom", ON_OOM)):
+            given = getattr(self, name)
+            if given not in words:
+                yield f"{name}: {given!r} is not one of {', '.join(words)}.{nearest(str(given), words)}"
         if not isinstance(self.resume, (str, Path)) or not str(self.resume):
             yield f'resume: give "auto", "never" or the folder of a checkpoint; given: {self.resume!r}'

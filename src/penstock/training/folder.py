@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 import warnings
@@ -41,7 +42,8 @@ class RunFolder:
     """A folder that belongs to one training at a time.
 
     The first process holds a lock of the operating system's, which goes with the process, however that ends; so a lock
-    file that was left behind keeps nobody out.
+    file that was left behind keeps nobody out. Where a file system has no locks, or a network that came apart let them
+    go, whoever takes the folder last has it: its mark is in the lock file, and the one before finds it there.
 
     Args:
         path: of the folder; made if it is not there.
@@ -51,6 +53,7 @@ class RunFolder:
     def __init__(self, path: str | Path, *, is_first: bool) -> None:
         self.path, self.is_first = Path(path).absolute(), is_first  # wherever the user's code goes meanwhile
         self._lock: int | None = None
+        self._mark = b""
 
     def take(self) -> None:
         """Make the folder and take its lock.
@@ -88,10 +91,24 @@ class RunFolder:
                         "wait for it, or choose another folder"
                     ) from None
                 time.sleep(0.1)
+        self._mark = f"process {os.getpid()} on {socket.gethostname()}, mark {secrets.token_hex(8)}\n".encode()
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(lock, self._mark, 0)
         self._lock = lock
         _HELD.add(lock)
+
+    def why_lost(self) -> str:
+        """Return who has taken the folder since this training did; nothing where it is still this one's."""
+        if self._lock is None:
+            return ""
+        try:
+            found = (self.path / _LOCK).read_bytes()
+        except OSError:  # deleted, or out of reach: nobody else has it for that
+            return ""
+        if found == self._mark:
+            return ""
+        other = found.decode(errors="replace").strip() or "unknown"
+        return f"{self.path}: another training has taken this folder since ({other:.200})"
 
     def release(self) -> None:
         """Let another training have it."""

@@ -27,8 +27,10 @@ from penstock.training.pages import Pages
 from penstock.training.position import Position
 from penstock.training.reading import Reading, Summary
 from penstock.training.resuming import resume
+from penstock.training.room import Room
 from penstock.training.signals import Signals
 from penstock.training.steps import Made, Stepper
+from penstock.training.validating import validate
 from penstock.training.view import View
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class Trainer:
         record_every: steps between recorded timelines; 0: only the last step's.
         on_nan: what to do with a loss or gradient that is not finite: "stop" before the update, "skip" the update, or
             "rewind" to the last checkpoint and go on with the data that follows; "ignore" takes it as it is.
+        on_oom: what to do when memory runs out: "split" runs the step again, and all after it, with twice the
+            micro-batches of the same batch; "stop" ends the training, with what would take less.
         max_seconds: end, with a checkpoint, after so long.
         callbacks: to be told what happens. A journal of all, `events.jsonl`, is kept without being asked for.
         view: show the training: a live picture in a terminal, lines elsewhere.
@@ -98,6 +102,7 @@ class Trainer:
         log_every: int = 10,
         record_every: int = 0,
         on_nan: str = "stop",
+        on_oom: str = "split",
         max_seconds: float | None = None,
         callbacks: Iterable[Callback] = (),
         view: bool = True,
@@ -107,7 +112,7 @@ class Trainer:
     ) -> None:
         self.asked = Asked(
             steps, validate_every, clip, accumulate, checkpoint_every, keep_checkpoints, resume, log_every,
-            record_every, on_nan, max_seconds,
+            record_every, on_nan, on_oom, max_seconds,
         )  # fmt: skip
         if not isinstance(pipe, Pipeline):
             raise UsageError(f"pipe: give a penstock.Pipeline; given: {type(pipe).__name__}")
@@ -126,8 +131,10 @@ class Trainer:
         self._position, self._resumes_data = Position(self._feed), resume_data
         self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
         self._check_words()
+        self._room = Room(self)
         self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
+        self._signals = Signals()
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was
         self._pages = Pages(self.folder.path, pipe._decision.predicted)
@@ -152,7 +159,7 @@ class Trainer:
         begin = time.monotonic()
         self._should_stop = False
         with ExitStack() as stack:
-            signals = stack.enter_context(Signals())
+            self._signals = stack.enter_context(Signals())
             self._take_folder()
             stack.callback(self.folder.release)
             stack.callback(self._callbacks.close)
@@ -166,12 +173,12 @@ class Trainer:
             with faults.noting():
                 if restored is not None and self._is_validated(self.step) and not restored.notes.get("validated"):
                     self._validate()  # that of its step came after the checkpoint, or not at all
-                status = self._loop(signals, faults, begin)
+                status = self._loop(faults, begin)
                 faults.at("save", self.step)
                 if restored is None or self.step != restored.step:
                     self._save(wait=True)
                 if self._validation is not None and status == "done":
-                    self._validate()
+                    status = self._validate() or status
             summary = self._summary(status, restored, time.monotonic() - begin)
             self._callbacks.tell("on_train_end", self, summary)
         return summary
@@ -211,6 +218,7 @@ class Trainer:
             data=self._position,
             keep=self.asked.keep_checkpoints,
         )
+        made.fence = self.folder.why_lost
         made.on_saved = lambda step, folder: self._callbacks.tell("on_save", self, step, folder)
         return made
 
@@ -227,7 +235,7 @@ class Trainer:
 
     # ---- the loop
 
-    def _loop(self, signals: Signals, faults: Faults, begin: float) -> str:
+    def _loop(self, faults: Faults, begin: float) -> str:
         """Run steps until all are done or something ends them; return why it ended."""
         batches = self._batches()
         while self.step < self.asked.steps:
@@ -238,7 +246,7 @@ class Trainer:
             if len(given) < self.stepper.accumulate:
                 return "data ended"
             self._run_step(given, faults, start)
-            why = self._why_to_end(signals, begin)
+            why = self._why_to_end(begin)
             if why is not None:
                 return why
         return "done"
@@ -248,7 +256,7 @@ class Trainer:
         faults.at("step", number)
         is_recorded = number == self.asked.steps or _is_due(number, self.asked.record_every)
         items = [self._items.call(item) for item in given]
-        made = self.stepper.run(items, is_recorded=is_recorded)
+        made = self._room.run(items, faults, number, is_recorded=is_recorded)
         if made.timeline is not None:
             self._timeline = made.timeline
         rates = self.stepper.rates
@@ -306,11 +314,15 @@ class Trainer:
             if not num_given and not was_resumed:
                 return
 
-    def _why_to_end(self, signals: Signals, begin: float) -> str | None:
+    def _why_to_end(self, begin: float) -> str | None:
         """Return why all processes end now; None where they go on."""
         limit = self.asked.max_seconds
         is_late = limit is not None and time.monotonic() - begin > limit
-        own = signals.told or ("stopped" if self._should_stop else "time" if is_late else None)
+        own = self._signals.told or ("stopped" if self._should_stop else "time" if is_late else None)
+        return self._anyone(own)
+
+    def _anyone(self, own: str | None) -> str | None:
+        """Return what the first process that has a reason to end gives."""
         return next((why for why in self.pipe._company.gather(own) if why is not None), None)
 
     # ---- what happens at some steps
@@ -321,22 +333,19 @@ class Trainer:
         self._losses.clear()
         self._callbacks.tell("on_log", self, figures)
 
-    def _validate(self) -> float:
-        """Return the mean loss over the validation data, a sample counting once."""
-        begin, total, count = time.monotonic(), 0.0, 0
+    def _validate(self) -> str | None:
+        """Validate; return why that was ended, where a signal did so: whoever resumes does it anew."""
+        begin = time.monotonic()
         assert self._validation is not None
-        for item in self._validation:
-            call = self._items.split(item)
-            size = max(1, num_samples(call))
-            total, count = total + size * float(self.pipe.evaluate(*call)), count + size
-        if not count:
-            raise UsageError("validation: it has no batches; what can be iterated over once has none the second time")
-        loss = total / count
+        made = validate(self.pipe, self._validation, self._items, lambda: self._anyone(self._signals.told))
+        if isinstance(made, str):
+            return made
+        loss, count = made
         figures = {"step": self.step, "validation_loss": loss, "samples": count, "seconds": time.monotonic() - begin}
         self.validation_loss, self._validated = loss, self.step
         self.stepper.follow(loss)
         self._callbacks.tell("on_evaluate", self, figures)
-        return loss
+        return None
 
     def _save(self, *, wait: bool = False) -> None:
         assert self._checkpoints is not None

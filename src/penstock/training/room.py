@@ -1,0 +1,85 @@
+"""Room: an update for which memory does not suffice is run again, with smaller micro-batches."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.errors import HangError, LaneError, LostError
+from penstock.faults.memory import is_out_of_memory
+from penstock.pipeline.buffers import Buffers
+from penstock.pipeline.finer import split_finer
+
+if TYPE_CHECKING:
+    from penstock.training.faulty import Faults
+    from penstock.training.steps import Made
+    from penstock.training.trainer import Trainer
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Runs updates, and again with more micro-batches where memory ran out; the batch stays what it was.
+
+    Buffers and random numbers are put back before the next try, so that the update is that of a training that had as
+    many micro-batches from this step on.
+
+    Args:
+        trainer: whose updates; what it says of `on_oom` holds.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._pipe, self._stepper = trainer.pipe, trainer.stepper
+        self._buffers = Buffers(trainer.pipe._chains) if trainer.asked.on_oom == "split" else None
+
+    def run(self, items: Sequence[tuple[Any, ...]], faults: Faults, number: int, *, is_recorded: bool) -> Made:
+        """Run forward and backward of an update.
+
+        Raises:
+            LaneError: when an action failed, and smaller micro-batches are no help.
+        """
+        if self._buffers is None:
+            return self._stepper.run(items, is_recorded=is_recorded)
+        before = ""
+        while True:
+            self._buffers.keep()
+            state = torch.get_rng_state()
+            try:
+                return self._stepper.run(items, is_recorded=is_recorded)
+            except (HangError, LostError):  # which are LaneErrors too: others may be gone
+                raise
+            except LaneError as error:
+                message = str(error)
+                count = self._pipe.schedule.num_mbs
+                if not self._should_try_again(error):
+                    if before:
+                        error.add_note(before)
+                    raise
+            # outside: while an error is handled, its frames hold all that the step held
+            before = f"with {count} micro-batches memory ran out: {message}"
+            self._clear(state)
+            self._tell(faults, number, message)
+
+    def _should_try_again(self, error: LaneError) -> bool:
+        # an error that only some processes see as one of memory must not part them
+        return all(self._pipe._company.gather(is_out_of_memory(error))) and split_finer(self._pipe)
+
+    def _clear(self, state: torch.Tensor) -> None:
+        assert self._buffers is not None
+        self._stepper.drop()
+        self._buffers.put_back()
+        torch.set_rng_state(state)
+        gc.collect()
+        if any(device.type == "cuda" for device in self._pipe.devices):
+            torch.cuda.empty_cache()
+
+    def _tell(self, faults: Faults, number: int, message: str) -> None:
+        count = self._pipe.schedule.num_mbs
+        told = f"step {number}: memory ran out ({message}); it is run again, and all from now on, with {count} "
+        told += f"micro-batches; give micro_batches={count} to begin with them"
+        faults.tell("out of memory", number, told, micro_batches=count)
+        warnings.warn(told, stacklevel=2)

@@ -106,7 +106,11 @@ class Launched:
 
     def workers(self):
         """Return the processes of the training."""
-        return [pid for pid in children(self.process.pid) if b"penstock.launch.worker" in command_of(pid)]
+        return [pid for pid in children(self.process.pid) if is_worker(pid)]
+
+    def spares(self):
+        """Return the processes that wait to become some of the training."""
+        return [pid for pid in children(self.process.pid) if is_spare(pid)]
 
     def hang_up(self):
         """Close the terminal, as when a connection is lost."""
@@ -118,11 +122,11 @@ class Launched:
 
 
 @contextmanager
-def launch(path, *words, terminal=False, limit=None, **environment):
+def launch(path, *words, terminal=False, limit=None, spare_seconds=None, **environment):
     """Start `penstock train FILE WORDS`; whatever happens, nothing is left of it afterwards."""
     ours, theirs = pty.openpty() if terminal else (None, None)
     name = os.ttyname(theirs) if terminal else None
-    process = processes._CONTEXT.Process(target=_enter, args=(path, words, environment, name, limit))
+    process = processes._CONTEXT.Process(target=_enter, args=(path, words, environment, name, limit, spare_seconds))
     process.start()
     made = Launched(path, process, ours)
     try:
@@ -144,7 +148,7 @@ def train(path, *words, **environment):
         return made.wait(), made.told()
 
 
-def _enter(path, words, environment, terminal, limit):
+def _enter(path, words, environment, terminal, limit, spare_seconds):
     """Become the command: a session of its own, its output in files or a terminal, its code the exit code."""
     os.setsid()
     die_with_parent()
@@ -165,7 +169,9 @@ def _enter(path, words, environment, terminal, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     sys.argv = ["penstock", "train", str(path), *map(str, words)]
     from penstock.cli.main import run
+    from penstock.launch import agent
 
+    agent._SPARE_SECONDS = agent._SPARE_SECONDS if spare_seconds is None else spare_seconds
     code = 0
     try:
         run()
@@ -248,6 +254,21 @@ def command_of(pid):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def is_worker(pid):
+    """Return whether a process is one of a training: it was started as such, or was a spare and has been taken."""
+    command = command_of(pid)
+    return b"penstock.launch.worker" in command or (b"penstock.launch.spare" in command and not is_spare(pid))
+
+
+def is_spare(pid):
+    """Return whether a process waits to be told what to do."""
+    try:
+        waits = Path(f"/proc/{pid}/fd/0").readlink() != Path(os.devnull)
+    except OSError:
+        return False
+    return waits and b"penstock.launch.spare" in command_of(pid)
 
 
 def is_there(pid):

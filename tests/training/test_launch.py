@@ -17,6 +17,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import processes
+from faults.launched import is_spare, is_worker
 from penstock.cli.main import app
 from penstock.errors import UsageError
 from penstock.launch.build import build_trainer
@@ -71,20 +72,19 @@ def place(tmp_path, monkeypatch):
     Path("run.toml").write_text(SMALL)
     Path("own_of_tests.py").write_text(OWN)
     yield tmp_path
-    wait_for(lambda: not workers(tmp_path))
+    wait_for(lambda: not workers(tmp_path) and not workers(tmp_path, is_spare))
 
 
-def workers(place):
+def workers(place, is_one=is_worker):
     """Return the processes that work for a launcher of this test."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*/cwd"):
         try:
-            words = path.read_bytes().split(b"\0")
-            is_ours = b"penstock.launch.worker" in words and path.with_name("cwd").readlink() == place
+            is_here = path.readlink() == place
         except OSError:
             continue
-        if is_ours:
-            found.append(int(path.parent.name))
+        if is_here and is_one(pid := int(path.parent.name)):
+            found.append(pid)
     return found
 
 

@@ -11,19 +11,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from penstock.launch.exits import DONE, INTERRUPTED, LATE
 from penstock.launch.logs import RunLogs
 from penstock.launch.policy import Policy, Verdict
+from penstock.launch.spares import Spares
 from penstock.launch.worker import AGAIN_FLAG
 
 __all__ = ["Agent", "LeaveNow"]
 
 _PATIENCE_SECONDS = 2.0  # for processes beside one that failed: they hear of it at once, unless they hang
 _INTERVAL_SECONDS = 0.05
+_SPARE_SECONDS = 10.0  # after which a training has begun, and imports beside it do no harm
 
 
 class LeaveNow(BaseException):
@@ -44,11 +46,12 @@ class Agent(LocalElasticAgent):
         folder: of the run.
         grace_seconds: that processes have when they are told to end.
         say: shows a line.
+        config: the file that says what is trained; given, processes are kept ready for a restart.
     """
 
     def __init__(
         self, spec: WorkerSpec, logs: RunLogs, *, policy: Policy, folder: Path, grace_seconds: float,
-        say: Callable[[str], None],
+        say: Callable[[str], None], config: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(spec, logs, exit_barrier_timeout=grace_seconds, shutdown_timeout=max(1, int(grace_seconds)))
         self._policy, self._faults, self._grace, self._say = policy, folder / "faults.jsonl", grace_seconds, say
@@ -56,6 +59,15 @@ class Agent(LocalElasticAgent):
         self.verdict: Verdict | None = None
         self._told_at = 0.0
         self._num_read = self._size()
+        self._spares = Spares(0 if config is None else spec.local_world_size, str(config), seconds=_SPARE_SECONDS)
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the training until it is over."""
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            self._spares.close()
 
     # ---- signals
 
@@ -89,7 +101,14 @@ class Agent(LocalElasticAgent):
 
     # ---- watching
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._spares.taking():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        self._spares.note_start()
+        return started
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._spares.poll()
         ended = {code for process in self._processes().values() if (code := process.poll()) is not None}
         stuck: list[int] = []
         if self.told is not None:

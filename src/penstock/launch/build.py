@@ -20,6 +20,7 @@ from penstock.launch.calling import call
 from penstock.launch.checking import node_counts
 from penstock.launch.items import build_data, count_tokens_of, first_item
 from penstock.launch.learning import build_loss, build_rate, optimizer_maker
+from penstock.launch.measured import keep_profile, kept_profile
 from penstock.launch.models import build_model
 from penstock.launch.trying import check_pair, telling_bad_batches
 from penstock.launch.writing import to_toml
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of", "memory_limit_of"]
 
 _BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
-_OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "log_dir"}
+_OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -110,7 +111,7 @@ def build_trainer(
     make = optimizer_maker(config)
     scaler = _scaler(config)
     with telling_bad_batches(config, parts.model, parts.example):
-        pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress))
+        pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress, is_again=is_again))
     _check_same(config, pipe)
     optimizer = None if pipe.optimizers else make(pipe.parameters())
     rates = [build_rate(config, one) for one in (list(pipe.optimizers.values()) if optimizer is None else [optimizer])]
@@ -157,7 +158,9 @@ def _check_same(config: Config, pipe: Pipeline) -> None:
         raise UsageError("the processes were not given the same configuration: " + "; ".join(told))
 
 
-def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Progress | None) -> Pipeline:  # noqa: ANN401
+def _pipeline(
+    config: Config, parts: Parts, make: Any, scaler: Any, progress: Progress | None, *, is_again: bool,  # noqa: ANN401
+) -> Pipeline:  # fmt: skip
     from penstock.schedules import describe
 
     is_file = config.schedule.lower().endswith(".csv")
@@ -178,6 +181,7 @@ def _pipeline(config: Config, parts: Parts, make: Any, scaler: Any, progress: Pr
         scaler=scaler,
         optimizer=make if has_updates else None,
         memory_limit=memory_limit_of(config),
+        profile=kept_profile(config, lanes) if is_again else None,
         graphs=config.graphs,
         compile=config.compile,
         timeout=max(config.timeout, _BUILD_SECONDS),
@@ -245,7 +249,8 @@ class _Papers(Callback):
             return
         folder.write("config.toml", to_toml(self._given))
         folder.write("environment.json", json.dumps(environment(pipe), indent=2) + "\n")
-        folder.write("plan.json", json.dumps(_plan(pipe), indent=2) + "\n")
+        kept = keep_profile(pipe, self._given.config, lanes_of(self._given.config))
+        folder.write("plan.json", json.dumps(_plan(pipe) | kept, indent=2) + "\n")
         with suppress(ScheduleError):  # torch's form has no words for some
             pipe.schedule.to_csv(folder.path / "schedule.csv")
 

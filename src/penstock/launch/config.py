@@ -138,6 +138,9 @@ class Config(BaseModel):
     rdzv_id: str | None = _key(None, 4, "A name of this run, the same on all machines.")
     rdzv_conf: Table = _key({}, 4, "More settings of the rendezvous, as last_call_timeout=5.")
     max_restarts: Number = _key(3, 4, "Restarts an hour, after processes that were lost or hung.")
+    spares: bool = _key(
+        True, 4, "Keep as many processes ready, with everything imported, so that a restart takes less time."
+    )
     log_dir: str | None = _key(None, 4, "Where what the processes print goes; by default logs in the folder.")
 
 

@@ -143,6 +143,7 @@ def _agent(config: Config, path: Path, logs: RunLogs, again: str | None) -> Agen
         folder=Path(config.folder),
         grace_seconds=config.grace_seconds,
         say=_say,
+        config=path if config.spares and config.max_restarts else None,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
-__all__ = ["main"]
+__all__ = ["enter", "main"]
 
 AGAIN_FLAG = "--again"  # processes before were lost, and these go on for them
 RESOLVED_FLAG = "--resolved"  # the file was written by the launcher, and says where each value comes from
@@ -79,5 +79,10 @@ def _main(words: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+def enter(words: Sequence[str]) -> NoReturn:
+    """Be a process of a training, and end with its code."""
+    _leave(_main(words))
+
+
 if __name__ == "__main__":
-    _leave(_main(sys.argv[1:]))
+    enter(sys.argv[1:])

@@ -42,13 +42,16 @@ class Buffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy them as they are now."""
+        again = []
         for key, tensor in self._all():
             kept = self._kept.get(key)
             if kept is None or kept.tensor is not tensor:
                 self._kept[key] = _Kept(tensor, tensor.detach().clone(), _version(tensor))
             elif _may_differ(kept):
-                kept.values.copy_(tensor)
-                kept.version = _version(tensor)
+                again.append(kept)
+        _copy([(kept.values, kept.tensor) for kept in again])
+        for kept in again:
+            kept.version = _version(kept.tensor)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -57,9 +60,10 @@ class Buffers:
             held = self._held[number]
             if held.get(name) is not kept.tensor:
                 held.set(name, kept.tensor)
-            if _may_differ(kept):
-                kept.tensor.copy_(kept.values)
-                kept.version = _version(kept.tensor)
+        changed = [kept for kept in self._kept.values() if _may_differ(kept)]
+        _copy([(kept.tensor, kept.values) for kept in changed])
+        for kept in changed:
+            kept.version = _version(kept.tensor)
 
     def _all(self) -> Iterator[tuple[tuple[int, str], Any]]:
         for number, held in self._held.items():
@@ -67,6 +71,15 @@ class Buffers:
                 tensor = held.get(name)
                 if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
                     yield (number, name), tensor
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair to the first; many small ones of a GPU in one launch."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in pairs:
+        alike.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    for some in alike.values():
+        torch._foreach_copy_([to for to, _ in some], [values for _, values in some])
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -99,7 +99,7 @@ class Checkpoints:
         self.on_saved: Callable[[int, Path], None] | None = None
         self.fence: Callable[[], str] = str  # says nothing
         self.patience_seconds = 120.0
-        self._disk, self._staging = Disk(), Staging()
+        self._disk, self._staging = Disk(), Staging(len(pipe.lanes))
         self._saving: Saving | None = None
         self._own: set[int] = set()  # the steps that were saved or taken up here
         self._restored_step: int | None = None

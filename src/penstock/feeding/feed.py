@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Parcel, Split
 from penstock.feeding.draws import check_draws, draws_of, own_draws_of, set_own
+from penstock.feeding.inline import Inline
 from penstock.feeding.places import Places, places_of, places_on
 from penstock.feeding.staging import mark
 from penstock.feeding.worker import Channel, End, Failure, Job, Pulls, end, start
@@ -28,7 +29,7 @@ _MOST_AHEAD = 1 << 16
 
 def feed(
     loader: Iterable[Any], pipe: Pipeline | None = None, *, ahead: int = 2,
-    device: torch.device | str | int | None = None, split: Split | None = None,
+    device: torch.device | str | int | None = None, split: Split | None = None, thread: bool = True,
 ) -> Feed:  # fmt: skip
     """Return the batches of a loader, pulled in the background and on the devices of the lanes that use them.
 
@@ -45,6 +46,8 @@ def feed(
         ahead: batches to have ready beside the one that is used.
         device: where batches go, instead of a pipeline's devices.
         split: from a loader's item to (batch, target), where the item is neither that nor a batch alone.
+        thread: pull in a thread beside the loop; False: within the loop, when it asks for a batch, still ahead of
+            its use. Better where a loader answers at once and steps are short, for threads share Python's lock.
 
     Raises:
         UsageError: for arguments that cannot be right.
@@ -56,7 +59,7 @@ def feed(
         places = places_of(pipe, is_split=split is not None)
     else:
         places = places_on(_checked_device(device))
-    return Feed(loader, places, ahead=int(ahead), split=split)
+    return Feed(loader, places, ahead=int(ahead), split=split, thread=thread)
 
 
 def _faults(loader: object, pipe: object, ahead: object, device: object, split: object) -> Iterator[str]:
@@ -93,10 +96,13 @@ class Feed:
         places: where tensors go.
         ahead: batches to have ready.
         split: from an item to (batch, target).
+        thread: pull in a thread.
     """
 
-    def __init__(self, loader: Iterable[Any], places: Places, *, ahead: int, split: Split | None) -> None:
-        self._loader, self._ahead = loader, ahead
+    def __init__(
+        self, loader: Iterable[Any], places: Places, *, ahead: int, split: Split | None, thread: bool = True
+    ) -> None:
+        self._loader, self._ahead, self._has_thread = loader, ahead, thread
         self._carrier = Carrier(places, split)
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._epoch, self._num_given = 0, 0
@@ -124,8 +130,8 @@ class Feed:
 
     # ---- what epochs say
 
-    def _begin(self, epoch: _Epoch) -> tuple[Channel, threading.Thread]:
-        """Begin an epoch: return where its batches come from, and the thread that brings them."""
+    def _begin(self, epoch: _Epoch) -> tuple[Channel | Inline, threading.Thread | None]:
+        """Begin an epoch: return where its batches come from, and the thread that brings them, if one does."""
         self._stop(is_replaced=True)
         self._leave_loader()
         if self._is_open:  # the one before was broken off
@@ -137,7 +143,6 @@ class Feed:
         self._num_pulled = None
         if again is None:
             self._draws = None if self._has_state else draws_of(self._loader)
-        channel = Channel(self._ahead)
         self._is_open, self._current = True, weakref.ref(epoch)
         has_own = not self._has_state and bool(own_draws_of(self._loader)["own"])
         self._pulls = Pulls(self._loader, max(skipped, pulled or 0)) if has_own else None
@@ -145,6 +150,10 @@ class Feed:
             self._loader, self._carrier, skipped, draws=again, num_pulled=pulled, takes_state=self._has_state,
             pulls=self._pulls,
         )  # fmt: skip
+        self._thread = None
+        if not self._has_thread:
+            return Inline(job, self._ahead), None
+        channel = Channel(self._ahead)
         self._thread = start(job, channel)
         return channel, self._thread
 
@@ -267,7 +276,7 @@ class _Epoch:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._channel: Channel | None = None
+        self._channel: Channel | Inline | None = None
         self._end: Callable[[], object] = lambda: None
         self.is_over = self.is_replaced = False
 
@@ -294,7 +303,7 @@ class _Epoch:
                 del found  # the error would hold its own traceback
         raise StopIteration
 
-    def _begun(self) -> Channel:
+    def _begun(self) -> Channel | Inline:
         """Return where batches come from; the worker starts when the first is asked for.
 
         The user waits for that one, so all that a loader draws of random numbers when it starts comes before what the

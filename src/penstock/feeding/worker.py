@@ -13,11 +13,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,10 @@ from penstock.feeding.carrier import Carrier, Lifted, Parcel
 from penstock.feeding.draws import as_at, own_draws_of
 from penstock.runtime.streams import Event
 
-__all__ = ["Channel", "End", "Failure", "Job", "Pulls", "end", "start"]
+if TYPE_CHECKING:
+    from penstock.feeding.inline import Inline
+
+__all__ = ["Channel", "End", "Failure", "Job", "Pulls", "brought", "end", "start"]
 
 _GRACE_SECONDS = 4.0  # for a worker that is in the loader to come back
 
@@ -179,6 +182,18 @@ class Job:
         return copy.deepcopy(self.loader.state_dict()) if self.takes_state else None  # type: ignore[attr-defined]
 
 
+def brought(job: Job) -> Generator[tuple[Lifted, Any], None, None]:
+    """Yield the items of an epoch as they can be sent, each with the loader's state after it."""
+    for item in job.items():
+        try:
+            pair = job.carrier.lift(item), job.state()
+        except StopIteration as error:  # it would end the user's loop without a word
+            raise RuntimeError("StopIteration was raised by what was done with an item") from error
+        del item  # else it lives as long as the next one takes
+        yield pair
+        del pair
+
+
 def start(job: Job, channel: Channel) -> threading.Thread:
     """Start the worker of one epoch."""
     # the loader finds the device that the user chose
@@ -191,10 +206,10 @@ def start(job: Job, channel: Channel) -> threading.Thread:
     return thread
 
 
-def end(channel: Channel, thread: threading.Thread) -> None:
+def end(channel: Channel | Inline, thread: threading.Thread | None) -> None:
     """End the worker of an epoch; one that is in a loader which does not return is left to itself after a while."""
     channel.close()
-    if thread is not threading.current_thread():  # memory may be collected in any thread
+    if thread not in (None, threading.current_thread()):  # memory may be collected in any thread
         thread.join(_GRACE_SECONDS)
 
 
@@ -202,22 +217,13 @@ def _work(job: Job, channel: Channel, on_device: AbstractContextManager[Any]) ->
     """Bring items until there are no more, something fails, or nobody wants them."""
     try:
         with on_device:
-            for item in job.items():
-                if channel.is_closed:
+            for pair in brought(job):
+                if not _deliver(job.carrier, channel, *pair):
                     return
-                lifted, state = job.carrier.lift(item), job.state()
-                del item  # else it lives as long as the next one takes
-                if not _deliver(job.carrier, channel, lifted, state):
-                    return
-                del lifted, state
+                del pair
             channel.put(End(job.state()))
     except BaseException as error:  # is raised where the user asks for this item
-        failure = error
-        if isinstance(error, StopIteration):  # which would end the user's loop without a word
-            failure = RuntimeError("StopIteration was raised by what was done with an item")
-            failure.__cause__ = error
-        channel.put(Failure(failure))
-        del failure
+        channel.put(Failure(error))
 
 
 def _deliver(carrier: Carrier, channel: Channel, lifted: Lifted, state: Any) -> bool:  # noqa: ANN401 - the loader's

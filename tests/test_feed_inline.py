@@ -1,0 +1,206 @@
+"""feed without a thread: the same batches in the same order, pulled within the loop, ahead of their use."""
+
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock
+from pipelines import data, sequence
+from test_feed import Counting, Thing, fake_feed, fake_gpu, numbers  # noqa: F401 - a fixture
+
+
+def inline(loader, **given):
+    return penstock.feed(loader, thread=False, **({"device": "cpu"} | given))
+
+
+def test_batches_come_in_order_from_the_user_s_thread():
+    seen = []
+
+    def loader():
+        for number in range(20):
+            seen.append(threading.current_thread())
+            yield number
+
+    assert list(inline(loader())) == list(range(20))
+    assert set(seen) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_the_loader_is_one_more_in_front_after_each_batch_up_to_a_bound(ahead):
+    loader = Counting(30)
+    for given, _ in enumerate(inline(loader, ahead=ahead), 1):
+        assert loader.pulled == min(30, 2 * given + 1, given + ahead)
+
+
+def test_a_batch_that_was_used_is_not_held():
+    most = 0
+    for number, _ in enumerate(inline(iter(Thing, None), ahead=3)):
+        most = max(most, Thing.alive)
+        if number == 20:
+            break
+    assert most == 4  # the user's, and three that wait
+    del _
+    assert Thing.alive == 0
+
+
+def test_an_error_comes_where_its_batch_would_have_come():
+    loader = Counting(10, fails_at=4)
+    batches, found = iter(inline(loader)), []
+    with pytest.raises(KeyError, match="the loader's own"):
+        found.extend(number for _, number in batches)
+    assert found == [0, 1, 2, 3]
+    assert list(batches) == []
+
+    def stopping(item):
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration was raised"):
+        list(inline(Counting(), split=stopping))
+
+
+def test_ctrl_c_in_the_loader_is_the_user_s_at_once():
+    def loader():
+        yield 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(inline(loader())))
+
+
+def test_a_loop_that_is_left_leaves_the_loader():
+    is_closed = []
+
+    def loader():
+        try:
+            yield from range(10)
+        finally:
+            is_closed.append(True)
+
+    for number in inline(loader()):
+        if number == 3:
+            break
+    assert is_closed == [True]
+
+
+def test_epochs_and_states():
+    feed = inline(Counting(6))
+    assert [numbers(feed), numbers(feed), feed.epoch] == [list(range(6)), list(range(6)), 2]
+    under_way = iter(feed)
+    assert [number for _, number in itertools.islice(under_way, 3)] == [0, 1, 2]
+    state = json.loads(json.dumps(feed.state_dict()))
+    again = inline(Counting(6))
+    again.load_state_dict(state)
+    assert (numbers(again), again.epoch) == ([3, 4, 5], 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("at", [1, 4, 7, 10])
+def test_a_shuffled_order_goes_on(num_workers, at):
+    def shuffled():
+        drawn = torch.Generator().manual_seed(7)
+        return inline(
+            DataLoader(torch.arange(24), batch_size=4, shuffle=True, num_workers=num_workers, generator=drawn)
+        )
+
+    def take(feed, count):
+        found = []
+        while len(found) < count:
+            for batch in feed:
+                found.append(batch.tolist())
+                if len(found) == count:
+                    break
+        return found
+
+    whole = take(shuffled(), 12)
+    first = shuffled()
+    found = take(first, at)
+    state = first.state_dict()
+    second = shuffled()
+    second.load_state_dict(state)
+    assert found + take(second, 12 - at) == whole
+
+
+def test_training_has_the_losses_that_it_would_have():
+    def losses(batches_of):
+        torch.manual_seed(0)
+        model = sequence(4)
+        loader = DataLoader(
+            TensorDataset(*data(24)), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+        with penstock.Pipeline(
+            model, example=data(8)[0], loss=nn.functional.mse_loss, lanes=2, micro_batches=4, cuts=[4]
+        ) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            found = []
+            for batch, target in batches_of(loader, pipe):
+                found.append(float(pipe.step(batch, target)))
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert losses(lambda loader, pipe: penstock.feed(loader, pipe, thread=False)) == losses(lambda loader, _: loader)
+
+
+# ---- on a stand-in for a GPU
+
+
+class Queried:
+    """An event: over at once, but for those of the user's stream, which are over when the test says so."""
+
+    num_over, made, waited = 0, [], 0
+
+    def __init__(self, blocking=False):
+        assert blocking
+        self.number = None
+
+    def record(self, stream):
+        if stream.name == "user":
+            self.number = len(Queried.made)
+            Queried.made.append(self)
+
+    def query(self):
+        return self.number is None or self.number < Queried.num_over
+
+    def synchronize(self):
+        Queried.waited += not self.query()
+        if self.number is not None:
+            Queried.num_over = max(Queried.num_over, self.number + 1)
+
+
+@pytest.fixture
+def queried(fake_gpu, monkeypatch):  # noqa: F811 - the fixture
+    monkeypatch.setattr(torch.cuda, "Event", Queried)
+    monkeypatch.setattr(Queried, "num_over", 0)
+    monkeypatch.setattr(Queried, "made", [])
+    monkeypatch.setattr(Queried, "waited", 0)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_host_that_runs_ahead_waits_only_when_nothing_is_left(queried, ahead):
+    """The GPU is done with nothing by itself: so many batches are sent, and then one for each that is waited for."""
+    feed = fake_feed([torch.full((3,), float(n)) for n in range(12)], ahead=ahead, thread=False)
+    under_way, found = iter(feed), []
+    for _ in range(ahead + 1):
+        found.append(float(next(under_way)[0]))
+        assert Queried.waited == 0
+    assert under_way._channel._num_put <= ahead + 1
+    for count in range(ahead + 1, 12):
+        found.append(float(next(under_way)[0]))
+        assert Queried.waited == count - ahead
+        assert under_way._channel._num_put == count + 1
+    assert found == list(range(12))
+    assert next(under_way, None) is None
+
+
+def test_a_gpu_that_keeps_up_is_never_waited_for(queried):
+    feed, found = fake_feed([torch.full((3,), float(n)) for n in range(12)], thread=False), []
+    for batch in feed:
+        found.append(float(batch[0]))
+        Queried.num_over = len(Queried.made)
+    assert found == list(range(12))
+    assert Queried.waited == 0

@@ -184,6 +184,25 @@ def test_gradients_add_up_over_steps():
             model.zero_grad()
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("path", ["direct", "export", "replay"])
+def test_the_first_evaluation_may_be_in_inference_mode(path, lanes):
+    """Its program is made then, and is used afterwards, outside of that mode, too."""
+    model = sequence(4)
+    x, target = data(8)
+    with penstock.Pipeline(
+        model, example=x, loss=F.mse_loss, lanes=lanes, micro_batches=4, capture_path=path, analytic="cpu"
+    ) as pipe:
+        with torch.inference_mode():
+            first, output = pipe.evaluate(x, target), pipe.forward(x)
+            made_inside = pipe.evaluate(x + 0, target + 0)
+        assert not first.is_inference()
+        assert first == made_inside == pipe.evaluate(x, target)
+        assert torch.allclose(output, model(x))
+        loss = pipe.step(x, target)
+        assert not list(differences(pipe, loss, expected(model, x, target)))
+
+
 @everywhere
 def test_evaluation_leaves_gradients_alone():
     model = sequence(4)

@@ -19,6 +19,7 @@ from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import check_seconds, check_words
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
+from penstock.pipeline.modes import without_gradients
 from penstock.pipeline.past import Past
 from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
@@ -172,9 +173,8 @@ class Pipeline:
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
-        self._number, self._is_closed = 0, False
+        self._number, self._is_closed, self._past = 0, False, Past()
         self._recording: Recording | None = None
-        self._past = Past()
         self.watch: Watch | None = None
         self.training = True
         self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
@@ -206,7 +206,7 @@ class Pipeline:
         self._weights.agree_on_buffers()
         return self._total(step, ready.shares)
 
-    @torch.no_grad()
+    @without_gradients
     def evaluate(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
         """Return the loss of a batch in evaluation; gradients and the mode stay as they are."""
         ready = self._read(batch, _given(target))
@@ -215,7 +215,7 @@ class Pipeline:
             self._run(step)
         return self._total(step, ready.shares)
 
-    @torch.no_grad()
+    @without_gradients
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.
 

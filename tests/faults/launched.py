@@ -34,6 +34,7 @@ def config(path, **keys):
     given = {
         "model": f"{JOBS}:model", "data": f"{JOBS}:data", "loss": "mse_loss", "steps": 6, "precision": "fp64",
         "micro_batches": 4, "checkpoint_every": 1, "log_every": 1, "timeout": 20.0,
+        "spares": False,
         "folder": str(path.parent / "run"),
     } | keys  # fmt: skip
     path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in given.items() if value is not None))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 def start(tmp_path, **keys):
     """Start a training that waits a little for each batch, and is told to end."""
-    given = {"nproc": 2, "steps": 100_000, "data_args": {"pause": 0.02}} | keys
+    given = {"nproc": 2, "steps": 100_000, "data_args": {"pause": 0.02}, "spares": True} | keys
     return launched.launch(launched.config(tmp_path / "run.toml", **given), spare_seconds=0.0)
 
 

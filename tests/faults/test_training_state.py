@@ -113,6 +113,7 @@ class Full(penstock.Callback):
 
     def on_step_end(self, trainer, reading):
         if dist.get_rank() == 1 and reading.step in (3, 5):
+            trainer._checkpoints._saving.wait_written()  # that of the step before has had its chance
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (500 if reading.step == 3 else hard, hard))
 

@@ -27,6 +27,7 @@ from penstock.launch.reading import read_config
 COMMAND = str(Path(sys.executable).parent / "penstock")
 SMALL = """
 steps = 40
+spares = false
 log_every = 1
 micro_batches = 4
 clip = 1.0

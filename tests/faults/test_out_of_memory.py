@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 import processes
-from penstock.errors import LaneError
+from penstock.errors import LaneError, PenstockError
 from penstock.faults.injector import Injector
 from penstock.faults.memory import advice, is_out_of_memory, options
 from penstock.pipeline.finer import split_finer
@@ -181,9 +181,9 @@ def test_it_is_not_split_beyond_a_sample_nor_where_that_is_another_training():
     made = {"example": x, "loss": nn.functional.mse_loss, "lanes": 2, "analytic": "cpu"}
     with penstock.Pipeline(sequence(8), **made, micro_batches=4) as pipe:
         assert split_finer(pipe)
+        assert pipe.step(x, target).isfinite()
         assert not split_finer(pipe)
         assert pipe.schedule.num_mbs == 8
-        assert pipe.step(x, target).isfinite()
     own = penstock.schedules.build("1f1b", lanes=2, micro_batches=2)
     with penstock.Pipeline(sequence(8), **made, schedule=own) as pipe:
         assert not split_finer(pipe)
@@ -285,3 +285,100 @@ def test_all_processes_split_together(tmp_path):
         assert len(said) == 1
         assert [one for one in noted if one[0] != "out of memory"] == want
     assert first[3] | second[3] == wanted
+
+
+def test_a_split_with_a_scaler_and_a_loss_of_its_own_parameters(tmp_path):
+    """Nothing was unscaled when memory ran out, and what the loss has learns as ever."""
+    torch.manual_seed(0)
+    Scarce.is_scarce = False
+    x, target = data(16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    class Weighed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, output, target):
+            return nn.functional.mse_loss(output * self.weight, target)
+
+    class Switch(penstock.Callback):
+        strict = True
+
+        def on_step_begin(self, trainer):
+            Scarce.is_scarce = trainer.step >= 2
+
+        def on_pre_optimizer_step(self, trainer):
+            seen.append(float(loss.weight.grad))
+
+    seen, loss = [], Weighed()
+    pipe = penstock.Pipeline(
+        [sequence(2), Scarce(2)], example=x, loss=loss, lanes=2, micro_batches=4, scaler=scaler, timeout=30
+    )
+    pipe._chains[0].stages[1].eval()
+    trainer = penstock.Trainer(
+        pipe, torch.optim.SGD([*pipe.parameters(), *loss.parameters()], lr=0.0), [(x, target)], steps=4,
+        folder=tmp_path, view=False, callbacks=[Switch()],
+    )  # fmt: skip
+    with pipe, pytest.warns(UserWarning, match="with 8 micro-batches"):
+        assert trainer.fit().is_done
+    assert seen[0] == pytest.approx(seen[1])  # the same batch and the same weights: nothing is left from before
+
+
+def test_what_is_split_is_the_batch_not_the_example():
+    x, target = data(16)
+    made = {"loss": nn.functional.mse_loss, "lanes": 2, "analytic": "cpu"}
+    with penstock.Pipeline(sequence(8), example=x[:2], micro_batches=2, **made) as pipe:
+        pipe.step(x, target)
+        assert split_finer(pipe)
+        assert pipe.schedule.num_mbs == 4
+    with penstock.Pipeline(sequence(8), example=x, micro_batches=4, **made) as pipe:
+        pipe.step(x[:4], target[:4])
+        assert not split_finer(pipe)
+
+
+def test_a_profile_that_was_given_is_of_larger_micro_batches():
+    x, _ = data(16)
+    made = {"example": x, "loss": nn.functional.mse_loss, "lanes": 2, "micro_batches": 4}
+    with penstock.Pipeline(sequence(8), **made, analytic="cpu") as pipe:
+        profile = pipe.explain().profile
+    with penstock.Pipeline(sequence(8), **made, profile=profile) as pipe:
+        held = pipe._decision.held_bytes()
+        assert split_finer(pipe)
+        assert pipe._decision.predicted() is None
+        assert (pipe._decision.held_bytes()["saved_bytes"] * 2 == held["saved_bytes"]).all()
+        assert pipe.explain().schedule.num_mbs == 8
+
+
+def test_a_rehearsal_runs_out_once_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_FAULTS", "oom@step=2,action=1F1; oom@step=3,lane=0,action=B0")
+    x, target = data(32)
+    pipe = penstock.Pipeline(sequence(8), example=x, loss=nn.functional.mse_loss, lanes=2, micro_batches=4, cuts=[8])
+    trainer = penstock.Trainer(
+        pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), [(x, target)], steps=4, folder=tmp_path, view=False
+    )
+    with pipe, pytest.warns(UserWarning, match="memory ran out"):
+        assert trainer.fit().is_done
+    assert pipe.schedule.num_mbs == 16
+
+
+def refusing_process(folder):
+    """Give lane 1 a batch of another type; return what is said, and how long that took."""
+    x, target = data(8)
+    pipe = penstock.Pipeline([sequence(1), sequence(1)], example=x, loss=nn.functional.mse_loss, timeout=60.0)
+    given = (x.float(), target) if torch.distributed.get_rank() else (x, target)
+    trainer = penstock.Trainer(
+        pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), [given], steps=1, folder=folder, view=False
+    )
+    with pipe:
+        try:
+            trainer.fit()
+        except PenstockError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_batch_that_one_process_refuses_is_told_in_all(tmp_path):
+    for told in processes.run(refusing_process, 2, tmp_path / "run"):
+        assert "the batch is not like the example" in told

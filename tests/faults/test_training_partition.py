@@ -179,6 +179,7 @@ def lose_the_folder(folder, lanes=None):
             except UsageError as error:
                 told = str(error)
         assert any("has no locks" in str(one.message) for one in warned) == trainer.is_first
+        assert not taken.other.why_lost()  # who has it keeps it
         taken.other.release()
     finally:
         fcntl.flock = real

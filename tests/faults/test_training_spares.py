@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import subprocess
 
 import pytest
 
 from faults import launched
 from penstock.launch.measured import kept_profile
 from penstock.launch.reading import read_config
+from penstock.launch.spares import Spares
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -109,3 +111,49 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     again = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert again["lanes"] == plan["lanes"]
     assert again["predicted"]["step_seconds"] > 0
+
+
+OTHER = """
+
+class Other(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.neg().neg())
+"""
+
+
+@pytest.mark.parametrize("what", ["another model", "damaged"])
+def test_a_kept_profile_that_does_not_fit_is_measured_anew(tmp_path, what):
+    """The model is another one by now, or the file was damaged: a restart goes on all the same."""
+    own = tmp_path / "own.py"
+    text = (
+        "from torch import nn\n\n\ndef model():\n"
+        "    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())))\n"
+    )
+    own.write_text(text)
+    path = launched.config(
+        tmp_path / "run.toml", model=f"{own}:model", nproc=2, steps=100_000, data_args={"pause": 0.02}
+    )
+    with launched.launch(path) as run:
+        run.wait_for_step(5)
+        if what == "damaged":
+            kept = run.folder / "profile.json"
+            kept.write_text(kept.read_text()[:100])
+        else:  # with parameters of the same names
+            own.write_text(text.replace("return nn.Sequential(", "return Other(") + OTHER)
+        before = step_of(run)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        run.wait_for_step(before + 5)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0, run.told()
+
+
+def test_a_machine_without_room_for_spares_trains_without(monkeypatch):
+    def popen(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    spares = Spares(2, "run.toml", seconds=0.0)
+    spares.note_start()
+    spares.poll()
+    assert spares.take() is None
+    spares.close()

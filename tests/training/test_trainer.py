@@ -307,6 +307,16 @@ def test_a_signal_ends_a_validation_which_is_made_up_for(tmp_path):
     with pipe:
         assert trainer.fit().is_done
     assert [step for kind, step in noted.told if kind == "evaluate"] == [3, 6, 7]
+    # twice in the same one: it is still made up for
+    Long.is_told = False
+    assert train(tmp_path / "twice", **given)[0].status == "SIGTERM"
+    Long.is_told = False
+    summary, *_ = train(tmp_path / "twice", **given)
+    assert (summary.status, summary.step) == ("SIGTERM", 3)
+    trainer, pipe, noted = make(tmp_path / "twice", **given)
+    with pipe:
+        assert trainer.fit().is_done
+    assert [step for kind, step in noted.told if kind == "evaluate"] == [3, 6, 7]
     # after the last step: all is saved, and the next start validates
     Long.is_told = False
     summary, *_ = train(tmp_path / "end", **given | {"validate_every": 0})

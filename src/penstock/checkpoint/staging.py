@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -43,13 +43,12 @@ class Staging:
 
     def _copy_here(self, pairs: Sequence[_Pair]) -> None:
         """Copy within host memory, by several threads: one alone does not use all that memory can do."""
-        parts = _even(pairs, self._num_threads)
-        threads = [threading.Thread(target=_copy, args=(part,), name="penstock-copy") for part in parts[1:] if part]
-        for thread in threads:
-            thread.start()
-        _copy(parts[0])
-        for thread in threads:
-            thread.join()
+        first, *others = _even(pairs, self._num_threads)
+        with ThreadPoolExecutor(max(1, len(others)), "penstock-copy") as pool:
+            waiting = [pool.submit(_copy, part) for part in others if part]
+            _copy(first)
+            for copied in waiting:
+                copied.result()
 
     def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._memory.get(name)

@@ -57,6 +57,7 @@ class Injector:
         if len(chaos) > 1:
             raise UsageError("faults: mtti= stands there twice; once is enough")
         self._storm = _Storm(chaos[0], rank, world_size, attempt) if chaos else None
+        self._ran_out: set[tuple[Wanted, int, int]] = set()
         self._step: int | None = None  # as the caller of at() counts them; a pipeline starts from 1 in each process
 
     @classmethod
@@ -110,11 +111,20 @@ class Injector:
         for fault in self._due(lane, step_number, instruction):
             if fault.kind == "drop":
                 is_done = False
+            elif fault.kind == "oom":
+                self._run_out_once(fault, lane, step_number, instruction)
             elif fault.kind not in ("nan", "corrupt"):
                 _DO[fault.kind](fault, self._where(lane, step_number, instruction))
         if self._storm is not None:
             self._blow(self._where(lane, step_number, instruction))
         return is_done
+
+    def _run_out_once(self, fault: Wanted, lane: int, step_number: int, instruction: Instruction) -> None:
+        """Let memory run out in a step, but not again when the step is run with smaller micro-batches."""
+        key = (fault, lane, step_number if self._step is None else self._step)
+        if key not in self._ran_out:
+            self._ran_out.add(key)
+            _DO[fault.kind](fault, self._where(lane, step_number, instruction))
 
     def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
         """Change what an action made, where that is wanted."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.faults.ops import OpFinder, is_finite
-from penstock.pipeline.buffers import Buffers
+from penstock.pipeline.before import Before
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.actions import Action, Kind
 
@@ -219,10 +219,9 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 @contextmanager
 def _undisturbed(pipe: Pipeline) -> Iterator[None]:
     """Run something inside; gradients, buffers and random states are afterwards as they were."""
-    state = torch.get_rng_state()
     gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
-    buffers = Buffers(pipe._chains)
-    buffers.keep()
+    before = Before(pipe)
+    before.keep()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -230,5 +229,4 @@ def _undisturbed(pipe: Pipeline) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        buffers.put_back()
-        torch.set_rng_state(state)
+        before.put_back()

@@ -7,15 +7,17 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock import __version__
-from penstock.errors import ScheduleError, UsageError
+from penstock.errors import HangError, LostError, PenstockError, ScheduleError, UsageError
 from penstock.launch.calling import call
 from penstock.launch.checking import node_counts
 from penstock.launch.items import build_data, count_tokens_of, first_item
@@ -166,7 +168,8 @@ def _pipeline(
     is_file = config.schedule.lower().endswith(".csv")
     has_updates = not is_file and not describe(config.schedule).trains_exactly
     lanes = None if is_file and world_size() == 1 else lanes_of(config)
-    pipe = Pipeline(
+    made = partial(
+        Pipeline,
         parts.model,
         example=parts.example,
         loss=build_loss(config),
@@ -181,14 +184,26 @@ def _pipeline(
         scaler=scaler,
         optimizer=make if has_updates else None,
         memory_limit=memory_limit_of(config),
-        profile=kept_profile(config, lanes) if is_again else None,
         graphs=config.graphs,
         compile=config.compile,
         timeout=max(config.timeout, _BUILD_SECONDS),
         progress=progress,
     )
+    pipe = _with_kept_profile(made, kept_profile(config, lanes) if is_again else None)
     pipe.timeout = config.timeout
     return pipe
+
+
+def _with_kept_profile(made: Callable[..., Pipeline], profile: Path | None) -> Pipeline:
+    """Return a pipeline by what was measured before; where that does not fit any more, by what is measured now."""
+    if profile is not None:
+        try:
+            return made(profile=profile)
+        except (HangError, LostError):
+            raise
+        except PenstockError:  # in all processes: one of another model, or damaged; else it is raised again
+            pass
+    return made()
 
 
 def lanes_of(config: Config) -> int | None:

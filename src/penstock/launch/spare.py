@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ def main(words: Sequence[str]) -> None:
     """
     from penstock.faults.orphans import die_with_parent
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM: nothing has begun, and there is nothing to tell
     die_with_parent(parent=int(words[0]))
     with suppress(Exception):  # whatever it is, it is told by a process of the training
         _warm_up(Path(words[1]))
@@ -41,6 +43,7 @@ def main(words: Sequence[str]) -> None:
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.argv[1:] = job["words"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     enter(job["words"])
 
 

@@ -47,15 +47,12 @@ class Spares:
         if time.monotonic() < self._due:
             return
         self._due = float("inf")
-        while len(self._ready) < self._count:
-            self._ready.append(
-                subprocess.Popen(  # noqa: S603 - our own module
-                    [sys.executable, "-u", "-m", _MODULE, str(os.getpid()), self._config],
-                    stdin=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
+        command = [sys.executable, "-u", "-m", _MODULE, str(os.getpid()), self._config]
+        with suppress(OSError):  # a machine that has no room for them trains without
+            while len(self._ready) < self._count:
+                self._ready.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
                 )
-            )
 
     def take(self) -> subprocess.Popen[str] | None:
         """Return one that lives."""

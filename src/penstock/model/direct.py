@@ -21,6 +21,7 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
+from penstock.model.put_back import put_back
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_visit import move_shell, run_with
 from penstock.model.stages import Chain, Held, Results, Stage, make_chain
@@ -124,9 +125,8 @@ class Direct:
                     places.append(place)
         finally:
             states.restore()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            for buffer, before in buffers:
+                put_back(buffer, before)
         return places
 
     def _next(self, result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,6 +15,7 @@ from penstock.model.example import Call
 from penstock.model.export_trace import is_cache
 from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import held_tensors
+from penstock.model.put_back import put_back
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import describe, is_imaginable
 from penstock.model.replay_shell import make_shell
@@ -142,9 +143,8 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     finally:
         is_random = states.have_others_changed()
         states.restore()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for buffer, before in buffers:
+            put_back(buffer, before)
     if recorder.hollow - whole:  # modules that call none of their own: they are units themselves
         return _record_once(model, call, whole | frozenset(recorder.hollow))
     recorder.is_read |= is_random

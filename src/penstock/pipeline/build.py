@@ -106,6 +106,7 @@ class Decision:
         predicted: the predicted step, where it is known.
         recomputed: of each stage the nodes that are run again.
         finer: the same cuts with twice the micro-batches; None where that cannot be.
+        coarser: of which this is the finer one.
     """
 
     captured: Captured
@@ -115,10 +116,13 @@ class Decision:
     predicted: Callable[[], Timeline | None]
     recomputed: tuple[tuple[range, ...], ...] | None = None
     finer: Callable[[], Decision | None] = lambda: None
+    coarser: Decision | None = None
 
     def held_bytes(self) -> dict[str, NDArray[np.float64]]:
         """Return what each stage holds for a micro-batch, as far as a profile has told."""
         predicted = self.predicted()
+        if predicted is None and self.coarser is not None:  # half as many samples hold half as much
+            return {name: held / 2 for name, held in self.coarser.held_bytes().items()}
         none = np.zeros(self.schedule.num_stages)
         names = ("saved_bytes", "pending_bytes", "input_bytes")
         return {name: none if predicted is None else getattr(predicted, name) for name in names}
@@ -184,14 +188,15 @@ def decide(request: Request, company: Company) -> Decision:
 
 
 def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | None:
-    """Return a decision with twice the micro-batches; None where its schedule cannot be built by name, or none is left.
+    """Return a decision with twice the micro-batches; None where its schedule cannot be built by name.
 
     No process asks another: all come to the same.
     """
     schedule = decision.schedule
-    if schedule.num_mbs >= batch_size or not isinstance(request.schedule, str) or request.schedule.endswith(".csv"):
+    if not isinstance(request.schedule, str) or request.schedule.endswith(".csv"):
         return None
-    request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=decision.cuts)
+    # a profile that was given is of larger micro-batches
+    request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=decision.cuts, profile=None)
     ask = request.ask(batch_size)
     if ask.is_made_for_costs:
         return None
@@ -200,7 +205,7 @@ def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | 
     except PenstockError:  # not every schedule can be built for every number
         return None
     telling = _Telling(request, decision.captured, ask, batch_size)
-    finer = replace(decision, schedule=twice, explain=telling.explain, predicted=telling.predicted)
+    finer = replace(decision, schedule=twice, explain=telling.explain, predicted=telling.predicted, coarser=decision)
     return replace(finer, finer=partial(_finer, finer, request, batch_size))
 
 

@@ -15,10 +15,12 @@ def split_finer(pipe: Pipeline) -> bool:
     """Let a pipeline run twice as many micro-batches a step from now on; return whether it can.
 
     The batch, the cuts, the weights and the lanes stay as they are, so loss and gradients are the same as before. It
-    cannot where micro-batches have one sample, where the schedule is the user's own or made for costs, and where it
-    updates weights within the step, which is then another training. Under torchrun all processes call it.
+    cannot where micro-batches of the last step had one sample, where the schedule is the user's own or made for costs,
+    and where it updates weights within the step, which is then another training. Under torchrun all processes call it.
     """
-    before = pipe.schedule
+    before, last = pipe.schedule, pipe._past.last
+    if last is not None and max(last.sizes, default=1) == 1:
+        return False
     decision = None if before.versions is not None else pipe._decision.finer()
     if decision is None or decision.schedule.ways != before.ways:
         return False

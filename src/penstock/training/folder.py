@@ -114,7 +114,8 @@ class RunFolder:
         """Let another training have it."""
         if self._lock is not None:
             _HELD.discard(self._lock)
-            os.ftruncate(self._lock, 0)
+            if not self.why_lost():  # else the text is of whoever has the folder now
+                os.ftruncate(self._lock, 0)
             with suppress(OSError):  # there are file systems without locks
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)

@@ -60,17 +60,26 @@ def _held_bytes(pipe: Pipeline, lane: int, state_of: dict[int, int], seen: set[i
         for tensor in (held.get(name) for name in held):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                total += tensor.nbytes * (2 if tensor.requires_grad else 1) + state_of.get(id(tensor), 0)
+                total += _num_bytes(tensor) * (2 if tensor.requires_grad else 1) + state_of.get(id(tensor), 0)
     return total
 
 
 def _states(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     """Return the bytes of each parameter's optimizer state, by the parameter's identity."""
     return {
-        id(parameter): sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        id(parameter): sum(_num_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
     }
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse ones have several
+        return 0
 
 
 def _resident_bytes() -> int:

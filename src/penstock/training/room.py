@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import HangError, LaneError, LostError
 from penstock.faults.memory import is_out_of_memory
-from penstock.pipeline.buffers import Buffers
+from penstock.pipeline.before import Before
 from penstock.pipeline.finer import split_finer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Room:
 
     def __init__(self, trainer: Trainer) -> None:
         self._pipe, self._stepper = trainer.pipe, trainer.stepper
-        self._buffers = Buffers(trainer.pipe._chains) if trainer.asked.on_oom == "split" else None
+        self._before = Before(trainer.pipe) if trainer.asked.on_oom == "split" else None
 
     def run(self, items: Sequence[tuple[Any, ...]], faults: Faults, number: int, *, is_recorded: bool) -> Made:
         """Run forward and backward of an update.
@@ -42,12 +42,11 @@ class Room:
         Raises:
             LaneError: when an action failed, and smaller micro-batches are no help.
         """
-        if self._buffers is None:
+        if self._before is None:
             return self._stepper.run(items, is_recorded=is_recorded)
-        before = ""
+        told_before = ""
         while True:
-            self._buffers.keep()
-            state = torch.get_rng_state()
+            self._before.keep()
             try:
                 return self._stepper.run(items, is_recorded=is_recorded)
             except (HangError, LostError):  # which are LaneErrors too: others may be gone
@@ -56,23 +55,24 @@ class Room:
                 message = str(error)
                 count = self._pipe.schedule.num_mbs
                 if not self._should_try_again(error):
-                    if before:
-                        error.add_note(before)
+                    if told_before:
+                        error.add_note(told_before)
                     raise
             # outside: while an error is handled, its frames hold all that the step held
-            before = f"with {count} micro-batches memory ran out: {message}"
-            self._clear(state)
+            told_before = f"with {count} micro-batches memory ran out: {message}"
+            self._clear()
             self._tell(faults, number, message)
 
     def _should_try_again(self, error: LaneError) -> bool:
+        if error.was_refused:  # the process that refused has left, and told why
+            return False
         # an error that only some processes see as one of memory must not part them
         return all(self._pipe._company.gather(is_out_of_memory(error))) and split_finer(self._pipe)
 
-    def _clear(self, state: torch.Tensor) -> None:
-        assert self._buffers is not None
-        self._stepper.drop()
-        self._buffers.put_back()
-        torch.set_rng_state(state)
+    def _clear(self) -> None:
+        assert self._before is not None
+        self._stepper.forget()
+        self._before.put_back()
         gc.collect()
         if any(device.type == "cuda" for device in self._pipe.devices):
             torch.cuda.empty_cache()

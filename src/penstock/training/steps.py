@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class Stepper:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if len(batches) > 1:
-            for parameter in pipe.parameters():
+            for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(len(batches))
         norm = pipe.clip_grad_norm_(math.inf if self._clip is None else self._clip)
@@ -137,6 +137,12 @@ class Stepper:
         """Drop the gradients."""
         if self.optimizer is not None:
             self._pipe.zero_grad()
+            self.optimizer.zero_grad()  # of the loss's own parameters too
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        """Return all that have gradients here: the pipeline's, and those of the loss that the optimizer has."""
+        others = [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {id(p): p for p in (*self._pipe.parameters(), *others)}.values()
 
     @property
     def rates(self) -> tuple[float, ...]:

@@ -137,7 +137,7 @@ class Trainer:
         self._signals = Signals()
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was
-        self._pages = Pages(self.folder.path, pipe._decision.predicted)
+        self._pages = Pages(self.folder.path, lambda: self.pipe._decision.predicted())  # noqa: PLW0108 - another one after a split
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._lane_bytes: tuple[int, ...] = ()
@@ -171,9 +171,10 @@ class Trainer:
             if restored is not None:
                 self._callbacks.tell("on_recover", self, restored.step)
             with faults.noting():
+                status = None
                 if restored is not None and self._is_validated(self.step) and not restored.notes.get("validated"):
-                    self._validate()  # that of its step came after the checkpoint, or not at all
-                status = self._loop(faults, begin)
+                    status = self._validate()  # that of its step came after the checkpoint, or not at all
+                status = status or self._loop(faults, begin)
                 faults.at("save", self.step)
                 if restored is None or self.step != restored.step:
                     self._save(wait=True)

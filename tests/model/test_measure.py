@@ -10,6 +10,7 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.model import measure as measuring
 from penstock.model.capture import capture
+from penstock.model.example import read_example
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.measure import measure
 from penstock.model.profile import Profile
@@ -64,6 +65,7 @@ def no_clock(monkeypatch):
 
     monkeypatch.setattr(measuring, "median_time", timing)
     monkeypatch.setattr(measuring, "engine_overhead", lambda clock, device: Timing(0.0))
+    monkeypatch.setattr(measuring, "whole_seconds", lambda captured, **_: None)
     return timed
 
 
@@ -270,6 +272,10 @@ class Fake:
         nodes = (Node("first", "mul", "", (0,), (1,), ("w",)), Node("second", "odd", "", (1,), (2,), ("w",)))
         self.graph = Graph(nodes, values, (0,), (2,), {"w": Parameter("w", 3 * FLOAT)}, batch_size=2)
         self.run, self.weight = run, nn.Parameter(torch.ones(3))
+        self.model, self.call = nn.Module(), read_example(torch.ones(2, 3), None)
+
+    def split(self, cuts):
+        raise RuntimeError("cannot be run in one piece")
 
     def visit(self, visitor, *, device=None, batch_size=None):
         runs = [lambda inputs, held: [inputs[0] * held[0]], self.run]

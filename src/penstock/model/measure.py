@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.model.profile import Profile
 from penstock.model.survey import Progress, distinct_nodes, survey
 from penstock.model.timing import Call, Clock, Timing, clock_for, engine_overhead, in_queue, median_time
 from penstock.model.trial import Backward, Trial
+from penstock.model.whole import whole_seconds
 
 if TYPE_CHECKING:
     from penstock.model.capture import Captured
@@ -24,7 +26,10 @@ __all__ = ["measure"]
 
 _MOST_SECONDS = 0.01  # for one timing; more does not make a median better
 _TIMINGS = 4  # of a node: forward, and the gradient of its inputs, of its parameters and of both
+_MOST_SCALE = 3.0  # beyond that something else was measured
 _NOTHING = Timing(0.0)
+
+_Floats = NDArray[np.float64]
 
 
 def measure(
@@ -41,8 +46,10 @@ def measure(
     Each kind of node is warmed up and timed once, however often it occurs: forward, input gradient and weight gradient,
     the latter with the addition to `.grad` that all micro-batches but the first make. Input and weight gradient are
     scaled so that together they take what one full backward of the node takes. What a call of the autograd engine costs
-    by itself is taken off, for a stage pays it once, not once a node. The model, its buffers and gradients and the
-    random generators stay as they are.
+    by itself is taken off, for a stage pays it once, not once a node. On a CPU, where a node that is timed by itself
+    finds all it needs in the cache, forwards and backwards are then scaled so that together they take what the model
+    takes in one piece, where memory allows that. The model, its buffers and gradients and the random generators stay as
+    they are.
 
     Args:
         captured: the model.
@@ -68,6 +75,9 @@ def measure(
     backward = in_queue([times.backward for times in reversed(result.found)])[::-1]
     share = np.array([times.weight_share for times in result.found])
     per_node = result.sums(forward, np.array(backward) * (1 - share), np.array(backward) * share)
+    if _is_on_cpu(captured, stopwatch.device):
+        whole = whole_seconds(captured, batch_size=batch_size, saved_bytes=float(per_node[3].sum()))
+        per_node[:3] = _put_right(per_node[:3], whole)
     return Profile(
         graph=captured.graph,
         batch_size=captured.graph.batch_size if batch_size is None else batch_size,
@@ -156,6 +166,25 @@ class _Stopwatch:
         with torch.no_grad():
             call()
             return self._time(lambda: call).less(self._overhead)
+
+
+def _is_on_cpu(captured: Captured, device: torch.device | None) -> bool:
+    here = torch.device("cpu")
+    tensors = (*captured.model.parameters(), *captured.model.buffers(), *captured.call.tensors)
+    return device == here and all(tensor.device == here for tensor in tensors)
+
+
+def _put_right(columns: list[_Floats], whole: tuple[float, float] | None) -> list[_Floats]:
+    """Return forward, input and weight gradients of nodes such that together they take what the model takes."""
+    forward, *backward = columns
+    if whole is None:
+        return columns
+    parts = [float(forward.sum()), float(sum(column.sum() for column in backward))]
+    scales = [
+        min(_MOST_SCALE, max(1 / _MOST_SCALE, all_of_it / part)) if part > 0 and all_of_it > 0 else 1.0
+        for all_of_it, part in zip(whole, parts, strict=True)
+    ]
+    return [forward * scales[0], *(column * scales[1] for column in backward)]
 
 
 def _check_device(device: torch.device | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,35 +41,39 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
         saved_bytes: what a forward keeps for the backward.
     """
     parameters = [p for p in captured.model.parameters() if p.requires_grad]
+    if any(p._post_accumulate_grad_hooks for p in parameters):  # they are not to hear of this
+        return None
     if saved_bytes + 2 * sum(p.nbytes for p in parameters) > _MEMORY_SHARE * _free_bytes():
         return None
     states = RandomStates()
     buffers = [(buffer, buffer.clone()) for buffer in captured.model.buffers()]
+    gradients = [(p, p.grad) for p in parameters]
     try:
         chain = captured.split(())
         call = captured.call if batch_size is None else captured.call.resized(batch_size)
         args, kwargs = call.map(lambda tensor: tensor.detach()).arguments()
-        sums = [torch.zeros_like(p) for p in parameters]
+        for parameter in parameters:  # as for all micro-batches but the first: gradients are added to
+            parameter.grad = torch.zeros_like(parameter)
         rows: list[tuple[float, float]] = []
         begin = time.perf_counter()
         while len(rows) < _MOST_RUNS:
             with torch.enable_grad():
-                rows.append(_run(lambda: chain(*args, **kwargs), parameters, sums))
+                rows.append(_run(lambda: chain(*args, **kwargs)))
             if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
                 break
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # nodes were measured: they do without
         return None
     finally:
         states.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for buffer, before in buffers:
             put_back(buffer, before)
     kept = rows[1:]  # the first is slower: memory is found, kernels are chosen
     return statistics.median(row[0] for row in kept), statistics.median(row[1] for row in kept)
 
 
-def _run(
-    forward: Callable[[], object], parameters: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
-) -> tuple[float, float]:
+def _run(forward: Callable[[], object]) -> tuple[float, float]:
     begin = time.perf_counter()
     result = forward()
     middle = time.perf_counter()
@@ -78,10 +82,7 @@ def _run(
     ones = [torch.ones_like(t) for t in ends]
     start = time.perf_counter()
     if ends:
-        grads = torch.autograd.grad(ends, parameters, ones, allow_unused=True)
-        for total, grad in zip(sums, grads, strict=True):
-            if grad is not None:
-                total.add_(grad)
+        torch.autograd.backward(ends, ones)
     return middle - begin, time.perf_counter() - start
 
 

@@ -206,7 +206,7 @@ class Scarce(nn.Module):
     def forward(self, x):
         out = self.norm(self.linear(nn.functional.dropout(x, 0.5, self.training)))
         if Scarce.is_scarce and len(x) > self.most:  # after the norm has changed its statistics
-            torch.empty(1 << 46, dtype=torch.uint8)
+            torch.empty(1 << 60, dtype=torch.uint8)  # more than can be addressed
         return out
 
 

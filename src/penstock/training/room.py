@@ -34,7 +34,8 @@ class Room:
 
     def __init__(self, trainer: Trainer) -> None:
         self._pipe, self._stepper = trainer.pipe, trainer.stepper
-        self._before = Before(trainer.pipe) if trainer.asked.on_oom == "split" else None
+        can_split = trainer.pipe.schedule.versions is None  # else weights have changed by then
+        self._before = Before(trainer.pipe) if trainer.asked.on_oom == "split" and can_split else None
 
     def run(self, items: Sequence[tuple[Any, ...]], faults: Faults, number: int, *, is_recorded: bool) -> Made:
         """Run forward and backward of an update.

@@ -76,7 +76,7 @@ class Soak:
         """Return the pids of the training processes."""
         assert self.launcher is not None
         found = subprocess.run(["pgrep", "-P", str(self.launcher.pid)], capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split() if "penstock.launch.worker" in _command_of(int(pid))]
+        return [int(pid) for pid in found.stdout.split() if _is_worker(int(pid))]
 
     def step(self) -> int:
         """Return the newest step that the journal tells of."""
@@ -277,6 +277,17 @@ def _num_logs(path: Path) -> int:
         return path.read_bytes().count(b'"event": "log"')
     except OSError:
         return 0
+
+
+def _is_worker(pid: int) -> bool:
+    """Return whether a process is one of the training; a spare is one when it has been taken."""
+    command = _command_of(pid)
+    if "penstock.launch.spare" not in command:
+        return "penstock.launch.worker" in command
+    try:
+        return Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
+    except OSError:
+        return False
 
 
 def _command_of(pid: int) -> str:

@@ -16,7 +16,10 @@ def children_of(pid):
     """Return the processes that a process has started and that have not ended, zombies with them."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        text = (task / "children").read_text() if (task / "children").exists() else ""
+        try:
+            text = (task / "children").read_text()
+        except OSError:  # a thread that has ended meanwhile
+            text = ""
         found |= {int(child) for child in text.split()}
     return found
 

@@ -235,11 +235,10 @@ def is_same(ours, theirs):
 
 def children(pid):
     found = set()
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found |= {int(child) for child in (task / "children").read_text().split()}
-    except OSError:
-        pass
+    with suppress(OSError):  # it is gone
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(OSError):  # a thread that has ended meanwhile
+                found |= {int(child) for child in (task / "children").read_text().split()}
     return found
 
 

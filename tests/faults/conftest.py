@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 
 import processes
+from faults import launched
 
 _SECONDS = 10.0  # for what was told to end
 
 
 def children_of(pid):
     """Return the processes that a process has started and that have not ended, zombies with them."""
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            text = (task / "children").read_text()
-        except OSError:  # a thread that has ended meanwhile
-            text = ""
-        found |= {int(child) for child in text.split()}
-    return found
+    return launched.children(pid)
 
 
 def state():

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,10 @@ _SECONDS = 10.0  # for what was told to end
 def children_of(pid):
     """Return the processes that a process has started and that have not ended, zombies with them."""
     found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            text = (task / "children").read_text()
-        except OSError:  # a thread that has ended meanwhile
-            text = ""
-        found |= {int(child) for child in text.split()}
+    with suppress(OSError):  # it is gone
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(OSError):  # a thread that has ended meanwhile
+                found |= {int(child) for child in (task / "children").read_text().split()}
     return found
 
 

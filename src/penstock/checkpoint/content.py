@@ -19,6 +19,7 @@ from penstock.checkpoint.plain import from_plain, to_plain
 from penstock.checkpoint.randomness import generator_states, set_generator_states
 from penstock.checkpoint.shards import check_storable
 from penstock.errors import UsageError
+from penstock.pipeline.before import loss_module
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule.plain import to_json
 
@@ -73,8 +74,7 @@ class Content:
 
     @property
     def _loss(self) -> nn.Module:
-        loss = getattr(self.pipe._loss, "_orig_mod", self.pipe._loss)
-        return loss if isinstance(loss, nn.Module) else nn.Module()
+        return loss_module(self.pipe._loss) or nn.Module()
 
     @cached_property
     def lane_of(self) -> dict[str, int]:

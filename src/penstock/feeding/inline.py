@@ -1,7 +1,7 @@
 """Inline: parcels that the user's own thread brings, when it asks for the ones before.
 
 A thread that pulls shares Python's lock with the one that launches work. Where pulling takes next to no time, as from
-memory or from worker processes, handing the lock to and fro costs more than the pulling itself.
+memory or from worker processes, handing the lock to and fro can cost more than the pulling itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole: how long a model takes in one piece, so that what its nodes take by themselves can be put right.
 
 A node that is timed by itself, again and again, finds its weights and its code in the nearest cache. In a step it does
-not: there, of a small model on a CPU, all nodes together take half as long again. Which of them takes how much more is
-not known; that all of them together do is.
+not: there, of a small model on a CPU, all nodes together take up to half as long again. Which of them takes how much
+more is not known; that all of them together do is.
 """
 
 from __future__ import annotations

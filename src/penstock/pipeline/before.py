@@ -14,7 +14,7 @@ from penstock.model.put_back import is_alike, put_back
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Before"]
+__all__ = ["Before", "loss_module"]
 
 
 class _Holder(Protocol):
@@ -39,8 +39,8 @@ class Before:
 
     def __init__(self, pipe: Pipeline) -> None:
         held: dict[int, _Holder] = {id(stage.held): stage.held for chain in pipe._chains for stage in chain.stages}
-        loss = getattr(pipe._loss, "_orig_mod", pipe._loss)
-        if isinstance(loss, nn.Module):
+        loss = loss_module(pipe._loss)
+        if loss is not None:
             held[id(loss)] = _OfModule(loss)
         self._held = list(held.values())
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer, and its values
@@ -77,6 +77,12 @@ class Before:
                 holder.set(name, tensor)
             put_back(tensor, values)
         self._draws.restore()
+
+
+def loss_module(loss: object) -> nn.Module | None:
+    """Return the user's loss, behind the compiler where it is compiled; None where it is no module."""
+    own = getattr(loss, "_orig_mod", loss)
+    return own if isinstance(own, nn.Module) else None
 
 
 class _OfModule:

@@ -108,6 +108,7 @@ def sleep(milliseconds):
     torch.cuda._sleep(int(milliseconds * 2e6))
 
 
+@pytest.mark.alone
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestOnGpu:

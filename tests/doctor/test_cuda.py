@@ -232,6 +232,7 @@ def test_scripts_that_silence_warnings_are_seen_through():
 # ---- how busy the GPU is
 
 
+@pytest.mark.alone
 def test_many_tiny_kernels_are_bound_by_launches():
     def run(loss):
         for _ in range(300):

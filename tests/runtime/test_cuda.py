@@ -110,3 +110,56 @@ def test_a_recording_shows_when_the_gpu_worked_not_when_it_was_asked_to(graphs):
     spans = {str(span.action): span.end - span.start for span in timeline if span.action.kind.value == "F"}
     assert min(spans["0F0"], spans["0F1"]) > 0.01
     assert max(spans["1F0"], spans["1F1"]) < 0.005
+
+
+class Residual(nn.Module):
+    """With what differs between training and evaluation, and a buffer that both change or use."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x):
+        if not self.training:
+            x = x + torch.arange(WIDTH, device=x.device) * torch.tensor(0.5)
+        return x + self.drop(self.norm(self.inner(x)))
+
+
+class Chained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("path", ["direct", "export", "replay"])
+def test_a_model_of_the_host_is_evaluated_on_the_gpu(path):
+    """The evaluation is captured when it is first asked for, and the parameters are on the GPU by then."""
+    torch.manual_seed(0)
+    model = Chained().double()
+    if path == "direct":
+        model = nn.Sequential(*model.blocks)
+    x, target = data(8)
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, micro_batches=4, lanes=2, devices=["cuda:0"] * 2,
+        capture_path=path,
+    ) as pipe:  # fmt: skip
+        for _ in range(4):  # as graphs, in the end
+            pipe.step(x, target)
+        plain = copy.deepcopy(model).cpu()
+        plain.load_state_dict({name: tensor.cpu() for name, tensor in pipe.state_dict().items()})
+        plain.eval()
+        with torch.no_grad():
+            wanted = plain(x)
+        loss = pipe.evaluate(x, target)
+        assert float(loss) == pytest.approx(float(nn.functional.mse_loss(wanted, target)), rel=1e-10)
+        pipe.eval()
+        assert torch.allclose(pipe.forward(x).cpu(), wanted, rtol=1e-10)
+        pipe.train()
+        before = {name: p.data_ptr() for name, p in pipe.named_parameters()}
+        pipe.step(x, target)
+        assert before == {name: p.data_ptr() for name, p in pipe.named_parameters()}

@@ -17,12 +17,12 @@ def batches():
     return DataLoader(TensorDataset(*data(24)), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
-def make(folder, device, *, model=None, callbacks=(), **asked):
+def make(folder, device, *, model=None, callbacks=(), graphs="auto", **asked):
     torch.manual_seed(5)
     model = sequence(8) if model is None else model
     pipe = penstock.Pipeline(
         model, example=data(8)[0], loss=nn.functional.mse_loss, devices=[device] * 2, micro_batches=4,
-        cuts=[] if isinstance(model, list) else [8],
+        cuts=[] if isinstance(model, list) else [8], graphs=graphs,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     losses = {}
@@ -81,25 +81,43 @@ class Hungry(nn.Module):
         return x * 1.0
 
 
+SHARE = 0.05  # of the GPU's memory that the test may have: there may be others beside it
+
+
 class Switch(penstock.Callback):
-    """From the third step on two samples at once want more memory than a GPU has, and one does not."""
+    """From a step on two samples at once want more memory than there is, and one does not."""
 
     strict = True
 
+    def __init__(self, step):
+        self.step = step
+
     def on_step_begin(self, trainer):
-        if trainer.step == 2:
-            Hungry.bytes_per_sample = int(torch.cuda.get_device_properties(0).total_memory * 0.6)
+        if trainer.step == self.step:
+            Hungry.bytes_per_sample = int(torch.cuda.get_device_properties(0).total_memory * SHARE * 0.6)
+
+
+@pytest.fixture
+def little_memory():
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(SHARE)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    Hungry.bytes_per_sample = 0
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_that_runs_out_splits_the_step(tmp_path):
-    Hungry.bytes_per_sample = 0
+@pytest.mark.parametrize(("step", "graphs"), [(0, "auto"), (1, "auto"), (2, False)])
+@pytest.mark.filterwarnings("ignore:no CUDA graphs")  # where not even one sample fits beside what is kept
+def test_memory_that_runs_out_splits_the_step(tmp_path, little_memory, step, graphs):
+    """In a step that runs eagerly, or in the second, which is captured as graphs."""
     torch.manual_seed(5)
     layers = sequence(8)
     pipe, trainer, losses = make(
         tmp_path / "run", "cuda:0", steps=4, model=[layers[:8], nn.Sequential(Hungry(), *layers[8:])],
-        callbacks=[Switch()],
+        callbacks=[Switch(step)], graphs=graphs,
     )  # fmt: skip
     with pipe, pytest.warns(UserWarning, match="with 8 micro-batches"):
         assert trainer.fit().is_done

@@ -25,6 +25,7 @@ from penstock.model.export_ops import Families, has_effect, op_name, written_by
 from penstock.model.export_regions import op_of
 from penstock.model.export_stage import ExportProgram
 from penstock.model.rates import Rates
+from penstock.model.sanitizer import unsanitized
 from penstock.model.tally import Tally
 
 __all__ = ["Reading", "compute", "read_program"]
@@ -133,7 +134,7 @@ class _Estimate:
 def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, _Estimate]:
     """Return what each node takes, by its operations and bytes: the program is run on tensors without memory."""
     rates, found = Rates.of(_RATES), dict[fx.Node, _Estimate]()
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+    with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         known: dict[fx.Node, Any] = {
             node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
             for node, value in given.items()

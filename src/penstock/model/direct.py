@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.homes import Homes
 from penstock.model.hooks import HOOKS
 from penstock.model.match import held_by_stage
 from penstock.model.modes import RandomStates, in_mode
@@ -85,13 +86,14 @@ class Direct:
         self.path = "direct"
         self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
         self._places_of: dict[bool, list[_Between]] = {}
+        self._homes = Homes(model)
         places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
         self.graph = self._graph(places, others)
         self._forget()
 
     def _places(self, training: bool) -> list[_Between]:
         if training not in self._places_of:
-            with in_mode(self.model, training=training):
+            with in_mode(self.model, training=training), self._homes.visited():
                 self._places_of[training] = self._run(self.call)
             if hasattr(self, "graph"):  # which is all that they were for
                 self._forget()

@@ -14,6 +14,7 @@ from penstock.model.export_stage import cut_program
 from penstock.model.export_trace import trace
 from penstock.model.export_visit import visit_export
 from penstock.model.graph import Graph
+from penstock.model.homes import Homes, on_device
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
@@ -31,6 +32,7 @@ class Exported:
     def __init__(self, model: nn.Module, call: Call, *, training: bool) -> None:
         self.model, self.call, self.training = model, call, training
         self._side_of: dict[bool, tuple[ExportGraph, object]] = {}
+        self._homes = Homes(model)
         self.reason = "torch.export took the whole model"
         self.graph: Graph = self._side(training)[0].graph
 
@@ -69,6 +71,10 @@ class Exported:
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, and what the model returns."""
+        with self._homes.visited():
+            return self._programs(cuts, training)
+
+    def _programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         try:
             exported, template = self._side(training)
         except CaptureError as refusal:
@@ -111,9 +117,11 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
     def _hold(stage: Stage, program: Program) -> None:
         """Let a stage hold what a program uses: in evaluation that may be more than in training."""
         tensors = held_tensors(exported.model) | hidden
+        where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the others
         for name in (*program.held_names, *program.reassigned):
             if name not in stage.held:
-                stage.held.add(name, tensors[name], is_persistent=name not in hidden and name not in unsaved)
+                tensor = tensors[name] if where is None else on_device(tensors[name], where)
+                stage.held.add(name, tensor, is_persistent=name not in hidden and name not in unsaved)
 
     programs, _ = side(exported.training)
     held = held_by_stage(exported.graph, cuts)

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.homes import Homes
 from penstock.model.match import held_by_stage, match_cuts
 from penstock.model.modes import in_mode
 from penstock.model.parameters import (
@@ -37,12 +38,13 @@ class Replayed:
     def __init__(self, model: nn.Module, call: Call, *, training: bool, reason: str = "") -> None:
         self.model, self.call, self.training, self.reason = model, call, training, reason
         self._recording_of: dict[bool, Recording] = {}
+        self._homes = Homes(model)
         self._graph_of: dict[bool, Graph] = {}
         self.graph = self._graph(training)
 
     def _graph(self, training: bool) -> Graph:
         if training not in self._graph_of:
-            with in_mode(self.model, training=training):
+            with in_mode(self.model, training=training), self._homes.visited():
                 recording = record(self.model, self.call)
                 other = _second(self.model, self.call)
             self._recording_of[training] = recording
@@ -85,7 +87,7 @@ class Replayed:
         held = held_by_stage(self.graph, cuts)
         paths = [path for path, _ in self.model.named_modules()]
         programs = []
-        with in_mode(self.model, training=training):
+        with in_mode(self.model, training=training), self._homes.visited():
             for index in range(len(ranges)):
                 part = make_part(recording, ranges, held, paths, index)
                 is_last = index == len(ranges) - 1

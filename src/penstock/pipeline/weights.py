@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.homes import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.runtime.company import Company
 from penstock.runtime.setup import stage_on
@@ -67,10 +68,7 @@ class Weights:
                 elif id(tensor) in home_of and home_of[id(tensor)] != device:
                     stage.held.set(name, _copied(tensor, device))
                 elif tensor.device != device:
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.data = tensor.data.to(device)
-                    else:
-                        stage.held.set(name, tensor.to(device))
+                    stage.held.set(name, on_device(tensor, device))
                 home_of[id(stage.held.get(name))] = device
 
     def _find_holders(self, chain: Chain) -> dict[str, tuple[int, ...]]:

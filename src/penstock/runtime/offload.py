@@ -18,8 +18,8 @@ from typing import Literal, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.model.sanitizer import unsanitized
 from penstock.model.saved import storage_bytes, storage_of  # the profile's rule: what is measured is what was simulated
 
 __all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
@@ -330,7 +330,7 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, place: _Place) -> torch.Tensor:
-    with _disable_current_modes():  # torch's sanitizer would take this for a write
+    with unsanitized():  # which would take this for a write
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
 

@@ -7,15 +7,14 @@ receiver, and the receiver's compute stream waits for that. The host never waits
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from penstock.model.sanitizer import sanitized
 
 __all__ = ["Streams", "bring", "joined", "make_streams"]
 
@@ -52,7 +51,7 @@ class Streams:
     @contextmanager
     def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Let what this thread does inside run on the lane's stream, or on another."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute), _sanitized():
+        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute), sanitized():
             yield
 
     def capture_stream(self) -> torch.cuda.Stream | None:
@@ -156,34 +155,6 @@ def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, i
 
 def _on_host(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _sanitized() -> Iterator[None]:
-    """Let torch's sanitizer, where it is on, see what this thread does: by itself it looks at the main thread only."""
-    module = sys.modules.get("torch.cuda._sanitizer")
-    watch = None if module is None else module.cuda_sanitizer
-    if watch is None or not watch.enabled or threading.current_thread() is threading.main_thread():
-        yield
-        return
-    handler = watch.dispatch.event_handler
-    if "_handle_kernel_launch" not in vars(handler):  # it numbers what it sees, and two threads would take one number
-        handler._handle_kernel_launch = _one_at_a_time(handler._handle_kernel_launch)
-    _push_mode(watch.dispatch)
-    try:
-        yield
-    finally:
-        _pop_mode()
-
-
-def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    lock = threading.RLock()
-
-    def locked(*args: Any) -> Any:  # noqa: ANN401 - as the function
-        with lock:
-            return function(*args)
-
-    return locked
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

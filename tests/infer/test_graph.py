@@ -3,6 +3,7 @@
 On a CPU the graphs are those of `cpu_graphs`, which do by hand what a CUDA graph does; on a GPU they are real.
 """
 
+import os
 import random
 import threading
 import warnings
@@ -21,12 +22,21 @@ from penstock.infer import graphs as graph_module
 from penstock.infer import interpret as interpreting
 from penstock.infer.branches import Branches
 from penstock.infer.interpret import Interpreter
+from penstock.infer.parts import find_parts
 from penstock.infer.program import Program
 from penstock.infer.reading import compute
 from penstock.model.example import read_example
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDTH = 8
+
+
+# what the compiler says about itself
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32", "ignore:Online softmax")
+unsanitized = pytest.mark.skipif(
+    "TORCH_CUDA_SANITIZER" in os.environ,
+    reason="the sanitizer ends a process that traces, and sees no compiled kernels",
+)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -247,7 +257,7 @@ def in_any_order(program, branches, arguments, chance):
     One stream runs as far ahead as it can, then the next; or any of them goes on, at random.
     """
     read = program.reading
-    once = program.interpreter.make_once(arguments)
+    once = program.interpreter(is_compiled=False).make_once(arguments)
     known = {**dict(zip(read.arguments, arguments, strict=True)), **once}
     left = [deque(i for i, s in enumerate(branches.stream_of) if s == k) for k in range(branches.num_streams)]
     # numbers are known to the host before the GPU does anything
@@ -272,16 +282,13 @@ def test_waits_are_enough(name):
     """Found branches, and streams at random, in many orders that the waits allow: always what the model computes."""
     model, program, call, arguments = program_of(name)
     chance = random.Random(0)
-    count = len(program.reading.nodes)
     with torch.no_grad():
         state = {key: value.clone() for key, value in model.state_dict().items()}
         wanted = model(**dict(zip(MODELS[name][1], call, strict=True)))
         for trial in range(12):
             found = program.branches
             if trial > 2:
-                chosen = [chance.randrange(3) for _ in range(count)]
-                names = {stream: number for number, stream in enumerate(dict.fromkeys(chosen))}
-                found = Branches(program.reading.works, tuple(names[stream] for stream in chosen))
+                found = at_random(program, chance)
             model.load_state_dict(state)
             given = arguments()
             assert_same(program.result(call, in_any_order(program, found, given, chance)), wanted)
@@ -317,6 +324,70 @@ def test_where_nothing_can_be_estimated_all_nodes_count_the_same(monkeypatch):
     _, program, _, _ = program_of("towers")
     assert len({work.seconds for work in program.reading.works}) == 1
     assert program.branches.num_streams == 2
+
+
+# ---- compiled
+
+
+def at_random(program, chance):
+    """Return branches with nodes on streams at random."""
+    chosen = [chance.randrange(3) for _ in program.reading.nodes]
+    names = {stream: number for number, stream in enumerate(dict.fromkeys(chosen))}
+    return Branches(program.reading.works, tuple(names[stream] for stream in chosen))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_run_in_one_go(name, monkeypatch):
+    """Only the first of a part waits, only its last is waited for; run part by part it is the model, on any streams."""
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    model, program, call, arguments = program_of(name)
+    chance, sizes = random.Random(1), []
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        wanted = model(**dict(zip(MODELS[name][1], call, strict=True)))
+        for trial in range(8):
+            branches = program.branches if trial == 0 else at_random(program, chance)
+            parts = find_parts(program.reading, branches)
+            assert sorted(index for part in parts for index in part) == list(range(len(program.reading.nodes)))
+            for part in parts:
+                assert len({branches.stream_of[index] for index in part}) == 1
+                assert not any(branches.waits[index] for index in part[1:])
+                assert not branches.awaited & set(part[:-1])
+            sizes.append(max(map(len, parts)))
+            model.load_state_dict(state)
+            given = arguments()
+            interpreter = Interpreter(program.reading, branches, is_compiled=True)
+            assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
+    assert sizes[0] > 1
+
+
+@pytest.mark.slow
+@quiet
+@unsanitized
+@pytest.mark.parametrize("name", ["towers", "conv", "in place", "clip", "counting"])
+def test_compiled_it_is_the_model(name, device):
+    model, plain = made(name, device), made(name, device)
+    graph = Graph(model, batch(name, 2, device=device), compile=True)
+    for seed in range(3):
+        for size in (1, 3):
+            given = batch(name, size, seed, device)
+            assert_same(graph(**given), wanted_of(plain, given))
+    assert graph._is_compiled
+    assert graph.obstacle == ""
+
+
+def test_what_cannot_be_compiled_is_a_graph_as_it_is(device, monkeypatch):
+    def fails(module, **options):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    model = made("towers", device)
+    graph = Graph(model, batch("towers", 2, device=device), compile=True)
+    given = batch("towers", 2, 1, device)
+    with pytest.warns(UserWarning, match="not compiled: RuntimeError: no compiler"):
+        assert_same(graph(**given), wanted_of(model, given))
+    assert_same(graph(**given), wanted_of(model, given))
+    assert graph.obstacle == ""
 
 
 class Pretended:
@@ -372,9 +443,9 @@ def run_pretended(name, noted, at_the_end=lambda: None):
     streams[0].wait_stream = lambda other: (at_the_end(), joins(other))
     with streams[0].now(), torch.no_grad():
         given = arguments()
-        once = program.interpreter.make_once(given)
+        once = program.interpreter(is_compiled=False).make_once(given)
         noted.clear()
-        return program, streams, given, program.interpreter.run(given, once, streams)
+        return program, streams, given, program.interpreter(is_compiled=False).run(given, once, streams)
 
 
 @pytest.mark.parametrize("name", ["towers", "conv", "in place", "clip"])

@@ -49,6 +49,8 @@ class Graph:
         example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
         branches: "auto", or the most there may be; 1 runs one operation after the other.
         device: where it runs; by default where the model is.
+        compile: let Inductor compile the branches: fewer kernels, for the price of compiling for each batch size, and
+            of results that are rounded in another order.
         clone: outputs are copies, which the caller may keep. False hands out the graph's own memory, which the next
             call overwrites.
 
@@ -62,7 +64,7 @@ class Graph:
 
     def __init__(
         self, model: nn.Module, example: object, *, branches: int | Literal["auto"] = "auto",
-        device: torch.device | str | int | None = None, clone: bool = True,
+        device: torch.device | str | int | None = None, compile: bool = False, clone: bool = True,  # noqa: A002
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise UsageError(f"model: give an nn.Module, not {model!r:.60}")
@@ -75,6 +77,7 @@ class Graph:
             self.model.to(self.device)
         self._example = call.map(lambda tensor: tensor.detach().to(self.device))
         self._clone, self._lock, self._has_warned = clone, threading.RLock(), False
+        self._is_compiled = compile
         self._plain = Plain(self.model)
         self._program: Program | None = None
         self._refusal = ""  # why torch.export could not take the model
@@ -161,7 +164,7 @@ class Graph:
         if not self._replays.has_room:
             return self._eagerly(args, kwargs)
         try:
-            replay = self._capture(form, tensors)
+            replay = self._compiled_or_not(form, tensors)
         except Exception as error:
             self._forget()
             result = self._eagerly(args, kwargs)  # where this fails as well, it is the call that is wrong
@@ -190,6 +193,17 @@ class Graph:
             self._forms[name] = form
         return form, tensors
 
+    def _compiled_or_not(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
+        """Return the graph for calls of one form; not compiled, and from now on none is, where that cannot be."""
+        if self._is_compiled:
+            try:
+                return self._capture(form, tensors)
+            except Exception as error:
+                self._is_compiled = False
+                warnings.warn(f"not compiled: {_in_short(error)}. The graph is as it would be without", stacklevel=5)
+                self._forget()
+        return self._capture(form, tensors)
+
     def _capture(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
         """Return the graph for calls of one form."""
         assert self._program is not None
@@ -200,7 +214,7 @@ class Graph:
         is_cast, dtype = self._autocast()
         with torch.autocast(self.device.type, enabled=is_cast, dtype=dtype, cache_enabled=False):
             return Replay(
-                self._program.interpreter,
+                self._program.interpreter(is_compiled=self._is_compiled),
                 held=self._program.held(),
                 places=self._program.places(),
                 changed=self._program.changed(),

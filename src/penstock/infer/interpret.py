@@ -1,15 +1,16 @@
-"""Interpreter: runs a program operation by operation, each on its stream; on a CPU simply one after the other.
+"""Interpreter: runs a program piece by piece, each on its stream; on a CPU simply one after the other.
 
     stream 0   ─(1)── a ─── b ──────── e ─(3)──    (1) a side stream begins behind what stream 0 has been given
                  │                  (2)    │       (2) where a value crosses, its user waits for it: e for d
     stream 1     └─── c ─── d ────── ┴ ────┘       (3) stream 0 ends behind all the others
 
-Within a capture all of this becomes edges of one CUDA graph, which a replay launches as a whole.
+Within a capture all of this becomes edges of one CUDA graph, which a replay launches as a whole. A piece is one
+operation, or several that Inductor compiles as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from penstock.infer.branches import Branches
+from penstock.infer.parts import compiled, find_parts
 from penstock.infer.reading import Reading, compute
 
 __all__ = ["Interpreter"]
@@ -28,54 +30,76 @@ Known = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation.
+    """One piece.
 
     Attributes:
-        index: its place among the nodes.
-        node: what to compute.
+        last: the place of its last node among all.
+        made: the nodes whose values it makes known.
+        compute: from what is known to these values.
         waits: the nodes of other streams to wait for.
-        is_awaited: another stream waits for it.
-        crosses: its value is used on another stream.
+        is_awaited: another stream waits for its last node.
+        crossing: those of its values that are used on another stream.
         last_used: nodes whose values nobody uses from here on.
     """
 
-    index: int
-    node: fx.Node
+    last: int
+    made: tuple[fx.Node, ...]
+    compute: Callable[[Known], Sequence[Any]]
     waits: tuple[int, ...]
     is_awaited: bool
-    crosses: bool
+    crossing: tuple[fx.Node, ...]
     last_used: tuple[fx.Node, ...]
 
 
 class Interpreter:
-    """Runs a program on as many streams as it has branches."""
+    """Runs a program on as many streams as it has branches.
 
-    def __init__(self, reading: Reading, branches: Branches) -> None:
+    Args:
+        reading: the program.
+        branches: the stream of each of its nodes.
+        is_compiled: as few pieces as can be, compiled by Inductor. What is compiled is for the shapes of the first run.
+    """
+
+    def __init__(self, reading: Reading, branches: Branches, *, is_compiled: bool = False) -> None:
         self.reading, self.branches = reading, branches
-        steps = self._steps()
-        self._runs = [
-            (stream, list(run)) for stream, run in groupby(steps, lambda step: branches.stream_of[step.index])
-        ]
+        parts = find_parts(reading, branches) if is_compiled else [(index,) for index in range(len(reading.nodes))]
+        steps = self._steps(parts)
+        self._runs = [(stream, list(run)) for stream, run in groupby(steps, lambda step: branches.stream_of[step.last])]
 
-    def _steps(self) -> list[_Step]:
+    def _steps(self, parts: Sequence[tuple[int, ...]]) -> list[_Step]:
         reading, branches = self.reading, self.branches
-        last_of = {a: index for index, node in enumerate(reading.nodes) for a in (node, *node.all_input_nodes)}
+        nodes_of = [[reading.nodes[index] for index in part] for part in parts]
+        users: dict[fx.Node, set[int]] = {}  # the pieces that make or use a value
+        for at, nodes in enumerate(nodes_of):
+            for node in nodes:
+                for value in (node, *node.all_input_nodes):
+                    users.setdefault(value, set()).add(at)
         stays = {*reading.outputs, *reading.arguments, *reading.once}
+        is_known = {node for node, used in users.items() if len(used) > 1 or node in stays}
         last_used: dict[int, list[fx.Node]] = {}
-        for node, index in last_of.items():
-            if node not in stays and node.op != "get_attr":
-                last_used.setdefault(index, []).append(node)
+        made_by = [tuple(node for node in nodes if len(nodes) == 1 or node in is_known) for nodes in nodes_of]
+        for node in (node for made in made_by for node in made):
+            if node not in stays:
+                last_used.setdefault(max(users[node]), []).append(node)
+        place_of = {node: index for index, node in enumerate(reading.nodes)}
         return [
             _Step(
-                index,
-                node,
-                waits=branches.waits[index],
-                is_awaited=index in branches.awaited,
-                crosses=index in branches.crossing,
-                last_used=tuple(last_used.get(index, ())),
+                part[-1],
+                made,
+                self._computing(nodes_of[at], made),
+                waits=branches.waits[part[0]],
+                is_awaited=part[-1] in branches.awaited,
+                crossing=tuple(node for node in made if place_of[node] in branches.crossing),
+                last_used=tuple(last_used.get(at, ())),
             )
-            for index, node in enumerate(reading.nodes)
+            for at, (part, made) in enumerate(zip(parts, made_by, strict=True))
         ]
+
+    def _computing(self, nodes: Sequence[fx.Node], made: Sequence[fx.Node]) -> Callable[[Known], Sequence[Any]]:
+        if len(nodes) > 1:
+            return compiled(nodes, made, self.reading)
+        (node,), root = nodes, self.reading.root
+        return lambda known: (compute(node, known, root),)
 
     def make_once(self, arguments: Sequence[Any]) -> Known:
         """Compute what is the same in every call with inputs of these shapes."""
@@ -106,11 +130,10 @@ class Interpreter:
                 for step in steps:
                     for before in step.waits if streams is not None else ():  # (2)
                         streams[number].wait_event(events[before])  # type: ignore[index]
-                    known[step.node] = compute(step.node, known, self.reading.root)
+                    known.update(zip(step.made, step.compute(known), strict=True))
                     if step.is_awaited and streams is not None:
-                        events[step.index] = streams[number].record_event()
-                    if step.crosses:
-                        crossed.append(known[step.node])
+                        events[step.last] = streams[number].record_event()
+                    crossed += [known[node] for node in step.crossing]
                     for node in step.last_used:
                         del known[node]
         for stream in _sides(streams):  # (3)

@@ -65,7 +65,11 @@ class Program:
         inputs = self.values(example.tensors)
         self.reading = read_program(program, [*self.held(), *inputs, example.batch_size])
         self.branches: Branches = find_branches(self.reading.works, most=most)
-        self.interpreter = Interpreter(self.reading, self.branches)
+        self._interpreter = Interpreter(self.reading, self.branches)
+
+    def interpreter(self, *, is_compiled: bool) -> Interpreter:
+        """Return what runs it; where that is compiled, a new one, for the shapes that it runs first."""
+        return Interpreter(self.reading, self.branches, is_compiled=True) if is_compiled else self._interpreter
 
     def held(self) -> list[torch.Tensor]:
         """Return the parameters, buffers and constants that the program uses, as they are now."""

@@ -28,7 +28,7 @@ from penstock.model.rates import Rates
 from penstock.model.sanitizer import unsanitized
 from penstock.model.tally import Tally
 
-__all__ = ["Reading", "compute", "read_program"]
+__all__ = ["Reading", "compute", "draws", "read_program"]
 
 _CONSTANT = "_constants."  # what the names of tensors in the model's code begin with
 _RATES = "h100"  # only relations count: of compute to memory, and of both to a launch
@@ -108,7 +108,7 @@ def _done_once(
         known = fixed - barred
         for node in calls:
             needed = [a for a in node.all_input_nodes if a.op != "get_attr"]
-            if node not in barred and not _draws(node) and all(a in once or a in known for a in needed):
+            if node not in barred and not draws(node) and all(a in once or a in known for a in needed):
                 once.add(node)
         writers = [node for node in calls if node not in once]
         found = {member for node in writers for changed in written_by(node) for member in families.of(changed)}
@@ -117,7 +117,7 @@ def _done_once(
         barred |= found
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Return whether a node draws random numbers, or may do."""
     op = op_of(node)
     if isinstance(op, torch._ops.OpOverload):

@@ -81,14 +81,14 @@ def test_batches_come_in_order_from_a_thread_of_their_own():
             seen.append(threading.current_thread().name)
             yield number
 
-    assert list(penstock.feed(loader(), device="cpu")) == list(range(20))
+    assert list(penstock.feed(loader(), device="cpu", thread=True)) == list(range(20))
     assert set(seen) == {"penstock-feed"}
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_the_loader_is_a_bounded_number_of_batches_in_front(ahead):
     loader, given = Counting(30), 0
-    for _ in penstock.feed(loader, device="cpu", ahead=ahead):
+    for _ in penstock.feed(loader, device="cpu", ahead=ahead, thread=True):
         given += 1
         # so many wait, and one more is in the worker's hands
         wait_until(lambda: loader.pulled == min(30, given + ahead + 1))  # noqa: B023 - called at once
@@ -120,7 +120,7 @@ class Thing:
 def test_a_batch_that_was_used_is_not_held():
     """Neither the worker nor the channel keeps what the user has let go of."""
     most = 0
-    for _ in penstock.feed(iter(Thing, None), device="cpu", ahead=3):
+    for _ in penstock.feed(iter(Thing, None), device="cpu", ahead=3, thread=True):
         time.sleep(0.002)
         most = max(most, Thing.alive)
         if most == 5 and Thing.alive == 5:
@@ -137,7 +137,7 @@ def test_a_batch_that_was_used_is_not_held_while_the_loader_makes_the_next():
         yield Thing()
         go_on.wait()
 
-    with penstock.feed(loader(), device="cpu") as batches:
+    with penstock.feed(loader(), device="cpu", thread=True) as batches:
         under_way = iter(batches)
         thing = next(under_way)
         assert Thing.alive == 1
@@ -342,7 +342,7 @@ def test_a_loader_that_never_returns_is_left_to_itself(monkeypatch):
         go_on.wait()
         yield 2
 
-    with penstock.feed(loader(), device="cpu") as batches:
+    with penstock.feed(loader(), device="cpu", thread=True) as batches:
         assert next(iter(batches)) == 1
     assert len(workers()) == 1
     go_on.set()
@@ -356,7 +356,7 @@ worker._GRACE_SECONDS = 0.1
 def loader():
     yield 1
     threading.Event().wait()
-for batch in (batches := iter(penstock.feed(loader(), device="cpu"))):
+for batch in (batches := iter(penstock.feed(loader(), device="cpu", thread=True))):
     break
 print("got", batch)
 """
@@ -364,14 +364,15 @@ print("got", batch)
     assert (run.returncode, run.stdout, run.stderr) == (0, "got 1\n", "")
 
 
-def test_close_wakes_a_user_who_waits():
+@pytest.mark.parametrize("thread", [True, False, "auto"])
+def test_close_wakes_a_user_who_waits(thread):
     go_on = threading.Event()
 
     def loader():
         yield 1
         go_on.wait()
 
-    feed = penstock.feed(loader(), device="cpu")
+    feed = penstock.feed(loader(), device="cpu", thread=thread)
     found = []
     user = threading.Thread(target=lambda: found.extend(feed))
     user.start()
@@ -660,7 +661,7 @@ class Sharing:
         self.generator = torch.Generator().manual_seed(3)
         sampler = RandomSampler(range(40), replacement=replacement, num_samples=40, generator=self.generator)
         self.loader = DataLoader(torch.arange(40), batch_size=4, sampler=sampler, generator=self.generator)
-        self.feed = penstock.feed(self.loader, device="cpu")
+        self.feed = penstock.feed(self.loader, device="cpu", thread=True)
 
     def run(self, count):
         """Return batches, each with what the user draws beside it, when the loader is as far ahead as it may be."""
@@ -693,13 +694,13 @@ def test_a_generator_that_is_not_the_loader_s_alone_goes_on_where_it_was(replace
 
 
 def test_a_state_of_before_there_was_a_now_still_loads():
-    whole = take(penstock.feed(shuffling("own"), device="cpu"), 12)
-    feed = penstock.feed(shuffling("own"), device="cpu")
+    whole = take(penstock.feed(shuffling("own"), device="cpu", thread=True), 12)
+    feed = penstock.feed(shuffling("own"), device="cpu", thread=True)
     found = take(feed, 4)
     state = feed.state_dict()
     assert state.pop("pulled") >= 4
     assert state.pop("now")["own"]
-    other = penstock.feed(shuffling("own"), device="cpu")
+    other = penstock.feed(shuffling("own"), device="cpu", thread=True)
     other.load_state_dict(state)
     assert found + take(other, 8) == whole
 
@@ -931,7 +932,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(staging, "pinned", pinned)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(staging, "OnStream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: user)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -1153,6 +1154,7 @@ def test_pinned_memory_is_used_again(monkeypatch):
 
 
 @cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_thread_synchronises_the_gpu():
     """The mode is that of the whole process: it would stop a copy of the worker's that is not asynchronous, too."""
     weight, total = torch.randn(512, 512, device="cuda"), torch.zeros((), device="cuda")

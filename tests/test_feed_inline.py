@@ -1,8 +1,11 @@
-"""feed without a thread: the same batches in the same order, pulled within the loop, ahead of their use."""
+"""feed without a thread, or until one is needed: the same batches in the same order, pulled within the loop."""
 
+import contextlib
 import itertools
 import json
+import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -10,8 +13,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
+from penstock.errors import UsageError
+from penstock.feeding import inline as inlining
 from pipelines import data, sequence
-from test_feed import Counting, Thing, fake_feed, fake_gpu, numbers  # noqa: F401 - a fixture
+from test_feed import (  # noqa: F401 - a fixture
+    Counting,
+    FakeEvent,
+    Thing,
+    fake_feed,
+    fake_gpu,
+    numbers,
+    wait_until,
+    workers,
+)
 
 
 def inline(loader, **given):
@@ -30,11 +44,10 @@ def test_batches_come_in_order_from_the_user_s_thread():
     assert set(seen) == {threading.current_thread()}
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_the_loader_is_one_more_in_front_after_each_batch_up_to_a_bound(ahead):
+def test_nothing_is_pulled_that_was_not_asked_for():
     loader = Counting(30)
-    for given, _ in enumerate(inline(loader, ahead=ahead), 1):
-        assert loader.pulled == min(30, 2 * given + 1, given + ahead)
+    for given, _ in enumerate(inline(loader, ahead=5), 1):
+        assert loader.pulled == given
 
 
 def test_a_batch_that_was_used_is_not_held():
@@ -43,7 +56,7 @@ def test_a_batch_that_was_used_is_not_held():
         most = max(most, Thing.alive)
         if number == 20:
             break
-    assert most == 4  # the user's, and three that wait
+    assert most <= 2  # the user's, and the next, which is made before the user lets go of it
     del _
     assert Thing.alive == 0
 
@@ -68,8 +81,10 @@ def test_ctrl_c_in_the_loader_is_the_user_s_at_once():
         yield 0
         raise KeyboardInterrupt
 
+    batches = iter(inline(loader()))
+    assert next(batches) == 0
     with pytest.raises(KeyboardInterrupt):
-        next(iter(inline(loader())))
+        next(batches)
 
 
 def test_a_loop_that_is_left_leaves_the_loader():
@@ -204,3 +219,123 @@ def test_a_gpu_that_keeps_up_is_never_waited_for(queried):
         Queried.num_over = len(Queried.made)
     assert found == list(range(12))
     assert Queried.waited == 0
+
+
+# ---- until a thread is needed
+
+
+def auto(loader, **given):
+    return penstock.feed(loader, thread="auto", **({"device": "cpu"} | given))
+
+
+class Slow(Counting):
+    """Takes its time for some of its batches, and notes which thread asks for each."""
+
+    def __init__(self, length=10, slow=range(100), **given):
+        super().__init__(length, **given)
+        self.slow, self.asked = slow, []
+
+    def __iter__(self):
+        for at, item in enumerate(super().__iter__()):
+            self.asked.append(threading.current_thread().name)
+            if at in self.slow:
+                time.sleep(0.01)
+            yield item
+
+
+def is_beside(loader):
+    return [name == "penstock-feed" for name in loader.asked]
+
+
+@pytest.fixture(autouse=True)
+def quick_is_quick(monkeypatch):
+    """However busy the machine is, a loader that does nothing is not slow."""
+    monkeypatch.setattr(inlining, "_SLOW_SECONDS", 0.009)
+
+
+def test_a_loader_that_answers_at_once_gets_no_thread():
+    loader = Slow(slow=())
+    assert numbers(auto(loader)) == list(range(10))
+    assert not any(is_beside(loader))
+
+
+def test_a_loader_that_is_slow_twice_in_a_row_gets_one_from_then_on():
+    loader = Slow(slow={1, 3, 4})
+    feed = auto(loader)
+    assert numbers(feed) == list(range(10))
+    assert is_beside(loader) == [False] * 5 + [True] * 5
+    loader.asked.clear()
+    assert numbers(feed) == list(range(10))
+    assert all(is_beside(loader))
+    assert feed.epoch == 2
+
+
+def test_a_loader_that_waits_for_what_the_loop_does_gets_it():
+    """As a buffer of what the loop itself makes: nothing may be pulled ahead before there is a thread to wait."""
+    made, found = queue.Queue(), []
+    made.put(0)
+
+    def loader():
+        while (item := made.get(timeout=20)) is not None:
+            yield item
+
+    for item in auto(loader()):
+        found.append(item)
+        made.put(item + 1 if item < 20 else None)
+    assert found == list(range(21))
+
+
+@pytest.mark.parametrize("stop", ["break", "error", "the loader's"])
+def test_whatever_ends_the_loop_ends_the_thread_that_went_on(stop):
+    loader = Slow(fails_at=6 if stop == "the loader's" else None)
+    feed, found = auto(loader), []
+    with contextlib.suppress(KeyError):
+        for _, number in feed:
+            found.append(number)
+            if number == 5 and stop == "break":
+                break
+            if number == 5 and stop == "error":
+                raise KeyError
+    assert found == list(range(6))
+    wait_until(lambda: not workers())
+
+
+def test_a_state_is_where_the_user_is_whoever_pulls():
+    feed = auto(Slow(12))
+    under_way = iter(feed)
+    assert [number for _, number in itertools.islice(under_way, 7)] == list(range(7))
+    state = json.loads(json.dumps(feed.state_dict()))
+    again = auto(Counting(12))
+    again.load_state_dict(state)
+    assert numbers(again) == list(range(7, 12))
+    assert [number for _, number in under_way] == list(range(7, 12))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_thread_that_goes_on_waits_for_the_gpu_where_it_is(fake_gpu, monkeypatch, ahead):  # noqa: F811
+    """Not one batch more is sent than the GPU may be behind, by whoever sends it."""
+    monkeypatch.setattr(FakeEvent, "held", [])
+    slow = [torch.full((3,), float(n)) for n in range(12)]
+
+    class Loader:
+        def __iter__(self):
+            for tensor in slow:
+                time.sleep(0.01)
+                yield tensor
+
+    feed = fake_feed(Loader(), ahead=ahead, thread="auto")
+    under_way = iter(feed)
+    found = [float(next(under_way)[0]) for _ in range(ahead + 1)]
+    for _ in range(ahead + 1, 12):
+        assert under_way._channel._num_put <= len(found) + 1
+        wait_until(lambda: FakeEvent.held)
+        FakeEvent.held.pop(0).over.set()
+        found.append(float(next(under_way)[0]))
+    while FakeEvent.held:
+        FakeEvent.held.pop(0).over.set()
+    assert found == list(range(12))
+
+
+def test_what_thread_may_be():
+    with pytest.raises(UsageError, match="thread: must be True, False or 'auto'; given: 'maybe'"):
+        penstock.feed([1], device="cpu", thread="maybe")

@@ -32,7 +32,7 @@ WIDTH = 8
 
 
 # what the compiler says about itself
-quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32", "ignore:Online softmax")
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32", "ignore:\\s*Online softmax")
 unsanitized = pytest.mark.skipif(
     "TORCH_CUDA_SANITIZER" in os.environ,
     reason="the sanitizer ends a process that traces, and sees no compiled kernels",

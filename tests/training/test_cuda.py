@@ -17,11 +17,11 @@ def batches():
     return DataLoader(TensorDataset(*data(24)), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
-def make(folder, device, *, model=None, callbacks=(), graphs="auto", **asked):
+def make(folder, device, *, model=None, callbacks=(), graphs="auto", micro_batches=4, **asked):
     torch.manual_seed(5)
     model = sequence(8) if model is None else model
     pipe = penstock.Pipeline(
-        model, example=data(8)[0], loss=nn.functional.mse_loss, devices=[device] * 2, micro_batches=4,
+        model, example=data(8)[0], loss=nn.functional.mse_loss, devices=[device] * 2, micro_batches=micro_batches,
         cuts=[] if isinstance(model, list) else [8], graphs=graphs,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
@@ -85,7 +85,7 @@ SHARE = 0.05  # of the GPU's memory that the test may have: there may be others 
 
 
 class Switch(penstock.Callback):
-    """From a step on two samples at once want more memory than there is, and one does not."""
+    """From a step on four samples at once want more memory than there is, and two do not, or one."""
 
     strict = True
 
@@ -94,7 +94,7 @@ class Switch(penstock.Callback):
 
     def on_step_begin(self, trainer):
         if trainer.step == self.step:
-            Hungry.bytes_per_sample = int(torch.cuda.get_device_properties(0).total_memory * SHARE * 0.6)
+            Hungry.bytes_per_sample = int(torch.cuda.get_device_properties(0).total_memory * SHARE * 0.3)
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ def test_memory_that_runs_out_splits_the_step(tmp_path, little_memory, step, gra
     layers = sequence(8)
     pipe, trainer, losses = make(
         tmp_path / "run", "cuda:0", steps=4, model=[layers[:8], nn.Sequential(Hungry(), *layers[8:])],
-        callbacks=[Switch(step)], graphs=graphs,
+        callbacks=[Switch(step)], graphs=graphs, micro_batches=2,
     )  # fmt: skip
-    with pipe, pytest.warns(UserWarning, match="with 8 micro-batches"):
+    with pipe, pytest.warns(UserWarning, match="with 4 micro-batches"):
         assert trainer.fit().is_done
-    assert pipe.schedule.num_mbs == 8
+    assert pipe.schedule.num_mbs in (4, 8)  # twice where torch's allocator has no piece that is large enough
     assert losses == pytest.approx(plain(4), rel=1e-9)

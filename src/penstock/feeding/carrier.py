@@ -12,6 +12,7 @@ from penstock.errors import UsageError
 from penstock.feeding.places import Places
 from penstock.feeding.staging import Ready, Staged, Staging, is_plain, mark
 from penstock.model.structure import rebuild
+from penstock.runtime.streams import current_stream
 
 __all__ = ["Carrier", "Lifted", "Parcel", "Split"]
 
@@ -51,10 +52,11 @@ class Parcel:
 
     def receive(self) -> Any:  # noqa: ANN401 - as the loader's item
         """Return the item; what the caller's streams do from now on waits for its copies, the host does not."""
+        streams = {device: current_stream(device) for device, _ in self.ready}
         for device, event in self.ready:
-            torch.cuda.current_stream(device).wait_event(event)
+            streams[device].wait_event(event)
         for tensor in self.on_gpu:  # the copy stream's memory: not to be used again before the caller is done with it
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(streams.get(tensor.device) or current_stream(tensor.device))
         return self.item
 
 
@@ -98,7 +100,7 @@ class Carrier:
         # what the loader itself put on a GPU it made on streams of this thread
         stays = zip(sent, lifted.staged.devices, strict=True)
         own = {tensor.device for tensor, device in stays if device is None and tensor.is_cuda}
-        ready += [(device, mark(torch.cuda.current_stream(device))) for device in own]
+        ready += [(device, mark(current_stream(device))) for device in own]
         return Parcel(rebuild(lifted.item, [sent[place] for place in lifted.order]), ready, on_gpu, state)
 
     def settle(self) -> None:

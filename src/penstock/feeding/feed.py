@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
@@ -20,18 +20,20 @@ from penstock.feeding.staging import mark
 from penstock.feeding.worker import Channel, End, Failure, Job, Pulls, end, start
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import check_devices
-from penstock.runtime.streams import Event
+from penstock.runtime.streams import Event, current_stream
 
 __all__ = ["Feed", "feed"]
+
+Wanted = bool | Literal["auto"]
 
 _MOST_AHEAD = 1 << 16
 
 
 def feed(
     loader: Iterable[Any], pipe: Pipeline | None = None, *, ahead: int = 2,
-    device: torch.device | str | int | None = None, split: Split | None = None, thread: bool = True,
+    device: torch.device | str | int | None = None, split: Split | None = None, thread: Wanted = "auto",
 ) -> Feed:  # fmt: skip
-    """Return the batches of a loader, pulled in the background and on the devices of the lanes that use them.
+    """Return the batches of a loader, on their way to the devices of the lanes that use them.
 
     >>> from torch import nn
     >>> model, loader = nn.Linear(4, 1), [(torch.ones(6, 4), torch.zeros(6, 1))] * 3
@@ -43,16 +45,19 @@ def feed(
     Args:
         loader: a DataLoader, or whatever can be iterated over; each time anew, for more than one epoch.
         pipe: the pipeline that takes the batches.
-        ahead: batches to have ready beside the one that is used.
+        ahead: batches to have ready beside the one that is used, or in use by the GPU behind it.
         device: where batches go, instead of a pipeline's devices.
         split: from a loader's item to (batch, target), where the item is neither that nor a batch alone.
-        thread: pull in a thread beside the loop; False: within the loop, when it asks for a batch, still ahead of
-            its use. Better where a loader answers at once and steps are short, for threads share Python's lock.
+        thread: pull in a thread beside the loop, ahead of it; False: within the loop, when it asks for a batch. That
+            is better where a loader answers at once and steps are short, for threads share Python's lock. "auto":
+            within the loop, until two batches in a row take longer than a millisecond; from then on in a thread.
 
     Raises:
         UsageError: for arguments that cannot be right.
     """
     faults = list(_faults(loader, pipe, ahead, device, split))
+    if thread not in (True, False, "auto"):
+        faults.append(f"thread: must be True, False or 'auto'; given: {thread!r:.40}")
     if faults:
         raise UsageError("; ".join(faults))
     if pipe is not None:
@@ -96,13 +101,13 @@ class Feed:
         places: where tensors go.
         ahead: batches to have ready.
         split: from an item to (batch, target).
-        thread: pull in a thread.
+        thread: pull in a thread; "auto": when pulling takes long.
     """
 
     def __init__(
-        self, loader: Iterable[Any], places: Places, *, ahead: int, split: Split | None, thread: bool = True
+        self, loader: Iterable[Any], places: Places, *, ahead: int, split: Split | None, thread: Wanted = True
     ) -> None:
-        self._loader, self._ahead, self._has_thread = loader, ahead, thread
+        self._loader, self._ahead, self._wants_thread = loader, ahead, thread
         self._carrier = Carrier(places, split)
         self._has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._epoch, self._num_given = 0, 0
@@ -151,15 +156,21 @@ class Feed:
             pulls=self._pulls,
         )  # fmt: skip
         self._thread = None
-        if not self._has_thread:
-            return Inline(job, self._ahead), None
+        if self._wants_thread is not True:
+            return Inline(job, self._ahead, gives_way=self._wants_thread == "auto"), None
         channel = Channel(self._ahead)
         self._thread = start(job, channel)
         return channel, self._thread
 
+    def _give_way(self, inline: Inline) -> tuple[Channel, threading.Thread]:
+        """Let a thread go on with an epoch, and bring all epochs to come."""
+        self._wants_thread = True
+        channel, self._thread = inline.hand_over()
+        return channel, self._thread
+
     def _mark(self) -> list[Event]:
         """Return events behind all that the caller's streams have been given."""
-        return [mark(torch.cuda.current_stream(device)) for device in self._carrier.devices]
+        return [mark(current_stream(device)) for device in self._carrier.devices]
 
     def _note(self, state: Any) -> None:  # noqa: ANN401 - the loader's
         """Note that a batch is handed out."""
@@ -277,7 +288,7 @@ class _Epoch:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._channel: Channel | Inline | None = None
-        self._end: Callable[[], object] = lambda: None
+        self._end: weakref.finalize[..., _Epoch] | None = None
         self.is_over = self.is_replaced = False
 
     def __iter__(self) -> _Epoch:
@@ -289,7 +300,10 @@ class _Epoch:
                 raise UsageError("another iteration over the feed was begun, and a loader gives one epoch at a time")
             raise StopIteration
         used = None if self._channel is None else self._feed._mark()
-        found = self._begun().take(used)
+        channel = self._begun()
+        found = channel.take(used)
+        if isinstance(channel, Inline) and channel.is_slow:
+            self._fetch_from(*self._feed._give_way(channel))
         if isinstance(found, Parcel):
             self._feed._note(found.state)
             return found.receive()
@@ -310,14 +324,20 @@ class _Epoch:
         user draws for the first step, as without a feed.
         """
         if self._channel is None:
-            self._channel, thread = self._feed._begin(self)
-            self._end = weakref.finalize(self, end, self._channel, thread)
+            self._fetch_from(*self._feed._begin(self))
+        assert self._channel is not None
         return self._channel
+
+    def _fetch_from(self, channel: Channel | Inline, thread: threading.Thread | None) -> None:
+        if self._end is not None:
+            self._end.detach()
+        self._channel, self._end = channel, weakref.finalize(self, end, channel, thread)
 
     def close(self) -> None:
         """End it: its thread, and what is on its way."""
         self.is_over = True
-        self._end()
+        if self._end is not None:
+            self._end()
 
 
 def _length_of(loader: object) -> int | None:

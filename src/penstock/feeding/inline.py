@@ -1,41 +1,47 @@
-"""Inline: parcels that the user's own thread brings, when it asks for the ones before.
+"""Inline: parcels that the user's own thread brings, each when it is asked for.
 
 A thread that pulls shares Python's lock with the one that launches work. Where pulling takes next to no time, as from
-memory or from worker processes, handing the lock to and fro can cost more than the pulling itself.
+memory or from worker processes, handing the lock to and fro costs more than the pulling itself. The copy to a GPU goes
+on beside what the GPU does, as with a thread. Nothing is pulled before it is asked for, so a loader that waits for what
+the loop does with the last batch gets it. Where pulling turns out to take longer, a thread can go on from there.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from penstock.feeding.carrier import Parcel
-from penstock.feeding.worker import End, Failure, Job, brought
+from penstock.feeding.worker import Channel, End, Failure, Job, brought, start
 from penstock.runtime.streams import Event
 
 __all__ = ["Inline"]
 
-_MOST_AT_ONCE = 2  # one for the one that is taken, and one more until as many are ready as are wanted
+_SLOW_SECONDS = 1e-3  # a pull beside the loop costs the loop about half as much in waits for Python's lock
+_NUM_SLOW = 2  # in a row: the first may be slow because the loader starts
 
 
 class Inline:
-    """Parcels that were brought, a bounded number of them; used as a channel is.
+    """Parcels that are brought when they are asked for; used as a channel is.
 
     Args:
         job: what to bring.
-        ahead: how many to have ready.
+        ahead: how many the host may be ahead of the GPU.
+        gives_way: to a thread, where pulling takes long.
     """
 
-    def __init__(self, job: Job, ahead: int) -> None:
-        self._job, self._ahead = job, ahead
+    def __init__(self, job: Job, ahead: int, *, gives_way: bool = False) -> None:
+        self._job, self._ahead, self._gives_way = job, ahead, gives_way
         self._brought = brought(job)
-        self._parcels: deque[Parcel | End | Failure] = deque()
         self._used: deque[Sequence[Event]] = deque()
-        self._num_put, self._is_over = 0, False
+        self._num_put, self._num_slow, self._is_over = 0, 0, False
         self.is_closed = False
 
     def take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
-        """Return the next parcel, and see to it that more are on their way; None when it was closed.
+        """Return the next parcel; None when it was closed.
 
         Args:
             used: behind the use of the one before; None for the first.
@@ -44,37 +50,39 @@ class Inline:
             return None
         if used is not None:
             self._used.append(used)
-        if not self._parcels:
-            self._bring(waits=True)
-        for _ in range(_MOST_AT_ONCE):
-            if len(self._parcels) <= self._ahead:  # the one that is taken now is among them
-                self._bring(waits=False)
-        return self._parcels.popleft()
-
-    def _bring(self, *, waits: bool) -> None:
-        """Bring one more, unless there are none, or the GPU is not done with the one whose memory it would have."""
-        if self._is_over:
-            return
-        if self._num_put > self._ahead:
-            if not waits and not all(event.query() for event in self._used[0]):  # type: ignore[no-untyped-call]
-                return
+        if self._num_put > self._ahead:  # else a host that runs far ahead would fill the GPU's memory
             for event in self._used.popleft():
                 event.synchronize()
-        parcel: Parcel | End | Failure
+        found: Parcel | End | Failure
         try:
+            begin = time.perf_counter()
             pair = next(self._brought, None)
-            parcel = End(self._job.state()) if pair is None else self._job.carrier.send(*pair)
+            self._num_slow = self._num_slow + 1 if time.perf_counter() - begin > _SLOW_SECONDS else 0
+            found = End(self._job.state()) if pair is None else self._job.carrier.send(*pair)
             if pair is not None:
                 self._job.carrier.settle()
         except Exception as error:  # is raised where the user asks for this item
-            parcel = Failure(error)
-        self._is_over = not isinstance(parcel, Parcel)
-        self._parcels.append(parcel)
+            found = Failure(error)
+        if self.is_closed:  # meanwhile, by another thread
+            self._brought.close()
+            return None
+        self._is_over = not isinstance(found, Parcel)
         self._num_put += 1
+        return found
+
+    @property
+    def is_slow(self) -> bool:
+        """A thread should go on from here."""
+        return self._gives_way and self._num_slow >= _NUM_SLOW and not self._is_over and not self.is_closed
+
+    def hand_over(self) -> tuple[Channel, threading.Thread]:
+        """Let a thread go on: return where its parcels come from, and the thread. This one is not used any more."""
+        channel = Channel(self._ahead, self._used, self._num_put)
+        return channel, start(self._job, channel, self._brought)
 
     def close(self) -> None:
-        """Let go of all parcels, and of the loader."""
+        """Let go of the loader."""
         self.is_closed = True
-        self._parcels.clear()
         self._used.clear()
-        self._brought.close()
+        with suppress(ValueError):  # another thread is in the loader, and lets go of it when it comes back
+            self._brought.close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.runtime.streams import Event
+from penstock.runtime.streams import Event, OnStream
 
 __all__ = ["Staging", "is_plain", "mark", "pinned"]
 
@@ -142,7 +142,7 @@ class Staging:
             mine = [at for at, other in enumerate(staged.devices) if other == device]
             if not mine:
                 continue
-            with torch.cuda.stream(stream):
+            with OnStream(stream):
                 for at in mine:
                     copied = _copied(staged.tensors[at], device)
                     found[at] = copied.requires_grad_() if staged.wants[at] else copied

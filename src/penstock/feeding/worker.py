@@ -24,6 +24,7 @@ import torch
 from penstock.errors import UsageError
 from penstock.feeding.carrier import Carrier, Lifted, Parcel
 from penstock.feeding.draws import as_at, own_draws_of
+from penstock.model.sanitizer import sanitized
 from penstock.runtime.streams import Event
 
 if TYPE_CHECKING:
@@ -49,14 +50,20 @@ class Failure:
 
 
 class Channel:
-    """Parcels on their way, a bounded number of them."""
+    """Parcels on their way, a bounded number of them.
 
-    def __init__(self, ahead: int) -> None:
+    Args:
+        ahead: how many.
+        used: events behind the use of those before, as far as they were not waited for.
+        num_put: how many have been handed over.
+    """
+
+    def __init__(self, ahead: int, used: Iterable[Sequence[Event]] = (), num_put: int = 0) -> None:
         self._ahead = ahead
         self._changed = threading.Condition()
         self._parcels: deque[Parcel | End | Failure] = deque()
-        self._used: deque[Sequence[Event]] = deque()
-        self._num_put = 0
+        self._used: deque[Sequence[Event]] = deque(used)
+        self._num_put = num_put
         self.is_closed = False
 
     def wait_for_room(self) -> bool:
@@ -194,14 +201,15 @@ def brought(job: Job) -> Generator[tuple[Lifted, Any], None, None]:
         del pair
 
 
-def start(job: Job, channel: Channel) -> threading.Thread:
-    """Start the worker of one epoch."""
+def start(job: Job, channel: Channel, pairs: Iterator[tuple[Lifted, Any]] | None = None) -> threading.Thread:
+    """Start the worker of one epoch, or of what is left of it."""
     # the loader finds the device that the user chose
     on_device: AbstractContextManager[Any] = nullcontext()
     if job.carrier.devices:
         on_device = torch.cuda.device(torch.cuda.current_device())
     # a daemon: a loader that never returns must not keep the process alive
-    thread = threading.Thread(target=_work, args=(job, channel, on_device), name="penstock-feed", daemon=True)
+    pairs = brought(job) if pairs is None else pairs
+    thread = threading.Thread(target=_work, args=(job, channel, on_device, pairs), name="penstock-feed", daemon=True)
     thread.start()
     return thread
 
@@ -213,11 +221,13 @@ def end(channel: Channel | Inline, thread: threading.Thread | None) -> None:
         thread.join(_GRACE_SECONDS)
 
 
-def _work(job: Job, channel: Channel, on_device: AbstractContextManager[Any]) -> None:
+def _work(
+    job: Job, channel: Channel, on_device: AbstractContextManager[Any], pairs: Iterator[tuple[Lifted, Any]]
+) -> None:
     """Bring items until there are no more, something fails, or nobody wants them."""
     try:
-        with on_device:
-            for pair in brought(job):
+        with on_device, sanitized():
+            for pair in pairs:
                 if not _deliver(job.carrier, channel, *pair):
                     return
                 del pair

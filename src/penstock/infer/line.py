@@ -11,7 +11,7 @@ import torch
 
 from penstock.model.example import arguments_of
 from penstock.model.structure import flatten, rebuild
-from penstock.runtime.streams import Event, Streams
+from penstock.runtime.streams import Event, Streams, current_stream
 
 __all__ = ["Arguments", "Line", "Parcel", "arguments"]
 
@@ -64,6 +64,8 @@ class Line:
         self.run, self.device = run, device
         self.streams = Streams(device) if device.type == "cuda" else None
         self.out = None if self.streams is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self.streams is not None:  # the model may still be on its way to the GPU
+            self.streams.compute.wait_stream(current_stream(device))
 
     def working(self) -> ExitStack:
         """Return what the thread of this stage works within."""

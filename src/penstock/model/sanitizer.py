@@ -1,7 +1,8 @@
 """Torch's sanitizer for races on a GPU (`TORCH_CUDA_SANITIZER=1`): let it see what it would miss, and leave the rest.
 
 It looks at every operation of the main thread. Lanes are threads, so they let it in themselves. A trace runs operations
-on tensors that have no memory: it asks for their addresses, and that ends the process.
+on tensors that have no memory: it asks for their addresses, and that ends the process. And it knows a tensor of no
+bytes by the number that Python gave the object, which Python soon gives to another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 __all__ = ["sanitized", "unsanitized"]
@@ -24,9 +26,6 @@ def sanitized() -> Iterator[None]:
     if watch is None or threading.current_thread() is threading.main_thread():
         yield
         return
-    handler = watch.dispatch.event_handler
-    if "_handle_kernel_launch" not in vars(handler):  # it numbers what it sees, and two threads would take one number
-        handler._handle_kernel_launch = _one_at_a_time(handler._handle_kernel_launch)
     _push_mode(watch.dispatch)
     try:
         yield
@@ -47,7 +46,23 @@ def unsanitized() -> Iterator[None]:
 def _enabled() -> Any:  # noqa: ANN401 - torch's own
     module = sys.modules.get("torch.cuda._sanitizer")
     watch = None if module is None else module.cuda_sanitizer
-    return watch if watch is not None and watch.enabled else None
+    if module is None or watch is None or not watch.enabled:
+        return None
+    handler = watch.dispatch.event_handler
+    if "_handle_kernel_launch" not in vars(handler):  # it numbers what it sees, and two threads would take one number
+        handler._handle_kernel_launch = _one_at_a_time(handler._handle_kernel_launch)
+        module.ArgumentHandler._handle_argument = _with_memory(module.ArgumentHandler._handle_argument)
+    return watch
+
+
+def _with_memory(function: Callable[..., None]) -> Callable[..., None]:
+    """Return what handles an argument, for those that have memory."""
+
+    def handle(self: object, value: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the function
+        if not isinstance(value, torch.Tensor) or value.data_ptr():
+            function(self, value, *args, **kwargs)
+
+    return handle
 
 
 def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:

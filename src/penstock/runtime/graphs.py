@@ -266,7 +266,7 @@ class Capture:
         assert self._step is not None
         step, run = self._step, self._stages[i.stage]
         generators = run.draw_from(step, i.mb) if i.kind in _DRAWING else ()
-        with _ALONE, self._maker.capturing(generators) as replay:
+        with _ALONE, self._in_turn(), self._maker.capturing(generators) as replay:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else None
@@ -279,6 +279,16 @@ class Capture:
             event.record(torch.cuda.current_stream(self._device))
         draws = run if i.kind in _DRAWING and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Where lanes compute on one stream, let their captures come one after the other, as their replays will."""
+        if self.stream is None or self._streams is None:
+            yield
+            return
+        self.stream.wait_stream(self._streams.compute)
+        yield
+        self._streams.compute.wait_stream(self.stream)
 
     def _loads(self, i: Instruction) -> _Loads | None:
         """Return what to fetch from the batch before a forward: each thing before the first that uses it."""

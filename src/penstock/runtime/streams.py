@@ -16,10 +16,35 @@ import torch
 
 from penstock.model.sanitizer import sanitized
 
-__all__ = ["Streams", "bring", "joined", "make_streams"]
+__all__ = ["OnStream", "Streams", "bring", "current_stream", "joined", "make_streams"]
 
 Event = torch.cuda.Event
 Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU that this thread works on; torch finds it sooner by a number than by a device."""
+    return torch.cuda.current_stream(device.index)
+
+
+class OnStream:
+    """Work on a stream, and on its device, as in torch.cuda.stream, for half the time: a short step enters several."""
+
+    __slots__ = ("_before", "_stream", "_there")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        index = self._stream.device_index
+        self._before = torch.cuda.current_stream()
+        self._there = None if self._before.device_index == index else torch.cuda.current_stream(index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self._there is not None:
+            torch.cuda.set_stream(self._there)
+        torch.cuda.set_stream(self._before)
 
 
 class Streams:
@@ -51,7 +76,7 @@ class Streams:
     @contextmanager
     def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Let what this thread does inside run on the lane's stream, or on another."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream or self.compute), sanitized():
+        with OnStream(stream or self.compute), sanitized():
             yield
 
     def capture_stream(self) -> torch.cuda.Stream | None:
@@ -63,7 +88,7 @@ class Streams:
     def mark(self) -> Event:
         """Return an event behind all that the lane has been given to do so far."""
         event = self.event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(current_stream(self.device))
         return event
 
     def bring(self, values: Sequence[Any], ready: Event | None, into: Room | None = None) -> list[Any]:
@@ -75,13 +100,13 @@ class Streams:
             into: returns where each is to go; new memory by default.
         """
         rooms = [None] * len(values) if into is None else into(values)
-        now = torch.cuda.current_stream(self.device)
+        now = current_stream(self.device)
         if ready is None and all(value.device == self.device for value in values if isinstance(value, torch.Tensor)):
             # they are there, and whoever made them has been waited for: a copy needs no stream of its own
             return [
                 value if room is None else room.copy_(value.detach()) for value, room in zip(values, rooms, strict=True)
             ]
-        with torch.cuda.stream(self.copies):
+        with OnStream(self.copies):
             if ready is not None:
                 self.copies.wait_event(ready)
             found = [self._copied(value, ready, room, now) for value, room in zip(values, rooms, strict=True)]
@@ -101,7 +126,7 @@ class Streams:
                     side.wait_event(made)
                 if ready is None:  # the caller's own memory, which may be freed as soon as the step returns
                     value.record_stream(side)
-                around.enter_context(torch.cuda.stream(side))
+                around.enter_context(OnStream(side))
             copied.copy_(value.detach(), non_blocking=True)
         if is_new:
             copied.record_stream(now)
@@ -193,7 +218,7 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     """
     everyone = list(streams)
     firsts = {own.device: own for own in reversed(everyone)}  # one event a device is enough
-    begun = {device: torch.cuda.current_stream(device).record_event(own.begun) for device, own in firsts.items()}
+    begun = {device: current_stream(device).record_event(own.begun) for device, own in firsts.items()}
     for own in everyone:
         now, own.callers = begun[own.device], begun
         own.compute.wait_event(now)
@@ -203,4 +228,4 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
         yield
     finally:
         for own in everyone:  # the lane's own stream has waited for all that was brought
-            torch.cuda.current_stream(own.device).wait_event(own.compute.record_event(own.ended))
+            current_stream(own.device).wait_event(own.compute.record_event(own.ended))

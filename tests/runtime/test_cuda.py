@@ -145,7 +145,7 @@ def test_a_model_of_the_host_is_evaluated_on_the_gpu(path):
         model = nn.Sequential(*model.blocks)
     x, target = data(8)
     with penstock.Pipeline(
-        model, example=x, loss=nn.functional.mse_loss, micro_batches=4, lanes=2, devices=["cuda:0"] * 2,
+        model, example=x.cuda(), loss=nn.functional.mse_loss, micro_batches=4, lanes=2, devices=["cuda:0"] * 2,
         capture_path=path,
     ) as pipe:  # fmt: skip
         for _ in range(4):  # as graphs, in the end

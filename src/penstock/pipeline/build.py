@@ -21,7 +21,7 @@ from penstock.decide import Ask, Progress, Source, explanation_of, name_of
 from penstock.errors import PenstockError, UsageError
 from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
-from penstock.model.example import read_example
+from penstock.model.example import Call, read_example
 from penstock.model.stages import Chain
 from penstock.planning.select import select_recomputed
 from penstock.runtime.again import Again
@@ -152,9 +152,13 @@ def decide(request: Request, company: Company) -> Decision:
     ask = request.ask(call.batch_size)
     first = ask.check()
     (request.progress or _tell_nobody)("capture", 0, 1)
-    if _is_on_meta(request.model):
-        call = call.map(lambda tensor: tensor.to("meta"))
-    captured = capture(request.model, call, training=True, path=request.capture_path, num_stages=first.num_stages)
+    captured = capture(
+        request.model,
+        _at_home(call, request.model),
+        training=True,
+        path=request.capture_path,
+        num_stages=first.num_stages,
+    )
     telling = _Telling(request, captured, ask, call.batch_size)
     explain = telling.explain
 
@@ -291,10 +295,17 @@ def _only_cuts(ask: Ask, schedule: Schedule, captured: Captured) -> tuple[int, .
     return None
 
 
-def _is_on_meta(model: Model) -> bool:
+def _at_home(call: Call, model: Model) -> Call:
+    """Return a call with its tensors where the model is, also on meta; as it is, where the model is in several places.
+
+    The example may come from a loader, or from the GPU that the model is going to.
+    """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    tensors = [p for module in modules if isinstance(module, nn.Module) for p in module.parameters()]
-    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+    homes = {p.device for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+    if len(homes) != 1:
+        return call
+    (home,) = homes
+    return call.map(lambda t: t if t.device == home else t.detach().to(home).requires_grad_(t.requires_grad))
 
 
 def _called(model: Model) -> nn.Module | None:

@@ -24,6 +24,7 @@ from penstock.feeding import staging, worker
 from penstock.feeding.feed import Feed
 from penstock.feeding.places import Places, places_of
 from pipelines import WIDTH, Knotty, data, sequence
+from sanitizing import not_sanitized
 
 CPU = torch.device("cpu")
 
@@ -1154,11 +1155,12 @@ def test_pinned_memory_is_used_again(monkeypatch):
 
 
 @cuda
+@pytest.mark.parametrize("thread", [True, False])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_thread_synchronises_the_gpu():
+def test_no_thread_synchronises_the_gpu(thread):
     """The mode is that of the whole process: it would stop a copy of the worker's that is not asynchronous, too."""
     weight, total = torch.randn(512, 512, device="cuda"), torch.zeros((), device="cuda")
-    batches = iter(penstock.feed([torch.randn(512, 512) for _ in range(30)], device="cuda"))
+    batches = iter(penstock.feed([torch.randn(512, 512) for _ in range(30)], device="cuda", thread=thread))
     total += (next(batches) @ weight).sum()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -1171,7 +1173,7 @@ def test_no_thread_synchronises_the_gpu():
 
 @cuda
 def test_the_user_gets_batches_while_the_gpu_is_busy():
-    batches = iter(penstock.feed([torch.full((8,), float(n)) for n in range(4)], device="cuda", ahead=2))
+    batches = iter(penstock.feed([torch.full((8,), float(n)) for n in range(4)], device="cuda", ahead=2, thread=True))
     found = [next(batches)]
     wait_until(lambda: len(batches._channel._parcels) == 2)
     torch.cuda._sleep(200 * SLEEP)
@@ -1183,14 +1185,16 @@ def test_the_user_gets_batches_while_the_gpu_is_busy():
 
 
 @cuda
-def test_a_host_that_runs_ahead_does_not_fill_the_gpu():
+@not_sanitized("holds what it has seen for a while, and so its memory")
+@pytest.mark.parametrize("thread", [True, False])
+def test_a_host_that_runs_ahead_does_not_fill_the_gpu(thread):
     batch = torch.randn(1 << 22)
     num_bytes = batch.numel() * batch.element_size()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     total = torch.zeros((), device="cuda")
-    for x in penstock.feed([batch] * 40, device="cuda", ahead=2):
+    for x in penstock.feed([batch] * 40, device="cuda", ahead=2, thread=thread):
         torch.cuda._sleep(SLEEP)
         total += x.sum()
     torch.cuda.synchronize()
@@ -1199,8 +1203,9 @@ def test_a_host_that_runs_ahead_does_not_fill_the_gpu():
 
 
 @cuda
+@pytest.mark.parametrize("thread", [True, False])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_training_on_a_gpu_has_the_losses_that_it_would_have(graphs):
+def test_training_on_a_gpu_has_the_losses_that_it_would_have(graphs, thread):
     pairs = [tuple(data(12, seed=seed)) for seed in range(12)]
 
     def run(batches_of):
@@ -1217,7 +1222,7 @@ def test_training_on_a_gpu_has_the_losses_that_it_would_have(graphs):
                 optimizer.zero_grad()
             return torch.stack(losses)
 
-    found = run(lambda pipe: penstock.feed(pairs, pipe))
+    found = run(lambda pipe: penstock.feed(pairs, pipe, thread=thread))
     wanted = run(lambda pipe: [(x.cuda(), y.cuda()) for x, y in pairs])
     assert torch.allclose(found, wanted, rtol=1e-10, atol=0)
 

@@ -46,6 +46,7 @@ def main() -> None:
     count = max(2, round(options.millions * 1e6 / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
     batch = torch.randn(8, WIDTH, device=options.device)
+    print(f"{count} layers of {WIDTH}², {options.rounds} rounds and one to warm up, on {options.device}", flush=True)
     pipe = penstock.Pipeline(
         model, example=batch, loss=nn.MSELoss(), devices=[options.device] * 2, micro_batches=2, cuts=[count // 2]
     )

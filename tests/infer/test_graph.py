@@ -3,7 +3,6 @@
 On a CPU the graphs are those of `cpu_graphs`, which do by hand what a CUDA graph does; on a GPU they are real.
 """
 
-import os
 import random
 import threading
 import warnings
@@ -26,6 +25,7 @@ from penstock.infer.parts import find_parts
 from penstock.infer.program import Program
 from penstock.infer.reading import compute
 from penstock.model.example import read_example
+from sanitizing import not_sanitized
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDTH = 8
@@ -33,10 +33,6 @@ WIDTH = 8
 
 # what the compiler says about itself
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32", "ignore:\\s*Online softmax")
-unsanitized = pytest.mark.skipif(
-    "TORCH_CUDA_SANITIZER" in os.environ,
-    reason="the sanitizer ends a process that traces, and sees no compiled kernels",
-)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -363,7 +359,7 @@ def test_parts_run_in_one_go(name, monkeypatch):
 
 @pytest.mark.slow
 @quiet
-@unsanitized
+@not_sanitized("ends a process that traces, and sees nothing of compiled kernels")
 @pytest.mark.parametrize("name", ["towers", "conv", "in place", "clip", "counting"])
 def test_compiled_it_is_the_model(name, device):
     model, plain = made(name, device), made(name, device)

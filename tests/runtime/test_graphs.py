@@ -13,6 +13,7 @@ from cpu_graphs import CpuGraphs
 from penstock.pipeline import graphs as graph_steps
 from penstock.runtime.graphs import CudaGraphs
 from pipelines import differences
+from sanitizing import not_sanitized
 
 WIDTH = 8
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "chimera", "hanayo"]
@@ -185,6 +186,7 @@ def test_batch_norm_keeps_its_statistics():
 
 
 @pytest.mark.slow
+@not_sanitized("ends a process that traces, and sees nothing of compiled kernels")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of the compiler's own
 @pytest.mark.parametrize("path", ["direct", "export"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

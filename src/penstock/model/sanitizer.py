@@ -59,7 +59,7 @@ def _with_memory(function: Callable[..., None]) -> Callable[..., None]:
     """Return what handles an argument, for those that have memory."""
 
     def handle(self: object, value: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the function
-        if not isinstance(value, torch.Tensor) or value.data_ptr():
+        if isinstance(value, torch.Tensor) and value.is_cuda and value.data_ptr():
             function(self, value, *args, **kwargs)
 
     return handle

@@ -91,10 +91,7 @@ class Executor:
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
-            with (
-                _alone(self._kind),
-                _NOTHING if self.streams is None else self.streams.running(None if tape is None else tape.stream),
-            ):
+            with _alone(self._kind), _NOTHING if self.streams is None else self.streams.running():
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
                 if step.watch is None:
                     self._run(doing, self._step, spans)

@@ -13,20 +13,19 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.model.sanitizer import unsanitized
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.executor import Doing, Executor
 from penstock.runtime.program import Instruction
 from penstock.runtime.stage_run import StageRun
 from penstock.runtime.step import Batch, Step
-from penstock.runtime.streams import Event, Room, Streams, bring
+from penstock.runtime.streams import Event, OnStream, Room, Streams, bring
 from penstock.schedule.actions import Kind
 
 __all__ = ["COMPUTE", "Capture", "CudaGraphs", "Maker", "Tape", "make_graphs", "no_collection"]
@@ -156,7 +155,6 @@ class Tape:
     def __init__(self, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
         self._doing, self._scales, self._kept = doing, scales, kept
         self._loaded: list[float] = []
-        self.stream: torch.cuda.Stream | None = None
         self.step: Step | None = None
 
     def open(self, step: Step) -> tuple[Step, Doing]:
@@ -191,7 +189,7 @@ class Capture:
     def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
         self._executor, self._maker, self._told = executor, maker, told
         self._streams = executor.streams
-        self.stream = None if self._streams is None else self._streams.capture_stream()
+        self._beside = None if self._streams is None else self._streams.capture_stream()
         self._stages: Mapping[int, StageRun] = executor.stages
         self._stock = _Stock(self._streams)
         self._in_use: dict[tuple[int, int], list[_Slot]] = {}
@@ -212,8 +210,6 @@ class Capture:
 
     def open(self, step: Step) -> tuple[Step, Doing]:
         """Begin: return a step whose inputs are slots, and what to do."""
-        if self.stream is not None and self._streams is not None:
-            self.stream.wait_stream(self._streams.compute)
         if self._ends is not None:
             self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
         names = {feed.given for run in self._stages.values() for feed in run.feeds if feed.given}
@@ -238,9 +234,8 @@ class Capture:
 
     def close(self) -> None:
         """End: the tape is ready if all was captured."""
-        if self.stream is not None and self._streams is not None:  # slots were made there
-            self._streams.compute.wait_stream(self.stream)
-            self._streams.copies.wait_stream(self.stream)
+        if self._streams is not None:  # slots were made there
+            self._streams.copies.wait_stream(self._streams.compute)
         self._step = None
 
     def finish(self) -> Tape:
@@ -267,7 +262,7 @@ class Capture:
         assert self._step is not None
         step, run = self._step, self._stages[i.stage]
         generators = run.draw_from(step, i.mb) if i.kind in _DRAWING else ()
-        with _ALONE, self._unseen(), self._maker.capturing(generators) as replay:
+        with _ALONE, self._aside(), self._maker.capturing(generators) as replay:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else None
@@ -281,9 +276,20 @@ class Capture:
         draws = run if i.kind in _DRAWING and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
 
-    def _unseen(self) -> AbstractContextManager[None]:
-        """Where lanes compute on one stream, they capture on several: torch's sanitizer would take that for a race."""
-        return nullcontext() if self.stream is None else unsanitized()
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Where other lanes compute on the lane's stream too, work on one beside it, in its turn.
+
+        Only while a capture lasts: lanes that hold the same parameters draw each other's streams into a capture, for
+        autograd adds to a gradient where it was first asked for. So nobody may be at work there.
+        """
+        if self._beside is None or self._streams is None:
+            yield
+            return
+        self._beside.wait_stream(self._streams.compute)
+        with OnStream(self._beside):
+            yield
+        self._streams.compute.wait_stream(self._beside)
 
     def _loads(self, i: Instruction) -> _Loads | None:
         """Return what to fetch from the batch before a forward: each thing before the first that uses it."""

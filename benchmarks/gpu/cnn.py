@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -86,17 +87,19 @@ def ours(steps: int, *, is_fed: bool = True, thread: bool | Literal["auto"] = "a
 
 
 def run(repeats: int = 10, steps: int = 200) -> dict[str, float]:
-    """Time whole epochs, wall clock, the GPU done at both ends; return milliseconds a step."""
+    """Time whole epochs, all contenders in turn, wall clock, the GPU done at both ends; return milliseconds a step."""
     found: dict[str, list[float]] = {}
-    for name, epoch in {
+    contenders = {
         "plain loop": plain(steps, reads_loss=True),
         "plain loop, loss not read": plain(steps, reads_loss=False),
         "ours": ours(steps),
         "ours, feed in a thread": ours(steps, thread=True),
         "ours, data on the GPU": ours(steps, is_fed=False),
-    }.items():
+    }
+    for epoch in contenders.values():
         epoch()
-        for _ in range(repeats):
+    for _ in range(repeats):
+        for name, epoch in contenders.items():
             torch.cuda.synchronize()
             begin = time.perf_counter()
             epoch()
@@ -104,7 +107,7 @@ def run(repeats: int = 10, steps: int = 200) -> dict[str, float]:
             found.setdefault(name, []).append(1e3 * (time.perf_counter() - begin) / steps)
     for name, times in found.items():
         print(f"  CNN, batch {BATCH}: {name:<26} {spread(times)} ms a step", flush=True)
-    medians = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+    medians = {name: statistics.median(times) for name, times in found.items()}
     for name in ("ours", "ours, feed in a thread", "ours, data on the GPU"):
         print(f"  plain / {name}: {medians['plain loop'] / medians[name]:.2f} (bar {BAR})", flush=True)
     return medians

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import weakref
 
 import pytest
@@ -429,6 +430,8 @@ def test_bytes_are_those_of_the_profile(name):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", MODELS)
 def test_on_cuda(name, how):
+    if name == "checkpoint" and "TORCH_CUDA_SANITIZER" in os.environ:
+        pytest.skip("the sanitizer: its hook breaks off where torch's own checkpoint leaves a forward by an exception")
     model, example = made(name)
     model = model.cuda()
     example = {k: v.cuda() for k, v in example.items()} if isinstance(example, dict) else example.cuda()

@@ -18,9 +18,7 @@ Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], torch.Tensor | None]
 
 
 class Tapes(Protocol):
-    """What a lane does in a step in place of its program's own actions; `stream` is where, if not where it computes."""
-
-    stream: torch.cuda.Stream | None
+    """What a lane does in a step in place of its program's own actions."""
 
     def open(self, step: Step) -> tuple[Step, list[tuple[Callable[..., None], Any]]]:
         """Begin a step: return the one to run, and what to do for each instruction."""

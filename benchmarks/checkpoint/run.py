@@ -30,12 +30,11 @@ import penstock
 from penstock.checkpoint import shards
 from penstock.checkpoint.shards import bytes_of
 
-WIDTH = 512
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, default=16, help="parameters; AdamW holds three tensors of each")
+    parser.add_argument("--width", type=int, default=512, help="of each of its layers: how large tensors are")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; by default that of temporary files")
@@ -43,15 +42,18 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     # async_save wants a group, also of one
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    count = max(2, round(options.millions * 1e6 / WIDTH**2))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
-    batch = torch.randn(8, WIDTH, device=options.device)
-    print(f"{count} layers of {WIDTH}², {options.rounds} rounds and one to warm up, on {options.device}", flush=True)
+    count = max(2, round(options.millions * 1e6 / options.width**2))
+    model = nn.Sequential(*(nn.Linear(options.width, options.width) for _ in range(count)))
+    batch = torch.randn(8, options.width, device=options.device)
+    print(
+        f"{count} layers of {options.width}², {options.rounds} rounds and one to warm up, on {options.device}",
+        flush=True,
+    )
     pipe = penstock.Pipeline(
         model, example=batch, loss=nn.MSELoss(), devices=[options.device] * 2, micro_batches=2, cuts=[count // 2]
     )
     optimizer = torch.optim.AdamW(pipe.parameters())
-    pipe.step(batch, torch.randn(8, WIDTH, device=options.device))
+    pipe.step(batch, torch.randn(8, options.width, device=options.device))
     optimizer.step()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
-SECTIONS = ("training", "cnn", "feeding", "towers", "wrong_timing")
+SECTIONS = ("cnn", "towers", "wrong_timing", "feeding", "training")
 
 
 def main() -> None:

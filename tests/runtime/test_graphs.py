@@ -450,3 +450,21 @@ def test_a_loss_may_have_parameters():
             pipe.step(x, target)
             found.append(float(loss.w.grad))
     assert found == pytest.approx([found[0]] * 5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@not_sanitized("holds what it has seen for a while, and so its memory")
+def test_a_capture_that_fails_does_not_keep_memory_from_being_used_again():
+    """Torch leaves its allocator in the middle of the capture, and then gives no memory again that two streams used."""
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError), CudaGraphs().capturing(()):
+        torch.cuda.synchronize()  # is not allowed within
+    torch.cuda.synchronize()
+    beside, num_bytes = torch.cuda.Stream(), 1 << 24
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    for _ in range(8):
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        memory.record_stream(beside)
+        del memory
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] - before <= 2 * num_bytes

@@ -115,8 +115,10 @@ def _timeline(
     start, end = table[:, 1] - first, table[:, 2] - first
     kind = rows.kind[place]
     is_send = np.isin(kind, _SENDS)
-    # a send has arrived when its receiver, which waited for it, had it; where nobody waited nobody knows
-    end = np.where(is_send, _arrivals(lowered, place, start, end, np.isin(kind, _RECEIVES)), end)
+    # a send has arrived when its receiver, which waited for it, had it; where nobody waited nobody knows. That is told
+    # by the receiver's clock, which may be a moment behind: nothing arrives before it is sent
+    arrivals = _arrivals(lowered, place, start, end, np.isin(kind, _RECEIVES))
+    end = np.where(is_send, np.maximum(arrivals, start), end)
     to_lane = np.full(len(place), -1, dtype=np.int32)
     sends = np.flatnonzero(is_send)
     to_lane[sends] = schedule.home_table[rows.peer[place[sends]], schedule.way_table[rows.mb[place[sends]]]]

@@ -158,7 +158,7 @@ def _changes(memory: Memory, values: NDArray[np.float64] | NDArray[np.int32]) ->
 def _ticks(timeline: Timeline, seconds: Floats) -> NDArray[np.int64]:
     step = timeline.step_seconds
     share = (seconds - timeline.start.min()) / step if step else np.zeros_like(seconds)
-    return np.rint(share * _LAST_TICK).astype(np.int64)
+    return np.rint(np.clip(share, 0.0, 1.0) * _LAST_TICK).astype(np.int64)
 
 
 def _ends(lane: NDArray[np.integer], num_lanes: int) -> Json:

@@ -13,7 +13,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -71,12 +71,21 @@ class CudaGraphs:
                 try:
                     graph.capture_end()
                 except Exception:
+                    self._end_allocating()
                     is_captured, was_captured = False, is_captured
                     if was_captured:
                         raise
                 finally:
                     if not is_captured:
                         _free_generators(generators)
+
+    def _end_allocating(self) -> None:
+        """Close the pool behind a capture that failed: else torch's allocator takes it to go on for ever.
+
+        Memory that was used on several streams is given again only while no capture goes on anywhere.
+        """
+        with suppress(RuntimeError):  # it was closed already
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 def make_graphs() -> Maker:

@@ -64,7 +64,7 @@ def feed(
         places = places_of(pipe, is_split=split is not None)
     else:
         places = places_on(_checked_device(device))
-    return Feed(loader, places, ahead=int(ahead), split=split, thread=thread)
+    return Feed(loader, places, ahead=int(ahead), split=split, thread=thread if thread == "auto" else bool(thread))
 
 
 def _faults(loader: object, pipe: object, ahead: object, device: object, split: object) -> Iterator[str]:

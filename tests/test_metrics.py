@@ -73,3 +73,15 @@ def test_whole_numbers_do_not_overflow():
     for _ in range(2):
         metrics.add(small=torch.tensor(200, dtype=torch.uint8), large=torch.tensor(2**31 - 1, dtype=torch.int32))
     assert metrics.latest == {"small": 200.0, "large": float(2**31 - 1)}
+
+
+def test_what_is_no_number_is_refused_by_name():
+    metrics = penstock.Metrics()
+    for wrong in ("a", None, [1.0]):
+        with pytest.raises(
+            penstock.errors.UsageError, match=f"loss: a metric is one number a step; given: {type(wrong).__name__}"
+        ):
+            metrics.add(loss=wrong)
+    assert metrics.step == 0
+    with pytest.raises(penstock.errors.UsageError, match="tell: give a function"):
+        penstock.Metrics(tell=3)

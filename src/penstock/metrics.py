@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
@@ -42,6 +43,8 @@ class Metrics:
     def __init__(self, every: int = 50, tell: Tell | None = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(f"every: {every!r} must be a number of steps, at least 1")
+        if tell is not None and not callable(tell):
+            raise UsageError(f"tell: give a function of a step and its means; given: {type(tell).__name__}")
         self.every, self._tell = every, tell
         self.latest: dict[str, float] = {}
         self.step = 0
@@ -55,6 +58,8 @@ class Metrics:
 
         for name, number in numbers.items():
             value = number.detach() if isinstance(number, torch.Tensor) else number
+            if not isinstance(value, (torch.Tensor, Number)):
+                raise UsageError(f"{name}: a metric is one number a step; given: {type(value).__name__}")
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"{name}: a metric is one number a step; given: a tensor of shape {tuple(value.shape)}"

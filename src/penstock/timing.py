@@ -140,7 +140,11 @@ def _burst(clock: Clock, call: Call, device: torch.device, *, one_at_a_time: boo
 
 
 def _check(fn: object, **counts: int) -> None:
-    faults = [] if callable(fn) else [f"fn: {fn!r} cannot be called; to time an expression, write lambda: before it"]
+    faults = (
+        []
+        if callable(fn)
+        else [f"fn: {type(fn).__name__} cannot be called; to time an expression, write lambda: before it"]
+    )
     for (name, number), least in zip(counts.items(), (1, 0), strict=True):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             faults.append(f"{name}: {number!r} must be a whole number, {least} or more")

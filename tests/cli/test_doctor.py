@@ -147,7 +147,7 @@ def test_a_script_that_is_no_python(script, tmp_path):
     code, out, err = penstock(tmp_path / "broken.py")
     assert code == 1
     assert "SyntaxError" in err
-    assert "Nothing found in no whole step" in out
+    assert "Nothing found (not one whole step was run)" in out
 
 
 @pytest.mark.parametrize(

@@ -520,3 +520,41 @@ class TestOnGpu:
             assert same(result["twice"], x * 2)
             assert same(result["rest"][0], x.sum())
             assert result["rest"][1:] == ("text", None)
+
+
+def test_one_model_in_several_places_keeps_its_mode():
+    """Each call puts it into evaluation for a while: not one of them may take another's for what it was before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    x = torch.ones(8, 4)
+    graphs = [Graph(model, x) for _ in range(2)]
+    wanted = graphs[0](x)
+    wrong = []
+
+    def call(graph):
+        wrong.extend(1 for _ in range(300) if not torch.equal(graph(x), wanted))
+
+    threads = [threading.Thread(target=call, args=(graph,)) for graph in graphs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": nn.Linear}, "stage 0: Linear is a class; give a module"),
+        ({"model": nn.Linear(2, 2), "preprocess": 3}, "preprocess: give a function; given: int"),
+        ({"model": nn.Linear(2, 2), "postprocess": "a"}, "postprocess: give a function; given: str"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_once(given, told):
+    with pytest.raises(UsageError, match=told):
+        Pipeline(**given)
+
+
+def test_compile_is_yes_or_no():
+    with pytest.raises(UsageError, match="compile: 'yes' is neither True nor False"):
+        Graph(nn.Linear(2, 2), torch.ones(1, 2), compile="yes")

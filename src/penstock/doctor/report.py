@@ -117,7 +117,7 @@ class Report:
     @property
     def _summary(self) -> str:
         found = _times(len(self.findings), "finding") if self.findings else "Nothing found"
-        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "in no whole step"
+        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "(not one whole step was run)"
         parts = [f"{found} {steps}{f' on {self.device}' if self.device else ''}"]
         if self.step_ms:
             parts.append(f"a step takes {self.step_ms:.3g} ms")

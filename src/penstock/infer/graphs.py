@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ class Graph:
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise UsageError(f"model: give an nn.Module, not {model!r:.60}")
+        if not isinstance(compile, bool):
+            raise UsageError(f"compile: {compile!r:.40} is neither True nor False")
         self._most = _check_branches(branches)
         self.model = plain_module(model)
         call = read_example(example, self.model)
@@ -256,11 +259,15 @@ class Graph:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
+# of each model: to run it in evaluation is to change its mode for a while, whoever else does the same
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
 class Plain:
     """A model as it is, in evaluation and without gradients; one call at a time."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._lock = model, threading.Lock()
+        self.model, self._lock = model, _LOCKS.setdefault(model, threading.RLock())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns."""

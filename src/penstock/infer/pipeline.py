@@ -66,6 +66,16 @@ class Pipeline:
             f"stage {at}: {stage!r:.60} cannot be called" for at, stage in enumerate(given) if not callable(stage)
         ]
         faults += [
+            f"stage {at}: {stage.__name__} is a class; give a module: {stage.__name__}(...)"
+            for at, stage in enumerate(given)
+            if isinstance(stage, type) and issubclass(stage, nn.Module)
+        ]
+        faults += [
+            f"{name}: give a function; given: {type(function).__name__}"
+            for name, function in (("preprocess", preprocess), ("postprocess", postprocess))
+            if function is not None and not callable(function)
+        ]
+        faults += [
             f"{name}: {count!r} must be a whole number, 1 or more"
             for name, count in (("depth", depth), ("workers", workers))
             if isinstance(count, bool) or not isinstance(count, int) or count < 1

@@ -70,7 +70,9 @@ class BatchReader:
         if key in self._known:
             return self._again(batch, target, *self._known[key])
         if self._loss is not None and target == () and needs_target(self._loss):
-            raise UsageError("target: the loss takes one; call step(batch, target)")
+            raise UsageError(
+                "target: the loss takes one; give it behind the batch: step(batch, target), evaluate(batch, target)"
+            )
         args, kwargs = arguments_of(batch, "batch")
         try:
             call = self._chain.read(*args, **kwargs)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import queue
+import sqlite3
 import threading
 import time
 
@@ -228,19 +229,25 @@ def auto(loader, **given):
     return penstock.feed(loader, thread="auto", **({"device": "cpu"} | given))
 
 
-class Slow(Counting):
+class Slow:
     """Takes its time for some of its batches, and notes which thread asks for each."""
 
-    def __init__(self, length=10, slow=range(100), **given):
-        super().__init__(length, **given)
-        self.slow, self.asked = slow, []
+    def __init__(self, length=10, slow=range(100), fails_at=None):
+        self.length, self.slow, self.fails_at, self.asked = length, slow, fails_at, []
+
+    def __len__(self):
+        return self.length
 
     def __iter__(self):
-        for at, item in enumerate(super().__iter__()):
-            self.asked.append(threading.current_thread().name)
-            if at in self.slow:
-                time.sleep(0.01)
-            yield item
+        return map(self.item, range(self.length))
+
+    def item(self, at):
+        self.asked.append(threading.current_thread().name)
+        if at == self.fails_at:
+            raise KeyError("the loader's own")
+        if at in self.slow:
+            time.sleep(0.01)
+        return torch.full((2,), float(at)), at
 
 
 def is_beside(loader):
@@ -259,11 +266,11 @@ def test_a_loader_that_answers_at_once_gets_no_thread():
     assert not any(is_beside(loader))
 
 
-def test_a_loader_that_is_slow_twice_in_a_row_gets_one_from_then_on():
-    loader = Slow(slow={1, 3, 4})
+def test_a_loader_that_is_slow_three_times_in_a_row_gets_one_from_then_on():
+    loader = Slow(slow={0, 1, 3, 4, 5})
     feed = auto(loader)
     assert numbers(feed) == list(range(10))
-    assert is_beside(loader) == [False] * 5 + [True] * 5
+    assert is_beside(loader) == [False] * 6 + [True] * 4
     loader.asked.clear()
     assert numbers(feed) == list(range(10))
     assert all(is_beside(loader))
@@ -315,15 +322,13 @@ def test_a_state_is_where_the_user_is_whoever_pulls():
 def test_a_thread_that_goes_on_waits_for_the_gpu_where_it_is(fake_gpu, monkeypatch, ahead):  # noqa: F811
     """Not one batch more is sent than the GPU may be behind, by whoever sends it."""
     monkeypatch.setattr(FakeEvent, "held", [])
-    slow = [torch.full((3,), float(n)) for n in range(12)]
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda self: self.over.wait(20))  # in the user's thread too, at first
 
-    class Loader:
-        def __iter__(self):
-            for tensor in slow:
-                time.sleep(0.01)
-                yield tensor
+    class Loader(Slow):
+        def item(self, at):
+            return super().item(at)[0]
 
-    feed = fake_feed(Loader(), ahead=ahead, thread="auto")
+    feed = fake_feed(Loader(12), ahead=ahead, thread="auto")
     under_way = iter(feed)
     found = [float(next(under_way)[0]) for _ in range(ahead + 1)]
     for _ in range(ahead + 1, 12):
@@ -339,3 +344,92 @@ def test_a_thread_that_goes_on_waits_for_the_gpu_where_it_is(fake_gpu, monkeypat
 def test_what_thread_may_be():
     with pytest.raises(UsageError, match="thread: must be True, False or 'auto'; given: 'maybe'"):
         penstock.feed([1], device="cpu", thread="maybe")
+
+
+def test_a_generator_stays_in_the_thread_that_it_began_in():
+    """What it holds may belong to that thread, as a connection to a database does."""
+
+    def rows():
+        connection = sqlite3.connect(":memory:")
+        for number in range(8):
+            time.sleep(0.01)
+            yield connection.execute("select ?", (number,)).fetchone()[0]
+
+    class Rows:
+        def __iter__(self):
+            return rows()
+
+    assert list(auto(rows())) == list(range(8))
+    feed = auto(Rows())  # nobody can tell before it is asked
+    assert list(feed) == list(feed) == list(range(8))
+    assert feed._wants_thread is True
+
+
+def test_a_generator_leaves_the_user_s_thread_as_it_is():
+    def loader():
+        with torch.no_grad():
+            for number in range(6):
+                time.sleep(0.01)
+                yield number
+
+    assert [torch.is_grad_enabled() for _ in auto(loader())] == [True] * 6
+    assert torch.is_grad_enabled()
+
+
+def test_closed_while_a_thread_is_taking_over(monkeypatch):
+    """No thread goes on pulling behind the user's back."""
+    loader, real = Slow(1000), inlining.Inline.hand_over
+
+    def hand_over(self):
+        found = real(self)
+        feed.close()
+        return found
+
+    monkeypatch.setattr(inlining.Inline, "hand_over", hand_over)
+    feed = auto(loader)
+    assert len(list(feed)) <= 3
+    wait_until(lambda: not workers())
+
+
+def test_ctrl_c_in_a_pull_does_not_end_the_epoch():
+    class Loader(Slow):
+        def item(self, at):
+            if at == 2 and not self.asked.count("stop"):
+                self.asked.append("stop")
+                raise KeyboardInterrupt
+            return super().item(at)
+
+    feed = auto(Loader(6, slow=()))
+    under_way = iter(feed)
+    next(under_way), next(under_way)
+    with pytest.raises(KeyboardInterrupt):
+        next(under_way)
+    assert list(under_way) == []
+    state = feed.state_dict()
+    assert (state["epoch"], state["batches"]) == (0, 2)
+    again = auto(Counting(6))
+    again.load_state_dict(state)
+    assert numbers(again) == [2, 3, 4, 5]
+
+
+def test_a_new_epoch_waits_for_whoever_is_in_the_loader():
+    inside, most, go_on = [], [], threading.Event()
+
+    class Loader(Slow):
+        def item(self, at):
+            inside.append(at)
+            most.append(len(inside))
+            if at == 1:
+                go_on.wait(20)
+            inside.remove(at)
+            return super().item(at)
+
+    feed = auto(Loader(4, slow=()))
+    found = []
+    user = threading.Thread(target=lambda: found.extend(number for _, number in feed))
+    user.start()
+    wait_until(lambda: inside == [1])
+    threading.Timer(0.1, go_on.set).start()
+    assert numbers(feed) == [0, 1, 2, 3]
+    user.join(20)
+    assert max(most) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,7 +51,8 @@ def feed(
         split: from a loader's item to (batch, target), where the item is neither that nor a batch alone.
         thread: pull in a thread beside the loop, ahead of it; False: within the loop, when it asks for a batch. That
             is better where a loader answers at once and steps are short, for threads share Python's lock. "auto":
-            within the loop, until two batches in a row take longer than a millisecond; from then on in a thread.
+            within the loop, until three batches in a row take longer than a millisecond; then in a thread. Loaders
+            that are written as generators have a thread from the start, for they cannot change it.
 
     Raises:
         UsageError: for arguments that cannot be right.
@@ -121,6 +123,7 @@ class Feed:
         self._loader_state: Any = None  # as of the batches that were handed out
         self._current: weakref.ref[_Epoch] | None = None
         self._thread: threading.Thread | None = None  # of the last iteration; it may still be in the loader
+        self._inline: Inline | None = None  # of the last iteration, where it has no thread
 
     def __iter__(self) -> Iterator[Any]:
         return _Epoch(self)
@@ -156,15 +159,20 @@ class Feed:
             pulls=self._pulls,
         )  # fmt: skip
         self._thread = None
+        if self._wants_thread == "auto" and _is_generator(self._loader):
+            self._wants_thread = True
         if self._wants_thread is not True:
-            return Inline(job, self._ahead, gives_way=self._wants_thread == "auto"), None
+            self._inline = Inline(job, self._ahead, gives_way=self._wants_thread == "auto")
+            return self._inline, None
         channel = Channel(self._ahead)
         self._thread = start(job, channel)
         return channel, self._thread
 
-    def _give_way(self, inline: Inline) -> tuple[Channel, threading.Thread]:
-        """Let a thread go on with an epoch, and bring all epochs to come."""
+    def _give_way(self, inline: Inline) -> tuple[Channel, threading.Thread] | None:
+        """Let a thread bring all epochs to come, and go on with this one, if it can."""
         self._wants_thread = True
+        if not inline.can_hand_over:
+            return None
         channel, self._thread = inline.hand_over()
         return channel, self._thread
 
@@ -258,9 +266,11 @@ class Feed:
             current.close()
 
     def _leave_loader(self) -> None:
-        """Wait, however long, for a worker that was ended in the loader: that does one thing at a time."""
+        """Wait, however long, for whoever is still in the loader: that does one thing at a time."""
         if self._thread is not None:
             self._thread.join()
+        if self._inline is not None:
+            self._inline.leave()
 
     def close(self) -> None:
         """End the iteration that is under way and free the staging memory; iterating again begins a new epoch."""
@@ -302,8 +312,8 @@ class _Epoch:
         used = None if self._channel is None else self._feed._mark()
         channel = self._begun()
         found = channel.take(used)
-        if isinstance(channel, Inline) and channel.is_slow:
-            self._fetch_from(*self._feed._give_way(channel))
+        if isinstance(channel, Inline) and channel.is_slow and (other := self._feed._give_way(channel)) is not None:
+            self._fetch_from(*other)
         if isinstance(found, Parcel):
             self._feed._note(found.state)
             return found.receive()
@@ -332,6 +342,8 @@ class _Epoch:
         if self._end is not None:
             self._end.detach()
         self._channel, self._end = channel, weakref.finalize(self, end, channel, thread)
+        if self.is_over:  # it was closed meanwhile, by another thread
+            self._end()
 
     def close(self) -> None:
         """End it: its thread, and what is on its way."""
@@ -348,6 +360,11 @@ def _length_of(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError, AttributeError):
         return None
+
+
+def _is_generator(loader: object) -> bool:
+    """Return whether a loader is a generator, or gives one when it is iterated over."""
+    return inspect.isgenerator(loader) or inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None))
 
 
 def _samplers_of(loader: object) -> list[Any]:

@@ -3,13 +3,15 @@
 A thread that pulls shares Python's lock with the one that launches work. Where pulling takes next to no time, as from
 memory or from worker processes, handing the lock to and fro costs more than the pulling itself. The copy to a GPU goes
 on beside what the GPU does, as with a thread. Nothing is pulled before it is asked for, so a loader that waits for what
-the loop does with the last batch gets it. Where pulling turns out to take longer, a thread can go on from there.
+the loop does with the last batch gets it. Where pulling turns out to take longer, a thread can go on from there, or in
+the next epoch.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ from penstock.runtime.streams import Event
 __all__ = ["Inline"]
 
 _SLOW_SECONDS = 1e-3  # a pull beside the loop costs the loop about half as much in waits for Python's lock
-_NUM_SLOW = 2  # in a row: the first may be slow because the loader starts
+_NUM_SLOW = 3  # in a row: the first two may be slow because the loader starts, and pinned memory is made
 
 
 class Inline:
@@ -38,6 +40,7 @@ class Inline:
         self._brought = brought(job)
         self._used: deque[Sequence[Event]] = deque()
         self._num_put, self._num_slow, self._is_over = 0, 0, False
+        self._pulling = threading.RLock()  # a loader does one thing at a time, whatever threads there are
         self.is_closed = False
 
     def take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
@@ -46,6 +49,10 @@ class Inline:
         Args:
             used: behind the use of the one before; None for the first.
         """
+        with self._pulling:
+            return self._take(used)
+
+    def _take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
         if self.is_closed:
             return None
         if used is not None:
@@ -56,13 +63,15 @@ class Inline:
         found: Parcel | End | Failure
         try:
             begin = time.perf_counter()
+            self._job.carrier.settle()  # from now on the loader may write to what it gave last
             pair = next(self._brought, None)
             self._num_slow = self._num_slow + 1 if time.perf_counter() - begin > _SLOW_SECONDS else 0
             found = End(self._job.state()) if pair is None else self._job.carrier.send(*pair)
-            if pair is not None:
-                self._job.carrier.settle()
         except Exception as error:  # is raised where the user asks for this item
             found = Failure(error)
+        except BaseException:  # Ctrl-C: the loader was left in the middle, so this epoch has no end
+            self.is_closed = True
+            raise
         if self.is_closed:  # meanwhile, by another thread
             self._brought.close()
             return None
@@ -72,13 +81,24 @@ class Inline:
 
     @property
     def is_slow(self) -> bool:
-        """A thread should go on from here."""
-        return self._gives_way and self._num_slow >= _NUM_SLOW and not self._is_over and not self.is_closed
+        """A thread should pull from now on."""
+        return self._gives_way and self._num_slow >= _NUM_SLOW
+
+    @property
+    def can_hand_over(self) -> bool:
+        """A thread can go on from here: a generator cannot, whose code may belong to the thread that it is in."""
+        return not self._is_over and not self.is_closed and types.GeneratorType not in self._job.iterated
 
     def hand_over(self) -> tuple[Channel, threading.Thread]:
         """Let a thread go on: return where its parcels come from, and the thread. This one is not used any more."""
+        self._job.carrier.settle()
         channel = Channel(self._ahead, self._used, self._num_put)
         return channel, start(self._job, channel, self._brought)
+
+    def leave(self) -> None:
+        """Wait until no other thread is in the loader."""
+        with self._pulling:
+            pass
 
     def close(self) -> None:
         """Let go of the loader."""

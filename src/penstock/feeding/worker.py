@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,7 @@ class Job:
             the items that are passed over leave them.
         takes_state: the loader has a state of its own, which goes with each item.
         pulls: counts what the loader is asked for.
+        iterated: the kind of iterator that the loader gave, when it has.
     """
 
     loader: Iterable[Any]
@@ -172,11 +173,13 @@ class Job:
     num_pulled: int | None = None
     takes_state: bool = False
     pulls: Pulls | None = None
+    iterated: list[type] = field(default_factory=list)
 
     def items(self) -> Iterator[Any]:
         """Return the items, but for those that are passed over."""
         with as_at(self.loader, self.draws, keeps_own=self.num_pulled is not None):
             iterator = iter(self.loader)
+            self.iterated.append(type(iterator))
             count = sum(1 for _ in islice(iterator, self.num_skipped))
             ahead = deque(islice(iterator, max(0, (self.num_pulled or 0) - self.num_skipped)))
         if count < self.num_skipped:

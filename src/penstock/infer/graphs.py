@@ -198,16 +198,17 @@ class Graph:
 
     def _compiled_or_not(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
         """Return the graph for calls of one form; not compiled, and from now on none is, where that cannot be."""
-        if self._is_compiled:
-            try:
-                return self._capture(form, tensors)
-            except Exception as error:
-                self._is_compiled = False
-                warnings.warn(f"not compiled: {_in_short(error)}. The graph is as it would be without", stacklevel=5)
-                self._forget()
-        return self._capture(form, tensors)
+        if not self._is_compiled:
+            return self._capture(form, tensors)
+        try:
+            return self._capture(form, tensors, is_compiled=True)
+        except Exception as error:
+            replay = self._capture(form, tensors)  # where this fails as well, it is not the compiler's fault
+            self._is_compiled = False
+            warnings.warn(f"not compiled: {_in_short(error)}. The graph is as it would be without", stacklevel=5)
+            return replay
 
-    def _capture(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
+    def _capture(self, form: Form, tensors: Sequence[torch.Tensor], *, is_compiled: bool = False) -> Replay:
         """Return the graph for calls of one form."""
         assert self._program is not None
         if self._done is not None:
@@ -217,7 +218,7 @@ class Graph:
         is_cast, dtype = self._autocast()
         with torch.autocast(self.device.type, enabled=is_cast, dtype=dtype, cache_enabled=False):
             return Replay(
-                self._program.interpreter(is_compiled=self._is_compiled),
+                self._program.interpreter(is_compiled=is_compiled),
                 held=self._program.held(),
                 places=self._program.places(),
                 changed=self._program.changed(),

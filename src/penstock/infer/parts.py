@@ -3,13 +3,15 @@
     stream 0   [ a  b ]───────────[ e  f ]      e waits for d: it begins a part
     stream 1   [ c  d ]──────────┘              d is waited for: it ends one
 
-A piece that draws random numbers stays as it is, for compiled code would draw others. So does one that changes memory
-which it did not make itself.
+A piece that draws random numbers stays as it is, for compiled code would draw others. So does one with memory that is
+changed in place, unless nobody could tell: what is changed is made and used up there, one operation after the other.
+Compiled code may share memory where the model does not, and the other way round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,18 +44,41 @@ def find_parts(reading: Reading, branches: Branches) -> list[tuple[int, ...]]:
         part_of[index] = open_of[stream]
         if index in branches.awaited:
             del open_of[stream]
-    families = Families([*reading.once, *reading.nodes])
+    changed = _changed([*reading.once, *reading.nodes])
     found: list[tuple[int, ...]] = []
     for part in parts:
-        can_be = _can_be_fused([reading.nodes[index] for index in part], families)
+        can_be = _can_be_fused([reading.nodes[index] for index in part], changed)
         found += [tuple(part)] if can_be else [(index,) for index in part]
     return found
 
 
-def _can_be_fused(nodes: Sequence[fx.Node], families: Families) -> bool:
+def _can_be_fused(nodes: Sequence[fx.Node], changed: Mapping[fx.Node, Sequence[fx.Node]]) -> bool:
+    """Return whether nodes can be compiled as one.
+
+    Args:
+        nodes: of a part.
+        changed: for each node whose memory is changed in place all that share it.
+    """
     inside = set(nodes)
-    written = {member for node in nodes for changed in _written(node) for member in families.of(changed)}
-    return len(nodes) > 1 and written <= inside and not any(draws(node) and not _is_quiet(node) for node in nodes)
+    touched = [changed[a] for node in nodes for a in (node, *node.all_input_nodes) if a in changed]
+    if len(nodes) < 2 or any(draws(node) and not _is_quiet(node) for node in nodes):
+        return False
+    return all(inside.issuperset(family) and _is_used_up(family) for family in touched)
+
+
+def _changed(calls: Sequence[fx.Node]) -> dict[fx.Node, Sequence[fx.Node]]:
+    families = Families(calls)
+    members = [families.of(written) for node in calls for written in _written(node)]
+    return {node: family for family in members for node in family}
+
+
+def _is_used_up(family: Sequence[fx.Node]) -> bool:
+    """Return whether each of those that share memory is changed into the next, and used by nobody else."""
+    order = {node: at for at, node in enumerate(next(iter(family)).graph.nodes)}
+    members = sorted(family, key=order.__getitem__)
+    return all(
+        list(member.users) == [following] and _written(following) == [member] for member, following in pairwise(members)
+    )
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -120,6 +120,8 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the others
         for name in (*program.held_names, *program.reassigned):
             if name not in stage.held:
+                if any(name in other.held and other is not stage for other in stages):
+                    _check_place(name, tensors[name], where)
                 tensor = tensors[name] if where is None else on_device(tensors[name], where)
                 stage.held.add(name, tensor, is_persistent=name not in hidden and name not in unsaved)
 
@@ -142,3 +144,16 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         results_of=lambda training: side(training)[1],
         has_fixed_shapes=True,
     )
+
+
+def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
+    """Raise where another stage holds a parameter on another device: it cannot be in two places.
+
+    Raises:
+        CaptureError: names it.
+    """
+    if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
+        raise CaptureError(
+            f"in evaluation a stage on {device} uses {name}, which in training a stage on {tensor.device} uses alone: "
+            "cut the model elsewhere, or evaluate it without the pipeline"
+        )

@@ -30,21 +30,24 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 class OnStream:
     """Work on a stream, and on its device, as in torch.cuda.stream, for half the time: a short step enters several."""
 
-    __slots__ = ("_before", "_stream", "_there")
+    __slots__ = ("_before", "_guard", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
         index = self._stream.device_index
-        self._before = torch.cuda.current_stream()
-        self._there = None if self._before.device_index == index else torch.cuda.current_stream(index)
+        self._guard: torch.cuda.device | None = None
+        if torch.cuda.current_device() != index:  # by its guard, which does not wake a device that was asleep
+            self._guard = torch.cuda.device(index)
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
+        self._before = torch.cuda.current_stream(index)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        if self._there is not None:
-            torch.cuda.set_stream(self._there)
         torch.cuda.set_stream(self._before)
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
 
 
 class Streams:

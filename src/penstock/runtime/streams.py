@@ -38,10 +38,11 @@ class OnStream:
     def __enter__(self) -> None:
         index = self._stream.device_index
         self._guard: torch.cuda.device | None = None
-        if torch.cuda.current_device() != index:  # by its guard, which does not wake a device that was asleep
+        self._before = torch.cuda.current_stream()
+        if self._before.device_index != index:  # by its guard, which does not wake a device that was asleep
             self._guard = torch.cuda.device(index)
             self._guard.__enter__()  # type: ignore[no-untyped-call]
-        self._before = torch.cuda.current_stream(index)
+            self._before = torch.cuda.current_stream(index)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from cpu_graphs import CpuGraphs
 from penstock.pipeline import graphs as graph_steps
-from penstock.runtime.graphs import CudaGraphs
+from penstock.runtime.capturing import CudaGraphs
 from pipelines import differences
 from sanitizing import not_sanitized
 

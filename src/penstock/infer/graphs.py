@@ -22,8 +22,8 @@ from penstock.model.example import read_example
 from penstock.model.modes import in_mode
 from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
+from penstock.runtime.capturing import Maker, make_graphs
 from penstock.runtime.devices import check_device, has_graphs
-from penstock.runtime.graphs import Maker, make_graphs
 
 __all__ = ["Graph", "Plain"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.infer.interpret import Interpreter
-from penstock.runtime.graphs import Maker, no_collection
+from penstock.runtime.capturing import Maker, no_collection
 
 __all__ = ["Replay"]
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from penstock.errors import LaneError, UsageError
 from penstock.model.structure import flatten, plain_values
+from penstock.runtime.capturing import Maker, make_graphs, no_collection
 from penstock.runtime.company import Company
 from penstock.runtime.devices import has_graphs
 from penstock.runtime.executor import Executor
-from penstock.runtime.graphs import COMPUTE, Capture, Maker, Tape, make_graphs, no_collection
+from penstock.runtime.graphs import COMPUTE, Capture, Tape
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Step
 

@@ -342,6 +342,11 @@ def test_a_thread_that_goes_on_waits_for_the_gpu_where_it_is(fake_gpu, monkeypat
 
 
 def test_what_thread_may_be():
+    assert [penstock.feed([1], device="cpu", thread=one)._wants_thread for one in (1, 0, "auto")] == [
+        True,
+        False,
+        "auto",
+    ]
     with pytest.raises(UsageError, match="thread: must be True, False or 'auto'; given: 'maybe'"):
         penstock.feed([1], device="cpu", thread="maybe")
 

@@ -50,7 +50,7 @@ def feed(
         device: where batches go, instead of a pipeline's devices.
         split: from a loader's item to (batch, target), where the item is neither that nor a batch alone.
         thread: pull in a thread beside the loop, ahead of it; False: within the loop, when it asks for a batch. That
-            is better where a loader answers at once and steps are short, for threads share Python's lock. "auto":
+            can be better where a loader answers at once and steps are short, for threads share Python's lock. "auto":
             within the loop, until three batches in a row take longer than a millisecond; then in a thread. Loaders
             that are written as generators have a thread from the start, for they cannot change it.
 

@@ -23,12 +23,12 @@ Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arr
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a GPU that this thread works on; torch finds it sooner by a number than by a device."""
+    """Return the stream of a GPU that this thread works on: by its number, which torch need not look up."""
     return torch.cuda.current_stream(device.index)
 
 
 class OnStream:
-    """Work on a stream, and on its device, as in torch.cuda.stream, for half the time: a short step enters several."""
+    """Work on a stream, and on its device: what torch.cuda.device and torch.cuda.stream do together."""
 
     __slots__ = ("_before", "_guard", "_stream")
 

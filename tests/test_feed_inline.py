@@ -342,11 +342,8 @@ def test_a_thread_that_goes_on_waits_for_the_gpu_where_it_is(fake_gpu, monkeypat
 
 
 def test_what_thread_may_be():
-    assert [penstock.feed([1], device="cpu", thread=one)._wants_thread for one in (1, 0, "auto")] == [
-        True,
-        False,
-        "auto",
-    ]
+    made = [penstock.feed([1], device="cpu", thread=given) for given in (1, 0, "auto")]
+    assert [feed._wants_thread for feed in made] == [True, False, "auto"]
     with pytest.raises(UsageError, match="thread: must be True, False or 'auto'; given: 'maybe'"):
         penstock.feed([1], device="cpu", thread="maybe")
 

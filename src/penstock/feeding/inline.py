@@ -1,7 +1,7 @@
 """Inline: parcels that the user's own thread brings, each when it is asked for.
 
 A thread that pulls shares Python's lock with the one that launches work. Where pulling takes next to no time, as from
-memory or from worker processes, handing the lock to and fro can cost more than the pulling itself. The copy to a GPU goes
+memory or from worker processes, handing the lock to and fro can cost more than the pulling. The copy to a GPU goes
 on beside what the GPU does, as with a thread. Nothing is pulled before it is asked for, so a loader that waits for what
 the loop does with the last batch gets it. Where pulling turns out to take longer, a thread can go on from there, or in
 the next epoch.

@@ -137,9 +137,7 @@ class Checkpoints:
                     "Choose another folder, or restore() first"
                 )
             return
-        flat = {f"{file}:{name}": t for file, tensors in snapshot.files.items() for name, t in tensors.items()}
-        copies, waits = self._staging.copy(flat)
-        files = {file: {name: copies[f"{file}:{name}"] for name in tensors} for file, tensors in snapshot.files.items()}
+        files, waits = self._staging.copy(snapshot.files)
         self._num_saves += 1
         job = Job(
             self.folder, f"{self._nonce}{self._num_saves:x}", step, self._process, self._num_processes, files,

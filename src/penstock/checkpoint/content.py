@@ -22,6 +22,7 @@ from penstock.errors import UsageError
 from penstock.pipeline.before import loss_module
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule.plain import to_json
+from penstock.schedule.schedule import Schedule
 
 __all__ = ["PARTS", "Content", "Snapshot", "versions"]
 
@@ -67,9 +68,10 @@ class Content:
             ):
                 raise UsageError(f"{what}: {type(thing).__name__} has no state_dict() and load_state_dict()")
         self.optimizers = Optimizers(optimizers, self._named)
+        self._planned: tuple[Schedule, dict[str, Any]] | None = None
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.pipe.named_parameters()
+        yield from ((name, t) for name, t in self.pipe._weights.held() if isinstance(t, nn.Parameter))
         yield from ((f"{LOSS}{name}", p) for name, p in self._loss.named_parameters())
 
     @property
@@ -87,6 +89,11 @@ class Content:
                 lanes[name] = min(first, lanes.get(name, first))
         return lanes
 
+    @cached_property
+    def _own(self) -> dict[int, list[str]]:
+        """For each lane here the names of the model's tensors that it saves."""
+        return {lane: [name for name, other in self.lane_of.items() if other == lane] for lane in self.pipe.lanes}
+
     def _lane_of(self, name: str) -> int:
         return self.pipe.schedule.ways[0][-1] if name.startswith(LOSS) else self.lane_of[name]
 
@@ -99,6 +106,11 @@ class Content:
     def plan(self) -> dict[str, Any]:
         """How the pipeline is cut and what its lanes run."""
         schedule = self.pipe.schedule
+        if self._planned is None or self._planned[0] is not schedule:
+            self._planned = schedule, self._plan_of(schedule)
+        return self._planned[1]
+
+    def _plan_of(self, schedule: Schedule) -> dict[str, Any]:
         return {
             "cuts": list(self.pipe.cuts),
             "lanes": schedule.num_lanes,
@@ -117,26 +129,24 @@ class Content:
         """
         lanes, count = self.pipe.lanes, self.pipe.schedule.num_lanes
         files: dict[str, dict[str, torch.Tensor]] = {}
+        optim: dict[int, dict[str, torch.Tensor]] = {}  # of each lane
+        held: dict[str, torch.Tensor] = {}
+        for name, tensor in self.pipe._weights.held():
+            held.setdefault(name, tensor)  # of several lanes the first
         for lane in lanes:
-            files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"] = {}
-            files[f"optim-{lane + 1:05d}-of-{count:05d}.safetensors"] = {}
-        tensors = self.pipe.state_dict()
-        for name, lane in self.lane_of.items():
-            if lane in lanes:
-                check_storable(name, tensors[name])
-                files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"][name] = tensors[name]
-        for name, tensor in self._loss.state_dict().items():
-            if self._lane_of(LOSS) in lanes:
-                check_storable(LOSS + name, tensor)
-                files[f"optim-{self._lane_of(LOSS) + 1:05d}-of-{count:05d}.safetensors"][LOSS + name] = tensor
+            files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"] = {name: held[name] for name in self._own[lane]}
+            files[f"optim-{lane + 1:05d}-of-{count:05d}.safetensors"] = optim[lane] = {}
+        if self._lane_of(LOSS) in lanes:
+            optim[self._lane_of(LOSS)] |= {LOSS + name: tensor for name, tensor in self._loss.state_dict().items()}
         found = self.optimizers.collect(lambda name: self._lane_of(name) in lanes, is_alone=len(lanes) == count)
         for name, own in found.tensors.items():
-            file = files[f"optim-{self._lane_of(name) + 1:05d}-of-{count:05d}.safetensors"]
-            for key, tensor in own.items():
-                check_storable(key, tensor)
-                if key in file:
-                    raise UsageError(f"{key}: two tensors of the optimizer would have this name")
-                file[key] = tensor
+            file = optim[self._lane_of(name)]
+            if not file.keys().isdisjoint(own):
+                both = next(key for key in own if key in file)
+                raise UsageError(f"{both}: two tensors of the optimizer would have this name")
+            file.update(own)
+        for tensors in files.values():
+            check_storable(tensors)
         return Snapshot(files, self._part(found), self._state(step, notes))
 
     def _part(self, found: OptimizerState) -> dict[str, Any]:

@@ -203,8 +203,7 @@ def import_weights(
     if final.exists():
         raise OutputError(f"{final}: is there already; choose another step or folder")
     tensors = {name: tensor.contiguous() for name, tensor in _chosen(_read(path, key), prefix, path).items()}
-    for name, tensor in tensors.items():
-        check_storable(name, tensor)
+    check_storable(tensors)
     files = {"model-00001-of-00001.safetensors": tensors}
     state = {
         "step": step, "notes": {"imported_from": str(path)}, "schedulers": [], "scaler": None, "data": None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,19 @@ __all__ = ["OptimizerState", "Optimizers", "class_of", "lost_members", "merged"]
 # how an optimizer computes, which is for the device it is on now
 _OWN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _WHOLE = ("LBFGS",)  # whose state is not of each parameter, but of all of them in a row
+_TENSOR = {torch.Tensor}
 _ALONE = (
     '. To go on with the weights alone: restore(parts=["model"]), or export them, and import them to another folder '
     "(penstock checkpoint)"
 )
+
+
+class _Form(NamedTuple):
+    """What is saved of a state that has nothing but tensors: its keys, as JSON, and the names of the tensors."""
+
+    keys: tuple[str, ...]
+    plain: dict[str, Any]
+    names: tuple[str, ...]
 
 
 @dataclass
@@ -54,6 +63,7 @@ class Optimizers:
         self, optimizers: Sequence[torch.optim.Optimizer], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     ) -> None:
         self.optimizers, self._named = list(optimizers), named
+        self._forms: dict[str, _Form] = {}
         for optimizer in self.optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise UsageError(f"optimizer: give torch's, or a list of them; given: {type(optimizer).__name__}")
@@ -116,14 +126,23 @@ class Optimizers:
         return found
 
     def _collect_one(self, name: str, state: Mapping[str, Any], found: OptimizerState) -> None:
+        """Take one parameter's state; where it is of nothing but tensors, as mostly, what it is like is known."""
+        form = self._forms.get(name)
+        if form is not None and form.keys == tuple(state) and _TENSOR.issuperset(map(type, state.values())):
+            found.params[name], found.tensors[name] = form.plain, dict(zip(form.names, state.values(), strict=True))
+            return
         own: dict[str, torch.Tensor] = {}
 
         def keep(where: str, tensor: torch.Tensor) -> str:
-            own[where] = tensor.detach()
+            if where in own:
+                raise UsageError(f"{where}: two tensors of the optimizer would have this name")
+            own[where] = tensor
             return where
 
         found.params[name] = {key: to_plain(value, f"{name}/{key}", keep) for key, value in state.items()}
         found.tensors[name] = own
+        if _TENSOR.issuperset(map(type, state.values())):
+            self._forms[name] = _Form(tuple(state), found.params[name], tuple(own))
 
     def prepare(
         self, saved: Mapping[str, Any] | None, find: Callable[[str], torch.Tensor]

@@ -21,6 +21,7 @@ from penstock.errors import CheckpointError, UsageError
 
 __all__ = ["from_plain", "to_plain"]
 
+_PLAIN = {int, bool, str, type(None)}
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 
 Keep = Callable[[str, torch.Tensor], str]
@@ -52,6 +53,8 @@ def to_plain(value: Any, where: str, keep: Keep | None = None) -> Any:  # noqa: 
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": _tensor(torch.from_numpy(np.ascontiguousarray(value)), where, None)}
     if isinstance(value, (list, tuple)):
+        if _PLAIN.issuperset(map(type, value)):  # as long as the states of generators are
+            return list(value) if isinstance(value, list) else {"$tuple": list(value)}
         items = [to_plain(item, f"{where}[{number}]", keep) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,25 @@ class Stored:
         return count
 
 
-def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise where safetensors cannot hold a tensor.
+_kind = attrgetter("dtype", "layout")
+
+
+def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise where safetensors cannot hold tensors.
 
     Raises:
-        UsageError: naming the tensor and its dtype.
+        UsageError: naming the first of them, and its dtype.
     """
-    if tensor.dtype not in SAFE_NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UsageError(
-            f"{name}: a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}; convert it, or keep it out "
-            "of the model's state (persistent=False)"
-        )
+    kinds = set(map(_kind, tensors.values()))
+    if all(dtype in SAFE_NAMES and layout is torch.strided for dtype, layout in kinds):
+        return
+    for name, tensor in tensors.items():
+        # a quantized one has a dtype of its own
+        if tensor.dtype not in SAFE_NAMES or tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{name}: a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}; convert it, or keep it "
+                "out of the model's state (persistent=False)"
+            )
 
 
 def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

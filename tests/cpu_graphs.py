@@ -41,6 +41,8 @@ class CpuGraphs(TorchDispatchMode):
         return made
 
     @staticmethod
+    @torch.inference_mode(False)
+    @torch.autocast("cpu", enabled=False)
     @torch.no_grad()
     def _replay(tape):
         CpuGraphs.num_replays += 1

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from cpu_graphs import CpuGraphs
 from penstock.errors import UsageError
-from penstock.infer import Graph, reading
+from penstock.infer import Graph, patches, reading
 from penstock.infer import graphs as graph_module
 from penstock.infer import interpret as interpreting
 from penstock.infer.branches import Branches
@@ -160,6 +161,20 @@ def bert():
     return transformers.BertModel(config)
 
 
+class Patches(nn.Module):
+    """Convolutions over patches, of images, films and sounds; what they make is viewed, and changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Conv2d(3, 4, (4, 2), stride=(4, 2))
+        self.films = nn.Conv3d(1, 4, 2, stride=2, bias=False)
+        self.sounds = nn.Conv1d(2, 4, 3, stride=3)
+
+    def forward(self, image, film, sound):
+        flat = self.images(image).view(image.shape[0], 4, -1)
+        return flat, self.films(film).relu_().mean((2, 3, 4)), self.sounds(sound * 2).transpose(1, 2)
+
+
 def floats(*shape):
     return lambda size, generator: torch.randn(size, *shape, generator=generator, dtype=torch.float64)
 
@@ -178,6 +193,7 @@ MODELS = {  # how each is made, its arguments for a batch, how many branches it 
     "clip": (clip, {"input_ids": ids(8), "pixel_values": floats(3, 16, 16)}, 2),
     "vit": (vit, {"pixel_values": floats(3, 16, 16)}, 1),
     "bert": (bert, {"input_ids": ids(6)}, 1),
+    "patches": (Patches, {"image": floats(3, 8, 6), "film": floats(1, 4, 4, 4), "sound": floats(2, 9)}, 1),
 }
 
 
@@ -253,7 +269,7 @@ def in_any_order(program, branches, arguments, chance):
     One stream runs as far ahead as it can, then the next; or any of them goes on, at random.
     """
     read = program.reading
-    once = program.interpreter(is_compiled=False).make_once(arguments)
+    once = program.interpreter(None).make_once(arguments)
     known = {**dict(zip(read.arguments, arguments, strict=True)), **once}
     left = [deque(i for i, s in enumerate(branches.stream_of) if s == k) for k in range(branches.num_streams)]
     # numbers are known to the host before the GPU does anything
@@ -312,6 +328,118 @@ def test_what_no_input_changes_is_made_once():
     assert not any("zeros" in target for target in once)
 
 
+@pytest.mark.parametrize(("name", "count"), [("patches", 3), ("clip", 1), ("vit", 1), ("conv", 0), ("bert", 0)])
+def test_convolutions_over_patches_become_products(name, count):
+    graph = Graph(made(name), batch(name, 2))
+    assert f"as products of matrices: {count}" in graph.explain() or not count
+    assert graph._program.reading.num_products == count
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(3, 4, 2, stride=1), (3, 4, 4)),  # windows overlap
+        (nn.Conv2d(3, 4, 2, stride=3), (3, 4, 4)),
+        (nn.Conv2d(3, 4, 2, stride=2, padding=1), (3, 4, 4)),
+        (nn.Conv2d(3, 4, 2, stride=2, padding="valid"), (3, 4, 4)),
+        (nn.Conv2d(3, 4, 2, stride=2, dilation=2), (3, 4, 4)),
+        (nn.Conv2d(4, 4, 2, stride=2, groups=2), (4, 4, 4)),
+        (nn.Conv2d(8, 4, 2, stride=2), (8, 4, 4)),  # as cuDNN likes them
+        (nn.Conv2d(3, 4, 1), (3, 4, 4)),
+        (nn.ConvTranspose2d(3, 4, 2, stride=2), (3, 4, 4)),
+    ],
+)
+def test_other_convolutions_stay(layer, shape, device):
+    layer = layer.double().to(device)
+    data = torch.randn(2, *shape, dtype=torch.float64, device=device)
+    graph = Graph(layer, data)
+    assert graph._program.reading.num_products == 0
+    assert_same(graph(data), wanted_of(layer, {"input": data}))
+
+
+class Viewing(nn.Module):
+    """Relies on where its convolution puts the channels."""
+
+    def __init__(self, channels=3):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 2, stride=2)
+
+    def forward(self, x):
+        made = self.conv(x)
+        is_last = made.stride(1) == 1
+        return (made.permute(0, 2, 3, 1) if is_last else made).view(x.shape[0], -1)
+
+
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("of_data", "of_weight"), [(None, None), (LAST, None), (None, LAST), (LAST, LAST)])
+def test_channels_that_come_last_stay_last(channels, of_data, of_weight, device):
+    model = Viewing(channels).double().to(device)
+    data = torch.randn(2, channels, 4, 6, dtype=torch.float64, device=device)
+    if of_weight is not None:
+        model = model.to(memory_format=of_weight)
+    if of_data is not None:
+        strides = (24 * channels, 1, 6 * channels, channels)
+        data = torch.empty_strided(data.shape, strides, dtype=data.dtype, device=device).copy_(data)
+    graph = Graph(model.conv, data)
+    if (of_data, of_weight) == (None, None):
+        assert graph._program.reading.num_products == 1
+    if channels > 1 and (of_data, of_weight) != (None, None) and device == "cpu":  # cuDNN puts no float64 so
+        assert graph._program.reading.num_products == 0
+    made = graph(data)
+    assert_same(made, wanted_of(model.conv, {"input": data}))
+    assert made.stride() == model.conv(data).stride()
+    if of_data is None:
+        graph = Graph(model, data)
+        assert_same(graph(data), wanted_of(model, {"x": data}))
+        assert graph.obstacle == ""
+
+
+class Odd(nn.Module):
+    """Patches of what grows with the batch, weights that are patches, and a border that no patch reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 1, 2))
+        self.kernel = nn.Parameter(torch.randn(3, 3, 4, 4))
+        self.border = nn.Conv2d(3, 2, 3, stride=3)
+
+    def forward(self, x):
+        long = nn.functional.conv1d(x[:, 0, 0].reshape(1, 1, -1), self.weight, None, 2)
+        made = nn.functional.conv2d(self.kernel, self.kernel[:, :, :2, :2], None, 2)
+        return long.sum() * x, nn.functional.conv2d(x, made, None, 2), self.border(x)
+
+
+def test_odd_patches(device):
+    torch.manual_seed(0)
+    model = Odd().double().to(device)
+    graph = Graph(model, torch.ones(2, 3, 7, 5, dtype=torch.float64, device=device))
+    assert graph._program.reading.num_products == 4
+    for size in (1, 2, 3, 5):
+        data = torch.randn(size, 3, 7, 5, dtype=torch.float64, device=device)
+        assert_same(graph(data), wanted_of(model, {"x": data}))
+    assert graph.obstacle == ""
+
+
+def test_products_are_not_rounded_more_than_convolutions(monkeypatch):
+    layer, data = nn.Conv2d(3, 4, 2, stride=2), torch.ones(2, 3, 4, 4)
+    for products, convolutions, count in [
+        ("none", "tf32", 1),
+        ("tf32", "tf32", 1),
+        ("tf32", "ieee", 0),
+        ("ieee", "ieee", 1),
+    ]:
+        monkeypatch.setattr(patches, "torch", SimpleNamespace(**vars(torch) | {"backends": SimpleNamespace(
+            cuda=SimpleNamespace(matmul=SimpleNamespace(fp32_precision=products)),
+            cudnn=SimpleNamespace(conv=SimpleNamespace(fp32_precision=convolutions)),
+        )}))  # fmt: skip
+        assert Program(layer, read_example(data, layer), most=1).reading.num_products == count
+        assert Program(layer.double(), read_example(data.double(), layer), most=1).reading.num_products == 1
+        layer.float()
+
+
 def test_where_nothing_can_be_estimated_all_nodes_count_the_same(monkeypatch):
     def refuse(rates):
         raise NotImplementedError
@@ -352,7 +480,7 @@ def test_parts_run_in_one_go(name, monkeypatch):
             sizes.append(max(map(len, parts)))
             model.load_state_dict(state)
             given = arguments()
-            interpreter = Interpreter(program.reading, branches, is_compiled=True)
+            interpreter = Interpreter(program.reading, branches, options={})
             assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
     assert sizes[0] > 1 or name == "making"  # where all is made to be changed
 
@@ -397,7 +525,7 @@ def test_memory_that_is_changed_in_place_is_the_model_s(model):
         wanted = model(x)
         for trial in range(4):
             branches = program.branches if trial == 0 else at_random(program, chance)
-            interpreter = Interpreter(program.reading, branches, is_compiled=True)
+            interpreter = Interpreter(program.reading, branches, options={})
             given = [*program.held(), *program.values([x]), len(x)]
             made = interpreter.run(given, interpreter.make_once(given))
             assert_same(program.result([x], made), wanted)
@@ -415,7 +543,7 @@ def test_compiled_parts_are_the_model(name):
         wanted = model(**dict(zip(MODELS[name][1], call, strict=True)))
         model.load_state_dict(state)
         given = arguments()
-        interpreter = program.interpreter(is_compiled=True)
+        interpreter = program.interpreter({})
         assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
 
 
@@ -430,7 +558,7 @@ def test_compiled_it_is_the_model(name, device):
         for size in (1, 3):
             given = batch(name, size, seed, device)
             assert_same(graph(**given), wanted_of(plain, given))
-    assert graph._is_compiled
+    assert graph._options is not None
     assert graph.obstacle == ""
 
 
@@ -443,7 +571,7 @@ def test_a_call_that_is_wrong_is_not_the_compiler_s_fault(device, monkeypatch):
         with pytest.raises(IndexError):
             graph(torch.full((3, 3), 99, device=device))
     graph(torch.zeros(4, 3, dtype=torch.long, device=device))
-    assert graph._is_compiled
+    assert graph._options is not None
     assert graph.obstacle == ""
 
 
@@ -514,9 +642,9 @@ def run_pretended(name, noted, at_the_end=lambda: None):
     streams[0].wait_stream = lambda other: (at_the_end(), joins(other))
     with streams[0].now(), torch.no_grad():
         given = arguments()
-        once = program.interpreter(is_compiled=False).make_once(given)
+        once = program.interpreter(None).make_once(given)
         noted.clear()
-        return program, streams, given, program.interpreter(is_compiled=False).run(given, once, streams)
+        return program, streams, given, program.interpreter(None).run(given, once, streams)
 
 
 @pytest.mark.parametrize("name", ["towers", "conv", "in place", "clip"])
@@ -741,7 +869,7 @@ def test_a_capture_that_fails_is_said_once(monkeypatch):
     graph(**given)
     assert model.count == 2
     assert graph.obstacle == "RuntimeError: not while a stream is capturing"
-    assert "it runs as it is: RuntimeError" in graph.explain()
+    assert " runs as it is: RuntimeError" in graph.explain()
 
 
 def test_a_call_that_is_wrong_is_no_reason_to_give_up(device):
@@ -755,10 +883,20 @@ def test_a_call_that_is_wrong_is_no_reason_to_give_up(device):
     assert graph.obstacle == ""
 
 
+def test_what_it_is_called(device):
+    graph = Graph(made("towers", device), batch("towers", 2, device=device))
+    assert repr(graph) == f"Graph of Towers on {graph.device}"
+    assert graph.explain().startswith(f"Towers on {graph.device}: 2 branches\n")
+    compiled = Graph(made("towers", device), batch("towers", 2, device=device), compile=True)
+    assert compiled.explain().startswith(f"Towers on {graph.device}, compiled: 2 branches\n")
+
+
 def test_explain():
     text = Graph(made("clip"), batch("clip", 2)).explain()
-    assert text.startswith("CLIPModel on cpu: 2 branches\n")
-    shares = [int(line.split()[-1].removesuffix("%")) for line in text.splitlines()[2:4]]
+    first, second, *rows = text.splitlines()
+    assert first == "CLIPModel on cpu runs as it is: CUDA graphs need a GPU, and the model is on cpu"
+    assert second == "as a graph it would have 2 branches"
+    shares = [int(line.split()[-1].removesuffix("%")) for line in rows[1:3]]
     assert sum(shares) == pytest.approx(100, abs=1)
     assert "waits between them: 1" in text
     assert "made once" in text
@@ -775,6 +913,8 @@ def test_explain():
         ({"device": "cuda:99"}, "cannot be used"),
         ({"model": len}, "model: give an nn.Module"),
         ({"example": 3}, "example: give a tensor"),
+        ({"example": (torch.ones(2), torch.ones(2), torch.ones(2))}, "example: Towers cannot be called so: too many"),
+        ({"example": torch.ones(2)}, "example: Towers cannot be called so: missing a required argument: 'y'"),
     ],
 )
 def test_wrong_arguments(options, message):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -223,6 +223,33 @@ def test_autocast():
 
     for ours, eager in zip(gradients(True), gradients(False), strict=True):
         assert (ours - eager).norm() <= 1e-3 * eager.norm()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("around", ["no_grad", "inference_mode", "autocast"])
+def test_what_is_around_a_step_does_not_matter(around, lanes):
+    torch.manual_seed(0)
+    device = _where["device"]
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
+    reference = copy.deepcopy(model)
+    x, _ = (tensor.float() for tensor in data(0))
+    make = {"autocast": lambda: torch.autocast(device, torch.bfloat16)}.get(around) or getattr(torch, around)
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, devices=[device] * lanes, micro_batches=2, graphs=True
+    ) as pipe:
+        for step in range(5):
+            x, target = (tensor.float() for tensor in data(step))
+            pipe.zero_grad()
+            reference.zero_grad()
+            with make():
+                loss = pipe.step(x, target)
+            with make() if around == "autocast" else nullcontext():  # which holds for the model too
+                wanted = plain(reference, x, target)
+            at_most = 2e-2 if around == "autocast" else 1e-5
+            assert (loss - wanted[0]).norm() <= at_most * wanted[0].norm()
+            for name, p in pipe.named_parameters():
+                assert (p.grad - wanted[1][name]).norm() <= at_most * wanted[1][name].norm(), (step, name)
+    assert device == "cuda" or CpuGraphs.num_replays
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from penstock.infer.program import Form, Program, quick_name
 from penstock.infer.replay import Replay
 from penstock.infer.shapes import Shapes
 from penstock.model.capture import plain_module
-from penstock.model.example import read_example
+from penstock.model.compiling import Compile, Options, options_of
+from penstock.model.example import Call, read_example
 from penstock.model.modes import in_mode
 from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
@@ -51,7 +53,7 @@ class Graph:
         branches: "auto", or the most there may be; 1 runs one operation after the other.
         device: where it runs; by default where the model is.
         compile: let Inductor compile the branches: fewer kernels, for the price of compiling for each batch size, and
-            of results that are rounded in another order.
+            of results that are rounded in another order. A dict of its options to compile with these.
         clone: outputs are copies, which the caller may keep. False hands out the graph's own memory, which the next
             call overwrites.
 
@@ -65,22 +67,21 @@ class Graph:
 
     def __init__(
         self, model: nn.Module, example: object, *, branches: int | Literal["auto"] = "auto",
-        device: torch.device | str | int | None = None, compile: bool = False, clone: bool = True,  # noqa: A002
+        device: torch.device | str | int | None = None, compile: Compile = False, clone: bool = True,  # noqa: A002
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise UsageError(f"model: give an nn.Module, not {model!r:.60}")
-        if not isinstance(compile, bool):
-            raise UsageError(f"compile: {compile!r:.40} is neither True nor False")
         self._most = _check_branches(branches)
         self.model = plain_module(model)
         call = read_example(example, self.model)
+        _check_call(self.model, call)
         place = main_device(self.model, call) if device is None else device
         self.device: torch.device = check_device(place)
         if device is not None:
             self.model.to(self.device)
         self._example = call.map(lambda tensor: tensor.detach().to(self.device))
         self._clone, self._lock, self._has_warned = clone, threading.RLock(), False
-        self._is_compiled = compile
+        self._options = options_of(compile)
         self._plain = Plain(self.model)
         self._program: Program | None = None
         self._refusal = ""  # why torch.export could not take the model
@@ -105,8 +106,13 @@ class Graph:
             program, name = self._find_program(), type(self.model).__name__
         if program is None:
             return f"{name} runs as it is: {self._refusal}"
-        lines = [f"{name} on {self.device}: {_told(program)}"]
-        return "\n".join([*lines, f"it runs as it is: {self.obstacle}"] if self.obstacle else lines)
+        if self.obstacle:
+            return f"{name} on {self.device} runs as it is: {self.obstacle}\nas a graph it would have {_told(program)}"
+        how = "" if self._options is None else ", compiled"
+        return f"{name} on {self.device}{how}: {_told(program)}"
+
+    def __repr__(self) -> str:
+        return f"Graph of {type(self.model).__name__} on {self.device}{self.obstacle and ', which runs as it is'}"
 
     # ---- once
 
@@ -198,17 +204,17 @@ class Graph:
 
     def _compiled_or_not(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
         """Return the graph for calls of one form; not compiled, and from now on none is, where that cannot be."""
-        if not self._is_compiled:
+        if self._options is None:
             return self._capture(form, tensors)
         try:
-            return self._capture(form, tensors, is_compiled=True)
+            return self._capture(form, tensors, options=self._options)
         except Exception as error:
             replay = self._capture(form, tensors)  # where this fails as well, it is not the compiler's fault
-            self._is_compiled = False
+            self._options = None
             warnings.warn(f"not compiled: {_in_short(error)}. The graph is as it would be without", stacklevel=5)
             return replay
 
-    def _capture(self, form: Form, tensors: Sequence[torch.Tensor], *, is_compiled: bool = False) -> Replay:
+    def _capture(self, form: Form, tensors: Sequence[torch.Tensor], *, options: Options | None = None) -> Replay:
         """Return the graph for calls of one form."""
         assert self._program is not None
         if self._done is not None:
@@ -218,7 +224,7 @@ class Graph:
         is_cast, dtype = self._autocast()
         with torch.autocast(self.device.type, enabled=is_cast, dtype=dtype, cache_enabled=False):
             return Replay(
-                self._program.interpreter(is_compiled=is_compiled),
+                self._program.interpreter(options),
                 held=self._program.held(),
                 places=self._program.places(),
                 changed=self._program.changed(),
@@ -276,6 +282,21 @@ class Plain:
             return self.model(*args, **kwargs)
 
 
+def _check_call(model: nn.Module, call: Call) -> None:
+    """Raise where a model cannot be called as in the example, as far as its signature tells.
+
+    Raises:
+        UsageError: saying why.
+    """
+    args, kwargs = call.arguments()
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"example: {type(model).__name__} cannot be called so: {error}") from None
+    except ValueError:  # it has none that could be read
+        pass
+
+
 def _check_branches(branches: object) -> int:
     if branches == "auto":
         return MOST_BRANCHES
@@ -288,6 +309,8 @@ def _told(program: Program) -> str:
     branches, count = program.branches, program.branches.num_streams
     lines = [f"{count} branches" if count > 1 else "1 branch", *branches.to_text().splitlines()]
     lines.append(f"made once, for they are the same in every call: {len(program.reading.once)} nodes")
+    if program.reading.num_products:
+        lines.append(f"convolutions over patches, as products of matrices: {program.reading.num_products}")
     if count > 1:
         gain = branches.total_seconds / branches.seconds
         lines.append(f"waits between them: {len(branches.awaited)}; by estimate {gain:.2f}× as fast as on one stream")

@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from penstock.infer.branches import Branches
-from penstock.infer.parts import compiled, find_parts
+from penstock.infer.parts import compiled_part, find_parts
 from penstock.infer.reading import Reading, compute
+from penstock.model.compiling import Options
 
 __all__ = ["Interpreter"]
 
@@ -57,12 +58,15 @@ class Interpreter:
     Args:
         reading: the program.
         branches: the stream of each of its nodes.
-        is_compiled: as few pieces as can be, compiled by Inductor. What is compiled is for the shapes of the first run.
+        options: of Inductor, to compile as few pieces as can be, for the shapes of the first run; None: one operation
+            after the other.
     """
 
-    def __init__(self, reading: Reading, branches: Branches, *, is_compiled: bool = False) -> None:
-        self.reading, self.branches = reading, branches
-        parts = find_parts(reading, branches) if is_compiled else [(index,) for index in range(len(reading.nodes))]
+    def __init__(self, reading: Reading, branches: Branches, *, options: Options | None = None) -> None:
+        self.reading, self.branches, self._options = reading, branches, options
+        parts = (
+            find_parts(reading, branches) if options is not None else [(index,) for index in range(len(reading.nodes))]
+        )
         steps = self._steps(parts)
         self._runs = [(stream, list(run)) for stream, run in groupby(steps, lambda step: branches.stream_of[step.last])]
 
@@ -97,7 +101,8 @@ class Interpreter:
 
     def _computing(self, nodes: Sequence[fx.Node], made: Sequence[fx.Node]) -> Callable[[Known], Sequence[Any]]:
         if len(nodes) > 1:
-            return compiled(nodes, made, self.reading)
+            assert self._options is not None
+            return compiled_part(nodes, made, self.reading, self._options)
         (node,), root = nodes, self.reading.root
         return lambda known: (compute(node, known, root),)
 

@@ -19,9 +19,10 @@ from torch import fx
 
 from penstock.infer.branches import Branches
 from penstock.infer.reading import Reading, draws
+from penstock.model.compiling import Options, compiled
 from penstock.model.export_ops import Families, written_by
 
-__all__ = ["compiled", "find_parts"]
+__all__ = ["compiled_part", "find_parts"]
 
 # arguments with which an operation neither draws nor changes anything: dropout, attention and batch norm in evaluation
 _QUIET = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,), "dropout": (0.0,)}
@@ -98,8 +99,8 @@ def _is_quiet(node: fx.Node) -> bool:
     )
 
 
-def compiled(
-    nodes: Sequence[fx.Node], made: Sequence[fx.Node], reading: Reading
+def compiled_part(
+    nodes: Sequence[fx.Node], made: Sequence[fx.Node], reading: Reading, options: Options
 ) -> Callable[[Mapping[fx.Node, Any]], Sequence[Any]]:
     """Return what computes some values of a part from what is known, compiled when it first runs."""
     body, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -112,7 +113,7 @@ def compiled(
         copy_of[node] = body.node_copy(node, copy_of.__getitem__)
     body.output(tuple(copy_of[node] for node in made))
     # a module of its own for every shape: what torch compiles anew for too many of them it leaves as it is
-    run = torch.compile(fx.GraphModule(reading.root, body), dynamic=False)
+    run = compiled(fx.GraphModule(reading.root, body), options)
 
     def compute(known: Mapping[fx.Node, Any]) -> Sequence[Any]:
         found: Sequence[Any] = run(*(known[node] for node in arguments))

@@ -13,6 +13,7 @@ from penstock.infer.branches import Branches, find_branches
 from penstock.infer.interpret import Interpreter
 from penstock.infer.reading import read_program
 from penstock.model.capture import capture
+from penstock.model.compiling import Options
 from penstock.model.example import Call
 from penstock.model.export_stage import ExportProgram
 from penstock.model.structure import rebuild
@@ -67,9 +68,11 @@ class Program:
         self.branches: Branches = find_branches(self.reading.works, most=most)
         self._interpreter = Interpreter(self.reading, self.branches)
 
-    def interpreter(self, *, is_compiled: bool) -> Interpreter:
+    def interpreter(self, options: Options | None) -> Interpreter:
         """Return what runs it; where that is compiled, a new one, for the shapes that it runs first."""
-        return Interpreter(self.reading, self.branches, is_compiled=True) if is_compiled else self._interpreter
+        if options is None:
+            return self._interpreter
+        return Interpreter(self.reading, self.branches, options=options)
 
     def held(self) -> list[torch.Tensor]:
         """Return the parameters, buffers and constants that the program uses, as they are now."""

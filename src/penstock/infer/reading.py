@@ -12,6 +12,7 @@ model sees to that; between streams it has to be said.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from penstock.infer.branches import Work
+from penstock.infer.patches import as_products, is_convolution
 from penstock.model.export_ops import Families, has_effect, op_name, written_by
 from penstock.model.export_regions import op_of
 from penstock.model.export_stage import ExportProgram
@@ -46,6 +48,7 @@ class Reading:
         works: for each of these the plain data.
         outputs: whose values the program returns.
         changed: names of the parameters and buffers that it changes in place.
+        num_products: how many convolutions became products of matrices.
     """
 
     root: nn.Module
@@ -55,6 +58,7 @@ class Reading:
     works: tuple[Work, ...] = field(repr=False)
     outputs: tuple[fx.Node, ...]
     changed: tuple[str, ...]
+    num_products: int = 0
 
 
 def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
@@ -68,7 +72,7 @@ def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any
 
 
 def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
-    """Read a program.
+    """Read a program; convolutions over patches become products of matrices in it.
 
     Args:
         program: of the whole model, in evaluation.
@@ -76,6 +80,8 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
     """
     graph, root = program.module.graph, program.module
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
+    given = dict(zip(placeholders, arguments, strict=True))
+    num_products = _make_products(graph, root, given)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     families = Families(calls)
     held = dict(zip(placeholders, program.held_names, strict=False))
@@ -83,7 +89,7 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
     nodes = tuple(node for node in calls if node not in is_once)
     output = next(node for node in graph.nodes if node.op == "output")
     try:
-        estimates = _estimate(calls, root, dict(zip(placeholders, arguments, strict=True)))
+        estimates = _estimate(calls, root, given)
     except Exception:  # an operation that cannot be run without memory: then all count the same
         estimates = dict.fromkeys(calls, _Estimate(Rates.of(_RATES).launch_seconds, has_tensor=True))
     return Reading(
@@ -94,7 +100,22 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
         works=tuple(_works(nodes, families, estimates)),
         outputs=tuple(output.args[0]),
         changed=tuple(name for node, name in held.items() if families.is_changed(node)),
+        num_products=num_products,
     )
+
+
+def _make_products(graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any]) -> int:
+    """Put products in the place of convolutions over patches; return how many there were."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(map(is_convolution, calls)):
+        return 0
+    try:
+        with _without_memory(given) as known:
+            for node in calls:
+                known[node] = compute(node, known, root)
+    except Exception:  # an operation that cannot be run without memory: then all stays as it is
+        return 0
+    return as_products(graph, known)
 
 
 def _done_once(
@@ -134,17 +155,23 @@ class _Estimate:
 def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, _Estimate]:
     """Return what each node takes, by its operations and bytes: the program is run on tensors without memory."""
     rates, found = Rates.of(_RATES), dict[fx.Node, _Estimate]()
-    with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        known: dict[fx.Node, Any] = {
-            node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
-            for node, value in given.items()
-        }
+    with _without_memory(given) as known:
         for node in calls:
             with Tally(rates) as tally:
                 known[node] = compute(node, known, root)
             has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(known[node]))
             found[node] = _Estimate(tally.seconds, has_tensor)
     return found
+
+
+@contextmanager
+def _without_memory(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """Yield what is given as tensors without memory; what is computed with them meanwhile has none either."""
+    with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        yield {
+            node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
+            for node, value in given.items()
+        }
 
 
 def _works(nodes: Sequence[fx.Node], families: Families, estimates: Mapping[fx.Node, _Estimate]) -> Iterator[Work]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.model.compiling import Options
 from penstock.model.stages import Chain, Held, Program, Stage
 
 __all__ = ["compound_chain"]
@@ -33,7 +34,7 @@ class _Compound:
         self.held_names = tuple(dict.fromkeys(name for piece in pieces for name in piece.held))
         self.is_fixed = all(getattr(piece.program, "is_fixed", False) for piece in pieces)
 
-    def compile(self) -> None:
+    def compile(self, options: Options) -> None:  # noqa: ARG002
         """Refuse."""
         raise UsageError("compile: parts of stages are recomputed")
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.model.compiling import Options, compiled
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.homes import Homes
@@ -236,7 +237,7 @@ class DirectProgram:
         self._is_plain_behind = [places[index + 1].is_plain for index in nodes]
         self._is_plain_first = self._place.is_plain
 
-    def compile(self) -> None:
+    def compile(self, options: Options) -> None:
         """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
         grouped: list[list[nn.Module]] = [[]]
         for module, is_plain in zip(self._modules, self._is_plain_behind, strict=True):
@@ -245,7 +246,7 @@ class DirectProgram:
             if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
                 grouped.append([])
         wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped if group]
-        self._modules = [torch.compile(whole, dynamic=False) for whole in wholes]  # type: ignore[misc]
+        self._modules = [compiled(whole, options) for whole in wholes]
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from penstock.model.compiling import Options, compiled
 from penstock.model.export_graph import ExportGraph
 from penstock.model.export_sizes import affine
 from penstock.model.stages import Held
@@ -44,9 +45,9 @@ class ExportProgram:
         self.device = device
         self._compiled: Callable[..., tuple[Any, ...]] | None = None
 
-    def compile(self) -> None:
+    def compile(self, options: Options) -> None:
         """Let Inductor compile the operations."""
-        self._compiled = torch.compile(self.module, dynamic=False)
+        self._compiled = compiled(self.module, options)
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; buffers that the model gives another tensor get its content."""

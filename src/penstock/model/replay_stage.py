@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.compiling import Options
 from penstock.model.example import Call
 from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
@@ -150,7 +151,7 @@ class ReplayProgram:
                 _without_hooks(module)
         return places
 
-    def compile(self) -> None:
+    def compile(self, options: Options) -> None:  # noqa: ARG002
         """Refuse."""
         raise UsageError("compile: the model's own code runs again, stage by stage: capture_path='export' may do")
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.compiling import Options
 from penstock.model.example import Call, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
@@ -96,7 +97,7 @@ class Program(Protocol):
         """Compute the outputs from the inputs."""
         ...
 
-    def compile(self) -> None:
+    def compile(self, options: Options) -> None:
         """Let Inductor compile it, when it runs first.
 
         Raises:
@@ -125,7 +126,8 @@ class Stage(nn.Module):
         self.held = Held(self)
         self.runner: Any = None  # of a stage of several pieces: what runs those that are run in a way of their own
         self._program_of = program_of
-        self._compiled: set[bool] | None = None  # the modes whose program has been compiled; None: none is to be
+        self._options: Options | None = None  # that programs are compiled with; None: they are not
+        self._compiled: set[bool] = set()  # the modes whose program has been compiled
         hidden = set(unsaved)
         for name, tensor in tensors.items():
             self.held.add(name, tensor, is_persistent=name not in hidden)
@@ -134,14 +136,14 @@ class Stage(nn.Module):
     def program(self) -> Program:
         """What it runs in the mode that it is in."""
         program = self._program_of(self.training)
-        if self._compiled is not None and self.training not in self._compiled:
+        if self._options is not None and self.training not in self._compiled:
             self._compiled.add(self.training)
-            program.compile()
+            program.compile(self._options)
         return program
 
-    def compile_programs(self) -> None:
-        """Let Inductor compile what it runs."""
-        self._compiled = set()
+    def compile_programs(self, options: Options | None) -> None:
+        """Let Inductor compile what it runs, with its options; None: leave it as it is."""
+        self._options = options
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -177,6 +179,11 @@ class Chain:
         """Run all stages on a batch."""
         call = self.read(*args, **kwargs)
         return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+
+    def compile_stages(self, options: Options | None) -> None:
+        """Let Inductor compile what the stages run, with its options; None: leave it as it is."""
+        for stage in self.stages:
+            stage.compile_programs(options)
 
     def with_stages(self, stages: Sequence[Stage]) -> Chain:
         """Return a chain of the same model with other stages."""

@@ -235,7 +235,8 @@ class _Gradients:
         for key, parameter in self._wanting.items():
             memory, now = self._memory.get(key), parameter.grad
             if memory is None or memory.shape != parameter.shape or memory.device != parameter.device:
-                memory = self._memory[key] = torch.empty_like(parameter, requires_grad=False)
+                with torch.inference_mode(False):  # graphs could not add to it, if the caller is in that mode
+                    memory = self._memory[key] = torch.empty_like(parameter, requires_grad=False)
             if now is None:
                 empty.append(memory)
             elif now is not memory:

@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.capture import plain_module
+from penstock.model.compiling import Compile, compiled, options_of
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
@@ -85,7 +86,7 @@ class Pipeline:
         transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
             that works where they are.
         graphs: run training steps as CUDA graphs: True, False, or "auto" for wherever that works.
-        compile: let Inductor compile the stages.
+        compile: let Inductor compile the stages and the loss; a dict of its options to compile with these.
         timeout: seconds that a lane waits for a value before it says that the other hangs.
         progress: is told what is being done, how much is done, and of how much.
 
@@ -124,7 +125,7 @@ class Pipeline:
         capture_path: str = "auto",
         transport: str = "auto",
         graphs: Wanted = "auto",
-        compile: bool = False,  # noqa: A002 - as torch calls it
+        compile: Compile = False,  # noqa: A002 - as torch calls it
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
@@ -132,6 +133,7 @@ class Pipeline:
         self.devices = check_devices(devices, num_lanes)
         check_loss(loss, weight)
         check_words(model, keep, optimizer, memory_limit)
+        options = options_of(compile)
         request = Request(
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
@@ -139,11 +141,9 @@ class Pipeline:
             threads_per_lane(self.devices),
         )  # fmt: skip
         self._company: Company = found_company(
-            self.devices,
-            timeout_seconds=check_seconds(timeout),
-            num_threads=threads_per_lane(self.devices),
+            self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),
             transport=transport,
-        )
+        )  # fmt: skip
         self._timeout = timeout
         weakref.finalize(self, self._company.close)
         decision = decide(request, self._company)
@@ -151,9 +151,9 @@ class Pipeline:
         if keep == "fit" and self.schedule.versions is not None:
             raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
         self._chains = [decision.split() for _ in self.schedule.ways]
-        for stage in (stage for chain in self._chains for stage in chain.stages if compile):
-            stage.compile_programs()
-        self._loss = torch.compile(loss, dynamic=False) if compile and loss is not None else loss
+        for chain in self._chains:
+            chain.compile_stages(options)
+        self._loss = compiled(loss, options)
         self._weight, self._cast, self._scaler = weight, partial(autocast_of, autocast, self.devices[0]), scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._company.give_streams(self._weights.together())
@@ -167,7 +167,7 @@ class Pipeline:
             self._company.rows,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
-            is_compiled=compile,
+            is_compiled=options is not None,
         )
         self._graphs = GraphSteps(
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress

@@ -91,7 +91,9 @@ class Executor:
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
-            with _alone(self._kind), _NOTHING if self.streams is None else self.streams.running():
+            # a replay computes nothing that could be done in another way: what is around the call does not matter
+            modes = _NOTHING if tape is not None and tape.is_replay else _alone(self._kind)
+            with modes, _NOTHING if self.streams is None else self.streams.running():
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
                 if step.watch is None:
                     self._run(doing, self._step, spans)

@@ -84,6 +84,8 @@ class Tape:
         kept: tensors that were sent.
     """
 
+    is_replay = True
+
     def __init__(self, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
         self._doing, self._scales, self._kept = doing, scales, kept
         self._loaded: list[float] = []
@@ -117,6 +119,8 @@ class Capture:
         maker: makes the graphs.
         told: is called after each graph.
     """
+
+    is_replay = False
 
     def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
         self._executor, self._maker, self._told = executor, maker, told

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from penstock.model.stages import Chain, Stage
+from penstock.runtime.adding import Adding
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.company import Company
 from penstock.runtime.executor import Executor
@@ -61,6 +62,7 @@ class Setup:
         self._lowered: dict[bool, Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
         self._locks: dict[int, threading.Lock] = {}
+        self._adding = Adding()
         self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
         if self.defers_batch_norm:
             for lane in self.transports:
@@ -141,7 +143,23 @@ class Setup:
             lock=lock,
             statistics=self._statistics.get((stage.index, lane)),
             host=self._host[lane],
+            adding=self._adding if self.is_compiled and self.schedule.versions is None else None,
+            is_alone=not self.is_compiled or self._is_alone(stage),
         )
+
+    def _is_alone(self, stage: Stage) -> bool:
+        """Return whether no other lane here runs a stage with the same parameters."""
+        return all(len(self._lanes_of[id(parameter)]) == 1 for parameter in stage.parameters())
+
+    @cached_property
+    def _lanes_of(self) -> dict[int, set[int]]:
+        """For each parameter the lanes here that run a stage with it."""
+        found: dict[int, set[int]] = {}
+        for lane in self.transports:
+            for index in self.schedule.stages_of(lane):
+                for parameter in stage_on(self.chains, self.schedule, lane, index).parameters():
+                    found.setdefault(id(parameter), set()).add(lane)
+        return found
 
 
 def stage_on(chains: Sequence[Chain], schedule: Schedule, lane: int, stage: int) -> Stage:

@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.stages import Stage
+from penstock.runtime.adding import Adding, added_together
 from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.batches import move_to
@@ -80,6 +81,8 @@ class StageRun:
         keep: what to do with saved values.
         lock: held while a forward runs, where two lanes share the stage's buffers.
         statistics: of batch norm, where they are put off to the end of the step.
+        adding: whose gradients are added at the end of a backward; None: autograd adds them.
+        is_alone: no other lane runs a stage with the same parameters.
 
     Attributes:
         has_drawn: whether a forward ever drew random numbers.
@@ -88,9 +91,9 @@ class StageRun:
     def __init__(
         self, stage: Stage, wiring: Wiring, *, device: torch.device, keep: Keep = "hold",
         lock: AbstractContextManager[Any] | None = None, statistics: DeferredStatistics | None = None,
-        host: HostPool | None = None,
+        host: HostPool | None = None, adding: Adding | None = None, is_alone: bool = True,
     ) -> None:  # fmt: skip
-        self.stage, self.device, self.keep = stage, device, keep
+        self.stage, self.device, self.keep, self._adding, self._is_alone = stage, device, keep, adding, is_alone
         self.index = stage.index
         self.is_last = self.index == len(wiring.feeds) - 1
         self.feeds, self.results = wiring.feeds[self.index], wiring.results
@@ -275,13 +278,21 @@ class StageRun:
                 self._losses[1] += 1
                 outputs.append(record.loss)
                 seeds.append(_seed(step, mb, record.loss))
+        if self._adding is not None and record.loss is not None:
+            self._adding.look(record.loss, self.stage.parameters())
         record.made, record.loss = (), None
         if outputs:
-            torch.autograd.backward(outputs, seeds)
+            with self._adding_together(record):
+                torch.autograd.backward(outputs, seeds)
         if record.saved is not None:
             record.saved.clear()
             record.saved = None
         return {source: [_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
+
+    def _adding_together(self, record: Record) -> AbstractContextManager[Any]:
+        if self._adding is None or not self._is_alone or record.pending is not None:
+            return _NOTHING
+        return added_together(self._adding.together(self.stage.parameters()))
 
     def end_step(self, step: Step) -> None:
         """Note that a step has run to its end.

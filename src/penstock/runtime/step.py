@@ -18,7 +18,13 @@ Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], torch.Tensor | None]
 
 
 class Tapes(Protocol):
-    """What a lane does in a step in place of its program's own actions."""
+    """What a lane does in a step in place of its program's own actions.
+
+    Attributes:
+        is_replay: nothing of it is computed by torch's own operations.
+    """
+
+    is_replay: bool
 
     def open(self, step: Step) -> tuple[Step, list[tuple[Callable[..., None], Any]]]:
         """Begin a step: return the one to run, and what to do for each instruction."""

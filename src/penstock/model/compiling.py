@@ -1,0 +1,48 @@
+"""Compiling: what Inductor is asked to compile, and with which of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.errors import UsageError, nearest
+
+__all__ = ["Compile", "Options", "compiled", "options_of"]
+
+Compile = bool | Mapping[str, Any]
+Options = Mapping[str, Any]
+
+Run = TypeVar("Run", bound=Callable[..., Any] | None)
+
+
+def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch calls it
+    """Return the options that Inductor compiles with; None where nothing is compiled.
+
+    >>> options_of(True), options_of(False)
+    ({}, None)
+
+    Raises:
+        UsageError: for what is neither True nor False nor options of Inductor.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if not isinstance(compile, Mapping):
+        raise UsageError(f"compile: {compile!r:.40} is neither True nor False nor a dict of options for Inductor")
+    from torch._inductor import list_options  # takes a second
+
+    known = list_options()
+    for name in compile:
+        if str(name).replace("-", "_") not in known:
+            raise UsageError(f"compile: Inductor has no option {name!r:.60}.{nearest(str(name), known)}")
+    if compile.get("triton.cudagraphs"):
+        raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
+    return dict(compile)
+
+
+def compiled(run: Run, options: Options | None) -> Run:
+    """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given."""
+    if options is None or run is None:
+        return run
+    return torch.compile(run, dynamic=False, options=dict(options) or None)  # type: ignore[return-value]

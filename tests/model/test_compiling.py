@@ -1,0 +1,61 @@
+"""What `compile=` may be, and that options of Inductor get there."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import UsageError
+from penstock.infer import Graph
+from penstock.model.compiling import options_of
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (True, {}),
+        (False, None),
+        ({}, {}),
+        ({"max_autotune": True}, {"max_autotune": True}),
+        ({"triton.cudagraphs": False}, {"triton.cudagraphs": False}),
+        ({"epilogue-fusion": True}, {"epilogue-fusion": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
+def test_options(given, wanted):
+    assert options_of(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (1, "compile: 1 is neither True nor False nor a dict of options"),
+        (None, "compile: None is neither"),
+        ("max-autotune", "compile: 'max-autotune' is neither"),
+        ({"max_autotun": True}, "Inductor has no option 'max_autotun'. Did you mean 'max_autotune'?"),
+        ({3: True}, "Inductor has no option 3"),
+        ({"triton.cudagraphs": True}, "would capture graphs within ours"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_right(given, message):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=message.replace("?", "[?]").replace("'.", "'[.]")):
+        penstock.Pipeline(layers, example=torch.ones(4, 4), lanes=2, compile=given)
+    with pytest.raises(UsageError, match=message.replace("?", "[?]").replace("'.", "'[.]")):
+        Graph(layers, torch.ones(4, 4), compile=given)
+
+
+@pytest.mark.parametrize("path", ["direct", "export"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_options_get_to_stages_and_loss(path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda run, **options: (seen.append(options), run)[1])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    given = {"max_autotune": True}
+    with penstock.Pipeline(
+        model, example=torch.ones(4, 4), loss=nn.functional.mse_loss, lanes=2, micro_batches=2, compile=given,
+        capture_path=path,
+    ) as pipe:  # fmt: skip
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+    assert seen == [{"dynamic": False, "options": given}] * 3

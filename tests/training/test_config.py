@@ -8,10 +8,12 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.errors import CheckpointError, HangError, LaneError, LostError, NonFiniteError, UsageError
+from penstock.launch import build
 from penstock.launch.both import Both
 from penstock.launch.config import GROUPS, Config, group_of
 from penstock.launch.exits import code_of
@@ -313,3 +315,20 @@ def test_who_raised_and_was_killed_in_its_last_save_is_not_started_again():
 def test_what_was_told_to_end_is_not_started_again(told, exits, stuck, code):
     verdict = judge(Policy(3), exits, told=told, stuck=stuck)
     assert (verdict.is_again, verdict.code) == (False, code)
+
+
+@pytest.mark.parametrize(
+    ("devices", "lanes", "wanted"),
+    [
+        (None, 2, 4),
+        (None, 3, 2),
+        (None, 16, 1),
+        (None, 1, None),
+        (["cpu", "cpu"], 2, 4),
+        (["cuda:0", "cuda:1"], 2, None),
+    ],
+)
+def test_a_plan_is_measured_with_the_threads_that_a_lane_will_have(devices, lanes, wanted, monkeypatch):
+    monkeypatch.setattr(build.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: False)
+    assert build.threads_of(SimpleNamespace(devices=devices), lanes) == wanted

@@ -69,6 +69,24 @@ def test_a_schedule_that_updates_within_the_step(tmp_path):
         assert summary.loss < nn.functional.mse_loss(sequence(8)(data(24)[0]), data(24)[1])
 
 
+@pytest.mark.parametrize(("lanes", "wanted"), [(1, 4), (2, 2), (3, 1)])
+def test_a_trainer_leaves_the_cores_to_the_lanes(tmp_path, lanes, wanted):
+    seen = []
+
+    class Look(penstock.Callback):
+        def on_pre_optimizer_step(self, trainer):
+            seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        train(tmp_path / "run", lanes=lanes, steps=2, callbacks=[Look()])
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [wanted] * 2
+
+
 # ---- ended and resumed
 
 

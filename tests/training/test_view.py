@@ -303,6 +303,9 @@ def test_a_summary_of_nothing_says_so(tmp_path):
     assert said(3, resumed_from=179) == told
     assert "already at step 179, and 179 steps" in said(179, resumed_from=179)
     assert said(179, resumed_from=100).startswith("Done: 179 of 179 steps, 100 of them before")
+    assert "again" not in said(179, resumed_from=100)
+    assert said(179, restarts=1).endswith("the processes were started again once, and the time is since then")
+    assert "started again 3 times" in said(179, restarts=3, resumed_from=100)
 
 
 # ---- a terminal that goes away

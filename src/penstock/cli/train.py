@@ -199,6 +199,7 @@ def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which
         "seconds": summary.seconds,
         "folder": str(summary.folder),
         "resumed_from": summary.resumed_from,
+        "restarts": summary.restarts,
         "checkpoints": list(map(str, summary.checkpoints)),
         "timelines": list(map(str, summary.timelines)),
         "skipped": list(summary.skipped),
@@ -216,9 +217,10 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
         from penstock import explain
-        from penstock.launch.build import build_parts, lanes_of, memory_limit_of
+        from penstock.launch.build import build_parts, lanes_of, memory_limit_of, threads_of
         from penstock.launch.trying import telling_bad_batches
         from penstock.model.example import read_example
+        from penstock.pipeline.places import with_threads
         from penstock.schedules import load_csv
 
         parts = build_parts(config)
@@ -229,7 +231,8 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         wanted = config.micro_batches or min(4 * lanes, size)
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
         keep = {"offload": "hold", "fit": "recompute", "except_last": "recompute"}.get(str(config.keep), config.keep)
-        with telling_bad_batches(config, parts.model, parts.example):
+        threads = threads_of(config, lanes if is_named else schedule.num_lanes)  # type: ignore[union-attr]
+        with with_threads(threads), telling_bad_batches(config, parts.model, parts.example):
             return explain(
                 parts.model,
                 parts.example,

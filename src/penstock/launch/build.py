@@ -27,6 +27,7 @@ from penstock.launch.models import build_model
 from penstock.launch.trying import check_pair, telling_bad_batches
 from penstock.launch.writing import to_toml
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.places import share_of_threads
 from penstock.report.format import parse_bytes
 from penstock.runtime.company import world_size
 from penstock.training.callbacks import Callback
@@ -215,6 +216,15 @@ def lanes_of(config: Config) -> int | None:
     if config.lanes is None and isinstance(config.devices, list):
         return len(config.devices)
     return config.lanes if config.lanes is not None or wanted == 1 else wanted
+
+
+def threads_of(config: Config, lanes: int) -> int | None:
+    """Return how many threads torch will have in each lane of the CPU, a thread or a process; None for GPUs."""
+    is_cpu = not torch.cuda.is_available()
+    if config.devices is not None:
+        listed = config.devices if isinstance(config.devices, list) else [config.devices]
+        is_cpu = all(str(device).startswith("cpu") for device in listed)
+    return share_of_threads(lanes) if is_cpu and lanes > 1 else None
 
 
 def _devices(config: Config, lanes: int | None) -> Any:  # noqa: ANN401 - as the pipeline takes them

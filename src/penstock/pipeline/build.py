@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -23,6 +22,7 @@ from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
 from penstock.model.example import Call, read_example
 from penstock.model.stages import Chain
+from penstock.pipeline.places import with_threads
 from penstock.planning.select import select_recomputed
 from penstock.runtime.again import Again
 from penstock.runtime.company import Company
@@ -229,7 +229,7 @@ class _Telling:
             source = Source(given, rates, device=request.device if is_measured else None, batch_size=self._size)
             source.check()
             tell = request.progress or _tell_nobody
-            with _threads(request.num_threads):
+            with with_threads(request.num_threads):
                 profile = source.profile_of(self._captured, tell)
             tell("cut and schedule", 0, 1)
             name = name_of(request.model)
@@ -242,18 +242,6 @@ class _Telling:
 
 def _tell_nobody(what: str, done: int, total: int) -> None:
     """Take what is told of progress."""
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch have as many threads as it will have in a lane."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _ranges(plain: list[list[list[int]]]) -> tuple[tuple[range, ...], ...]:

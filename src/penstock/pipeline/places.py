@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +13,7 @@ from penstock.runtime.devices import check_device
 from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["autocast_of", "check_devices", "choose_lanes", "threads_per_lane"]
+__all__ = ["autocast_of", "check_devices", "choose_lanes", "share_of_threads", "threads_per_lane", "with_threads"]
 
 _LANES = 2  # where nothing is said
 
@@ -57,7 +58,28 @@ def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
     on_cpu = sum(device.type == "cpu" for device in devices)
     if on_cpu < 2 or world_size() > 1:
         return None
-    return max(1, torch.get_num_threads() // on_cpu)
+    return share_of_threads(on_cpu)
+
+
+def share_of_threads(num_lanes: int) -> int:
+    """Return how many of its threads torch has for each of some lanes."""
+    return max(1, torch.get_num_threads() // num_lanes)
+
+
+@contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """Let torch have as many threads as in a lane; None: as many as it has.
+
+    What the caller computes between steps, as an optimizer, should have no more of them: torch's threads stay at work
+    for a while when they have nothing to do, on the cores of the lanes.
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def autocast_of(own: torch.dtype | None, device: torch.device) -> torch.dtype | None:

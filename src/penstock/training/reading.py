@@ -88,6 +88,7 @@ class Summary:
         seconds: of this run.
         folder: where everything is.
         resumed_from: the step of the checkpoint that it went on from; None where it started afresh.
+        restarts: how often torchrun started the processes again; `seconds` are those since the last time.
         checkpoints: that are complete, the newest last.
         failures: of saves.
         timelines: the pages of recorded steps.
@@ -102,6 +103,7 @@ class Summary:
     seconds: float
     folder: Path
     resumed_from: int | None = None
+    restarts: int = 0
     checkpoints: tuple[Path, ...] = ()
     failures: tuple[str, ...] = ()
     timelines: tuple[Path, ...] = ()

@@ -16,6 +16,8 @@ from penstock.checkpoint import Checkpoints, Restored
 from penstock.errors import NonFiniteError, UsageError
 from penstock.feeding.feed import Feed, feed
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.places import threads_per_lane, with_threads
+from penstock.torchrun import attempt
 from penstock.training.asking import Asked
 from penstock.training.callbacks import Callback, Callbacks
 from penstock.training.faulty import Faults
@@ -158,7 +160,7 @@ class Trainer:
         """
         begin = time.monotonic()
         self._should_stop = False
-        with ExitStack() as stack:
+        with with_threads(threads_per_lane(self.pipe.devices)), ExitStack() as stack:
             self._signals = stack.enter_context(Signals())
             self._take_folder()
             stack.callback(self.folder.release)
@@ -238,7 +240,7 @@ class Trainer:
 
     def _loop(self, faults: Faults, begin: float) -> str:
         """Run steps until all are done or something ends them; return why it ended."""
-        batches = self._batches()
+        batches, is_first = self._batches(), True
         while self.step < self.asked.steps:
             self._callbacks.tell("on_step_begin", self)
             start = time.monotonic()
@@ -246,7 +248,9 @@ class Trainer:
             given = [item for _, item in zip(range(self.stepper.accumulate), batches, strict=False)]
             if len(given) < self.stepper.accumulate:
                 return "data ended"
-            self._run_step(given, faults, start)
+            # the first wait is for loaders to start, and to pass over what was trained on before: no step's time
+            self._run_step(given, faults, time.monotonic() if is_first else start)
+            is_first = False
             why = self._why_to_end(begin)
             if why is not None:
                 return why
@@ -371,19 +375,12 @@ class Trainer:
     def _summary(self, status: str, restored: Restored | None, seconds: float) -> Summary:
         assert self._checkpoints is not None
         return Summary(
-            status,
-            self.step,
-            self.asked.steps,
-            None if self.reading is None else self.reading.loss,
-            self.validation_loss,
-            seconds,
-            self.folder.path,
+            status, self.step, self.asked.steps, None if self.reading is None else self.reading.loss,
+            self.validation_loss, seconds, self.folder.path, restarts=attempt(),
             resumed_from=None if restored is None else restored.step,
-            checkpoints=tuple(self._checkpoints.folders()),
-            failures=tuple(self._checkpoints.failures),
-            timelines=tuple(self._pages.paths),
-            skipped=tuple(self._skipped),
-        )
+            checkpoints=tuple(self._checkpoints.folders()), failures=tuple(self._checkpoints.failures),
+            timelines=tuple(self._pages.paths), skipped=tuple(self._skipped),
+        )  # fmt: skip
 
 
 def _with_usual(callbacks: Iterable[Callback], *, view: bool) -> list[Callback]:

@@ -121,6 +121,9 @@ def summary_lines(
     """
     why = _WHY.get(summary.status, f"Ended by {printable(summary.status)}")
     head, clock = f"{why}: {summary.step} of {summary.steps} steps", f", in {show_clock(summary.seconds)}"
+    if summary.restarts:
+        times = "once" if summary.restarts == 1 else f"{summary.restarts} times"
+        clock += f"; the processes were started again {times}, and the time is since then"
     if summary.is_done and summary.resumed_from is not None and summary.resumed_from >= summary.steps:
         asked = f"{summary.steps} step{'s were' if summary.steps > 1 else ' was'} asked for"
         head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more --steps"

@@ -98,7 +98,7 @@ class Naive:
 
 
 def run(
-    repeats: int = 10, *, steps: int = 30, warm: int = 5, batch: int = BATCH, size: int = SIZE
+    repeats: int = 10, *, steps: int = 15, warm: int = 5, batch: int = BATCH, size: int = SIZE
 ) -> dict[str, object]:
     """Time the three in turn, so that a GPU which changes its clock changes it for all."""
     torch.manual_seed(0)

@@ -1,8 +1,10 @@
 """Does the GPU stay full? Ours, the peer and the limit side by side, on one GPU.
 
-    python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [--only NAMES] [--repeats 10]
+    python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [patches] [--only NAMES]
+    python benchmarks/gpu/run.py training|towers --compile-only      so that compiling takes less time then
 
-All sections by default. Medians, and in brackets from the quickest to the slowest run; at the end one table of bars.
+All sections but patches by default. Medians, and in brackets from the quickest to the slowest run; at the end one table
+of bars.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
-SECTIONS = ("cnn", "towers", "wrong_timing", "feeding", "training")
+USUAL = ("cnn", "towers", "wrong_timing", "feeding", "training")
+SECTIONS = (*USUAL, "patches")
 
 
 def main() -> None:
@@ -26,13 +29,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contenders of training, by parts of their names, with commas")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--micro-batches", default="8,32")
+    parser.add_argument("--compile-only", action="store_true", help="fill torch's cache of compiled code, time nothing")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     if wrong := [name for name in given.sections if name not in SECTIONS]:
         parser.error(f"no such section: {', '.join(wrong)}")
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    for section in given.sections or SECTIONS:
+    if given.compile_only:
+        for section in given.sections or ("training", "towers"):
+            importlib.import_module(section).compile_only()
+        return
+    for section in given.sections or USUAL:
         print(f"\n{section}", flush=True)
         if section == "training":
             counts = map(int, given.micro_batches.split(","))

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 from clock import milliseconds, spread
+from limit import Limit
 from models import gpt, word_loss, words
 from torch import nn
 
@@ -22,6 +23,8 @@ import penstock
 
 STAGES = 4
 BATCH = 32
+# Inductor adds up a norm's gradients for the input and for its weights in one kernel, but in large batches only
+MIXED = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 @dataclass
@@ -148,8 +151,19 @@ def contenders(micro_batches: int) -> dict[str, Callable[..., object]]:
     if m != 8:
         return {name: make for name, make in found.items() if name not in ("plain loop", "ours, 1f1b, eager")}
     found["ours, recompute"] = lambda model, x, y: Ours(model, m, x, schedule="1f1b", keep="recompute")
+    found["products alone"] = lambda model, x, y: Limit(m, stages=STAGES, batch=len(x))
     found["ours, compiled"] = lambda model, x, y: Ours(model, m, x, schedule="1f1b", compile=True)
+    found["ours, compiled, mixed"] = lambda model, x, y: Ours(model, m, x, schedule="1f1b", compile=MIXED)
     return found
+
+
+def compile_only() -> None:
+    """Compile what is compiled here, and leave it to torch's cache on the disk."""
+    model, (batch, target) = gpt().cuda().bfloat16(), words(BATCH, 1024)
+    for options in (True, MIXED):
+        ours = Ours(model, 8, batch, schedule="1f1b", compile=options, graphs=False)
+        ours.step(batch, target)
+        ours.close()
 
 
 def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> dict[str, Found]:
@@ -182,22 +196,23 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
                     own.zero_grad(set_to_none=True)
                 return made.step(*batches[at % len(batches)])
 
-            for _ in range(3):
+            # graphs are captured in the second step; a peer takes seconds for each
+            for _ in range(1 if isinstance(made, Peer) else 3):
                 step()
             if clears:
                 own.zero_grad(set_to_none=True)
             made.step(*batches[0])
-            gaps = [
-                float((p.grad.float() - w).norm() / w.norm()) for p, w in zip(own.parameters(), wanted, strict=True)
-            ]
-            result.error = max(gaps)
+            if not isinstance(made, Limit):
+                result.error = max(
+                    float((p.grad.float() - w).norm() / w.norm()) for p, w in zip(own.parameters(), wanted, strict=True)
+                )
             result.num_syncs = syncs_of(step)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what making it took
             torch.cuda.reset_peak_memory_stats()
             result.times = milliseconds(step, repeats=repeats, warm=1)
             # of graphs, the pool they run in: what they use of it is no longer told
-            result.peak_bytes = torch.cuda.max_memory_reserved() - before
+            result.peak_bytes = max(0, torch.cuda.max_memory_reserved() - before)
             if hasattr(made, "close"):
                 made.close()
         except Exception as error:
@@ -205,7 +220,7 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
             result.note = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
         made = step = None
         print(
-            f"  {micro_batches:>3} × {name:<20} {spread(result.times) if result.times else '–':<26} ms"
+            f"  {micro_batches:>3} × {name:<22} {spread(result.times) if result.times else '–':<26} ms"
             f"  {result.peak_bytes / 2**30:6.2f} GiB  off by {result.error:.1e}"
             f"  {result.num_syncs} syncs  {result.note}",
             flush=True,
@@ -234,6 +249,8 @@ def verdict(at: dict[int, dict[str, Found]]) -> list[tuple[str, float, str]]:
         ("zero-bubble, 8: peer over ours", over(8, "peer, zero-bubble", "ours, zb_h1"), ">= 2.5"),
         ("zero-bubble, 32: peer over ours", over(32, "peer, zero-bubble", "ours, zb_h1"), ">= 6"),
         ("compiled over not, 8", over(8, "ours, compiled", "ours, 1f1b"), "<= 0.92"),
+        ("compiled with other options over not, 8", over(8, "ours, compiled, mixed", "ours, 1f1b"), "<= 0.92"),
+        ("products and attention alone over ours, 8", over(8, "products alone", "ours, 1f1b"), "the limit of it"),
         ("peak memory, graphs over eager", memory("ours, 1f1b", "ours, 1f1b, eager"), "<= 1.05"),
         ("recompute over hold, 8", over(8, "ours, recompute", "ours, 1f1b"), "<= 1.30"),
         ("host syncs in a step", float(at[8]["ours, 1f1b"].num_syncs if "ours, 1f1b" in at.get(8, {}) else -1), "0"),

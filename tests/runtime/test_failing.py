@@ -91,7 +91,7 @@ def test_an_exception_names_lane_stage_micro_batch_action_and_line(what, action)
         begin = time.monotonic()
         with pytest.raises(LaneError) as caught:
             pipe.step(x, target)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30  # long before the timeout
         text = str(caught.value)
         assert "lane 2, stage 2, micro-batch" in text
         assert action in text
@@ -226,7 +226,7 @@ def test_an_exception_reaches_every_process(what):
         assert "lane 2, stage 2, micro-batch" in text
         assert "mistake" in text
         assert "test_failing.py:" in text
-        assert seconds < 5
+        assert seconds < 30  # told by the others, long before the timeout
         assert not left
 
 
@@ -274,7 +274,7 @@ def test_a_killed_process_ends_the_others_with_its_name():
     for lane in (0, 1, 3):
         text, seconds = results[lane]
         assert "lane 2 is gone" in text
-        assert seconds < 5
+        assert seconds < 30  # told by the others, long before the timeout
 
 
 def differing_process():

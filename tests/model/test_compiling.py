@@ -19,6 +19,8 @@ from penstock.model.compiling import options_of
         ({"max_autotune": True}, {"max_autotune": True}),
         ({"triton.cudagraphs": False}, {"triton.cudagraphs": False}),
         ({"epilogue-fusion": True}, {"epilogue-fusion": True}),
+        ({"triton": {"max_tiles": 2}, "shape_padding": False}, {"triton.max_tiles": 2, "shape_padding": False}),
+        ({"post_grad_fusion_options": {"batch_linear": {}}}, {"post_grad_fusion_options": {"batch_linear": {}}}),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
@@ -34,6 +36,8 @@ def test_options(given, wanted):
         ("max-autotune", "compile: 'max-autotune' is neither"),
         ({"max_autotun": True}, "Inductor has no option 'max_autotun'. Did you mean 'max_autotune'?"),
         ({3: True}, "Inductor has no option 3"),
+        ({"triton": {"max_tile": 2}}, "Inductor has no option 'triton.max_tile'. Did you mean 'triton.max_tiles'?"),
+        ({"triton": {"cudagraphs": True}}, "would capture graphs within ours"),
         ({"triton.cudagraphs": True}, "would capture graphs within ours"),
     ],
 )

@@ -53,7 +53,7 @@ WRONG = [
     ("accumulate = 0", ("accumulate: must be 1 or more",)),
     ("micro_batches = 0", ("micro_batches: must be 1 or more",)),
     ("seed = -1", ("seed: must be 0 or more",)),
-    ("compile = 'yes'", ("compile: must be true or false; given: 'yes'",)),
+    ("compile = 'yes'", ("compile: must be true or false or a table; given: 'yes'",)),
     ("graphs = 'sometimes'", ("graphs: must be true or false or auto; given: 'sometimes'",)),
     ("precision = 'bf17'", ("one of fp32, bf16, fp16, fp64; given: 'bf17'. Did you mean 'bf16'?",)),
     ("on_nan = 'skp'", ("one of stop, skip, rewind, ignore; given: 'skp'. Did you mean 'skip'?",)),
@@ -179,6 +179,31 @@ def test_flags_win_and_dashes_are_underscores(tmp_path):
 )
 def test_switches(tmp_path, words, graphs):
     assert config_of(tmp_path, "", *words).config.graphs is graphs or graphs == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "wanted"),
+    [
+        ("", [], False),
+        ("", ["--compile"], True),
+        ("compile = true", ["--no-compile"], False),
+        ("compile = true", ["--compile=off"], False),
+        ("", ["--compile=max_autotune=true", "--compile=triton.max_tiles=2"],
+         {"max_autotune": True, "triton.max_tiles": 2}),
+        ("compile = {max_autotune = true}", [], {"max_autotune": True}),
+        ("compile = {max_autotune = true}", ["--compile={shape_padding = false}"],
+         {"max_autotune": True, "shape_padding": False}),
+        ("[compile]\ntriton.max_tiles = 2", [], {"triton": {"max_tiles": 2}}),
+        ("compile = {max_autotune = true}", ["--no-compile"], False),
+    ],
+)  # fmt: skip
+def test_compile_is_a_switch_or_a_table(tmp_path, text, words, wanted):
+    given = config_of(tmp_path, text, *words)
+    assert given.config.compile == wanted
+    assert type(given.config.compile) is type(wanted)
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(given))
+    assert read_config(again).config == given.config
 
 
 def test_the_resolved_file_means_the_same_and_says_where_from(tmp_path):

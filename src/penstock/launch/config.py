@@ -113,7 +113,11 @@ class Config(BaseModel):
         None, 2, "Bytes a lane has, as 16e9 or 16GiB; or one a lane."
     )
     graphs: bool | Literal["auto"] = _key("auto", 2, "Steps as CUDA graphs: true, false, or auto: wherever that works.")
-    compile: bool = _key(False, 2, "Let Inductor compile the stages.")
+    compile: bool | Table = _key(
+        False,
+        2,
+        "Let Inductor compile the stages; a table of its options, as coordinate_descent_tuning = true, with these.",
+    )
     timeout: Positive = _key(600.0, 2, "Seconds that a lane waits for a value before it says that the other hangs.")
 
     folder: str = _key("run", 3, "Where everything goes; one training at a time.")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from penstock.errors import UsageError, nearest
 from penstock.launch.checking import faults_of
 from penstock.launch.config import ALIASES, HINTS, Config
-from penstock.launch.values import read_value, wanted_of
+from penstock.launch.values import kinds_of, read_value, wanted_of
 
 __all__ = ["Given", "read_config", "take_flags"]
 
@@ -77,7 +77,7 @@ def _hint(name: str) -> str:
 
 
 def _is_switch(name: str) -> bool:
-    return Config.model_fields[name].annotation is bool or name == "graphs"
+    return bool in kinds_of(name)
 
 
 def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults: Sequence[str] = ()) -> Given:

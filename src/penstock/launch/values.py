@@ -11,6 +11,8 @@ from penstock.launch.config import Config
 
 __all__ = ["kinds_of", "read_value", "wanted_of"]
 
+_SWITCHED = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 
 def kinds_of(name: str) -> set[type]:
     """Return the plain types that a key takes."""
@@ -42,6 +44,8 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
         ValueError: when it means nothing.
     """
     kinds = kinds_of(name)
+    if bool in kinds and word.lower() in _SWITCHED:
+        return _SWITCHED[word.lower()]
     if dict in kinds and (str not in kinds or word.lstrip().startswith("{")):
         return _table(word)
     if list in kinds and ("," in word or str not in kinds):
@@ -71,8 +75,6 @@ def _free(word: str) -> Any:  # noqa: ANN401 - whatever TOML can hold
 
 
 def _scalar(word: str, kinds: set[type]) -> Any:  # noqa: ANN401 - as the key takes
-    if bool in kinds and word.lower() in ("true", "false", "yes", "no", "on", "off"):
-        return word.lower() in ("true", "yes", "on")
     for kind in (int, float):
         if kind in kinds:
             try:

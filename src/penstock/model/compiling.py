@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,12 +33,23 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
     from torch._inductor import list_options  # takes a second
 
     known = list_options()
-    for name in compile:
+    found = dict(_by_full_names(compile, known))
+    for name in found:
         if str(name).replace("-", "_") not in known:
             raise UsageError(f"compile: Inductor has no option {name!r:.60}.{nearest(str(name), known)}")
-    if compile.get("triton.cudagraphs"):
+    if found.get("triton.cudagraphs"):
         raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
-    return dict(compile)
+    return found
+
+
+def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by Inductor's own names: those of a group may be a table of their own, as in TOML."""
+    for word, value in options.items():
+        name = f"{group}{word}" if group else word
+        if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in known):
+            yield from _by_full_names(value, known, f"{name}.")
+        else:
+            yield name, value
 
 
 def compiled(run: Run, options: Options | None) -> Run:

@@ -323,6 +323,24 @@ def test_settings_of_the_checkpoint_win_and_are_told(tmp_path):
             trainer.fit()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_momentum_that_a_schedule_moves_is_no_setting(tmp_path, kind):
+    for steps, more in ((3, {}), (6, {}), (8, {"weight_decay": 0.5})):
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {"betas": (0.9, 0.95)}
+        with pipeline() as pipe:
+            optimizer = kind(pipe.parameters(), lr=0.01, **options, **more)
+            trainer = penstock.Trainer(
+                pipe, optimizer, loader(), steps=steps, folder=tmp_path / "run", view=False,
+                scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20),
+            )  # fmt: skip
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trainer.fit()
+        about = [str(one.message) for one in told if "settings of the checkpoint" in str(one.message)]
+        assert len(about) == bool(more)
+        assert all("weight_decay" in words and "betas" not in words and "momentum" not in words for words in about)
+
+
 def test_batches_of_another_size_begin_an_epoch_anew(tmp_path):
     train(tmp_path / "run", batches=loader(24, 4), callbacks=[StopAt(5)])
     with pytest.raises(CheckpointError, match=r"the state is of an epoch of 5 batches or more.*resume_data=False"):

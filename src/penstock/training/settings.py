@@ -13,13 +13,24 @@ __all__ = ["changes", "settings_of"]
 
 Settings = list[dict[str, Any]]
 
+_SCHEDULED = "by schedule"
+
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
-    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from."""
+    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from.
+
+    A momentum that a schedule moves, as OneCycleLR does, is left out: it is another in every step.
+    """
     found = []
     for group in (group for one in optimizers for group in one.param_groups):
-        plain = {name: value for name, value in group.items() if isinstance(value, (Number, tuple, list))}
+        plain: dict[str, Any] = {
+            name: value for name, value in group.items() if isinstance(value, (Number, tuple, list))
+        }
         plain.pop("params", None)
+        if "max_momentum" in plain:
+            plain.pop("momentum", None)
+            if "betas" in plain:
+                plain["betas"] = (_SCHEDULED, *plain["betas"][1:])
         rate = plain.pop("initial_lr", None)
         found.append(plain if rate is None else plain | {"lr": rate})
     return found

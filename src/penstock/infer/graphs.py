@@ -311,6 +311,8 @@ def _told(program: Program) -> str:
     lines.append(f"made once, for they are the same in every call: {len(program.reading.once)} nodes")
     if program.reading.num_products:
         lines.append(f"convolutions over patches, as products of matrices: {program.reading.num_products}")
+    if program.reading.num_fewer:
+        lines.append(f"operations that leave out rows which nobody asks for: {program.reading.num_fewer}")
     if count > 1:
         gain = branches.total_seconds / branches.seconds
         lines.append(f"waits between them: {len(branches.awaited)}; by estimate {gain:.2f}× as fast as on one stream")

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.infer.branches import Work
 from penstock.infer.patches import as_products, is_convolution
+from penstock.infer.rows import asks_for_rows, for_fewer_rows
 from penstock.model.export_ops import Families, has_effect, op_name, written_by
 from penstock.model.export_regions import op_of
 from penstock.model.export_stage import ExportProgram
@@ -49,6 +50,7 @@ class Reading:
         outputs: whose values the program returns.
         changed: names of the parameters and buffers that it changes in place.
         num_products: how many convolutions became products of matrices.
+        num_fewer: how many operations work on fewer rows than in the model, for nobody asks for the others.
     """
 
     root: nn.Module
@@ -59,6 +61,7 @@ class Reading:
     outputs: tuple[fx.Node, ...]
     changed: tuple[str, ...]
     num_products: int = 0
+    num_fewer: int = 0
 
 
 def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
@@ -72,7 +75,7 @@ def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any
 
 
 def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
-    """Read a program; convolutions over patches become products of matrices in it.
+    """Read a program; convolutions over patches become products in it, and rows that nobody asks for are left out.
 
     Args:
         program: of the whole model, in evaluation.
@@ -81,7 +84,7 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
     graph, root = program.module.graph, program.module
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
     given = dict(zip(placeholders, arguments, strict=True))
-    num_products = _make_products(graph, root, given)
+    num_products, num_fewer = _improve(graph, root, given)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     families = Families(calls)
     held = dict(zip(placeholders, program.held_names, strict=False))
@@ -101,21 +104,22 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
         outputs=tuple(output.args[0]),
         changed=tuple(name for node, name in held.items() if families.is_changed(node)),
         num_products=num_products,
+        num_fewer=num_fewer,
     )
 
 
-def _make_products(graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any]) -> int:
-    """Put products in the place of convolutions over patches; return how many there were."""
+def _improve(graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any]) -> tuple[int, int]:
+    """Change a graph to one that takes less time; return how many products there are now, and operations on less."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(map(is_convolution, calls)):
-        return 0
-    try:
-        with _without_memory(given) as known:
+    if not any(is_convolution(node) or asks_for_rows(node) for node in calls):
+        return 0, 0
+    with _without_memory(given) as known:
+        try:
             for node in calls:
                 known[node] = compute(node, known, root)
-    except Exception:  # an operation that cannot be run without memory: then all stays as it is
-        return 0
-    return as_products(graph, known)
+        except Exception:  # an operation that cannot be run without memory: then all stays as it is
+            return 0, 0
+        return as_products(graph, known), for_fewer_rows(graph, known)
 
 
 def _done_once(

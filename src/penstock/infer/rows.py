@@ -1,0 +1,296 @@
+"""Rows: where a model asks for some rows of a result only, the others are not computed.
+
+    gelu(x @ w)[:, 0]   becomes   gelu(x[:, 0] @ w)
+
+A tower asks its last block for one token of many, a language model its head for the last word. What comes before and
+treats rows one by one (norms, products with weights, whatever goes number by number, attention for its queries) need
+not see the others. So a reader of rows moves up through the graph, as long as nobody reads the rest. What is computed
+is the same; products of other sizes may be rounded in another order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from penstock.model.export_ops import Families
+
+__all__ = ["asks_for_rows", "for_fewer_rows"]
+
+aten = torch.ops.aten
+_END = sys.maxsize  # as torch writes an end that is left out
+
+
+class Rows(NamedTuple):
+    """Which rows are read of a tensor: as in a slice of one of its dimensions, counted from the front."""
+
+    dim: int
+    start: int
+    end: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A node, and what is known of the tensors around it.
+
+    Attributes:
+        node: whose rows are asked for.
+        rows: which of them.
+        shown: what each node makes for the example.
+    """
+
+    node: fx.Node
+    rows: Rows
+    shown: Mapping[fx.Node, Any]
+
+    @property
+    def num_dims(self) -> int:
+        """Of what the node makes."""
+        return int(self.shown[self.node].dim())
+
+    def given(self, at: int, default: Any = None) -> Any:  # noqa: ANN401 - whatever operations take
+        """Return an argument by its place."""
+        return self.node.args[at] if at < len(self.node.args) else default
+
+    def tensor(self, at: int) -> torch.Tensor:
+        """Return what an argument is for the example."""
+        return self.shown[self.given(at)]  # type: ignore[no-any-return]
+
+
+Asked = dict[int, int]  # by the place of an argument: the dimension of it that the rows are in
+Rule = Callable[[_Seen], Asked | None]  # None: all rows are needed, or nobody knows
+
+
+def asks_for_rows(node: fx.Node) -> bool:
+    """Return whether a node reads rows of another, as a look at it tells."""
+    return node.op == "call_function" and node.target in (aten.select.int, aten.slice.Tensor)
+
+
+def for_fewer_rows(graph: fx.Graph, shown: dict[fx.Node, Any]) -> int:
+    """Let operations work on the rows that are asked for; return how many do, those that only look not counted.
+
+    Args:
+        graph: is changed.
+        shown: what each node makes for the example, without memory; what is new is added.
+    """
+    families = Families([node for node in graph.nodes if node.op == "call_function"])
+    count = 0
+    for node in reversed(list(graph.nodes)):  # its users come first, and may have moved up to it
+        rows = _rows_read(node, shown)
+        if rows is None or families.is_changed(node):
+            continue
+        asked = _sources(_Seen(node, rows, shown))
+        if asked is not None:
+            _move_up(graph, node, rows, asked, shown)
+            count += node.target not in _LOOKS
+    return count
+
+
+def _rows_read(node: fx.Node, shown: Mapping[fx.Node, Any]) -> Rows | None:
+    """Return which rows all users of a node read; None where they read others, or all."""
+    if node.op != "call_function" or not isinstance(shown.get(node), torch.Tensor) or not node.users:
+        return None
+    found = {_rows_of(user, shown[node].dim()) for user in node.users}
+    rows = found.pop()
+    if found or rows is None:
+        return None
+    count = len(range(*slice(*rows[1:]).indices(shown[node].shape[rows.dim])))
+    return rows if count < shown[node].shape[rows.dim] else None
+
+
+def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:
+    """Return which rows of its first argument a node reads."""
+    if not asks_for_rows(node) or node.kwargs:
+        return None
+    given: list[Any] = list(node.args[1:])
+    if node.target is aten.select.int:
+        given += [given[1] + 1 or _END] if type(given[1]) is int else [None]
+    defaults = (0, 0, _END, 1)
+    dim, start, end, step = (defaults[at] if value is None else value for at, value in zip_longest(range(4), given))
+    is_known = all(type(number) is int for number in (dim, start, end, step))
+    return Rows(dim % num_dims, start, end, step) if is_known else None
+
+
+def _sources(seen: _Seen) -> Asked | None:
+    """Return in which arguments of a node, and where in them, the rows are; None where it needs more than these."""
+    target, node = seen.node.target, seen.node
+    if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
+        return None
+    if target in _RULES:
+        return _RULES[target](seen)
+    return _number_by_number(seen) if _goes_number_by_number(target) else None
+
+
+def _goes_number_by_number(target: object) -> bool:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked, shown: dict[fx.Node, Any]) -> None:
+    """Let a node work on some rows of its arguments, and its readers take what it makes."""
+    args = list(node.args)
+    kept = shown[node]
+    with graph.inserting_before(node):
+        for at, dim in asked.items():
+            of, which = node.args[at], (dim, *rows[1:])
+            args[at] = graph.call_function(aten.slice.Tensor, (of, *which))
+            shown[args[at]] = aten.slice.Tensor(shown[of], *which)  # type: ignore[index]
+        if node.target is aten.scaled_dot_product_attention.default and len(args) > _CAUSAL:
+            args[_CAUSAL] = False  # the last query sees everything
+        made = graph.call_function(node.target, tuple(args), node.kwargs)  # type: ignore[arg-type]
+        shown[made] = aten.slice.Tensor(kept, *rows)
+    for reader in list(node.users):
+        found = made
+        if reader.target is aten.select.int:
+            with graph.inserting_before(reader):
+                found = graph.call_function(aten.select.int, (made, rows.dim, 0))
+            shown[found] = shown[reader]
+        reader.replace_all_uses_with(found)
+        graph.erase_node(reader)
+    graph.erase_node(node)
+
+
+# ---- one rule for each kind of operation
+
+
+def _number_by_number(seen: _Seen) -> Asked | None:
+    """Tensors are broadcast against each other: rows are in those that have them."""
+    given = {at: seen.shown.get(value) for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)}
+    tensors = {at: value for at, value in given.items() if isinstance(value, torch.Tensor)}
+    if None in given.values() or len(tensors) < len(seen.node.all_input_nodes):  # of a nested graph, or in a list
+        return None
+    if (
+        torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            *(tensor.shape for tensor in tensors.values())
+        )
+        != seen.shown[seen.node].shape
+    ):
+        return None
+    dims = {at: seen.rows.dim - (seen.num_dims - tensor.dim()) for at, tensor in tensors.items()}
+    return {at: dim for at, dim in dims.items() if dim >= 0 and tensors[at].shape[dim] != 1}
+
+
+def _same(seen: _Seen) -> Asked:
+    return {0: seen.rows.dim}
+
+
+def _norm(seen: _Seen) -> Asked | None:
+    return _same(seen) if seen.rows.dim < seen.num_dims - len(seen.given(1)) else None
+
+
+def _linear(seen: _Seen) -> Asked | None:
+    return _same(seen) if seen.rows.dim < seen.num_dims - 1 else None
+
+
+def _product(seen: _Seen) -> Asked | None:
+    """A row of a product of matrices is a row of the first times the second."""
+    left, right = seen.tensor(0), seen.tensor(1)
+    if left.dim() < 2 or right.dim() < 2:
+        return None
+    if seen.rows.dim == seen.num_dims - 2:
+        return {0: left.dim() - 2}
+    return _same(seen) if right.dim() == 2 and seen.rows.dim < seen.num_dims - 2 else None
+
+
+def _along(seen: _Seen) -> Asked | None:
+    """What works along one dimension, or several that stay, treats those beside it one by one."""
+    dims = seen.given(1)
+    if seen.node.target is not aten.softmax.int and seen.given(2) is not True:
+        return None
+    along = {dim % seen.num_dims for dim in ([dims] if isinstance(dims, int) else dims or range(seen.num_dims))}
+    return None if seen.rows.dim in along else _same(seen)
+
+
+def _attention(seen: _Seen) -> Asked | None:
+    """A query looks at all keys, and at no other query; one that looks back only, at all of them if it is the last."""
+    names = {"attn_mask": 3, "dropout_p": 4, "is_causal": _CAUSAL}
+    given = {name: seen.node.kwargs.get(name, seen.given(at)) for name, at in names.items()}
+    if seen.rows.dim != seen.num_dims - 2 or given["attn_mask"] is not None or given["dropout_p"]:
+        return None
+    if given["is_causal"]:
+        is_last = seen.rows[1:] == (-1, _END, 1) and seen.tensor(0).shape[-2] == seen.tensor(1).shape[-2]
+        if not is_last or "is_causal" in seen.node.kwargs:
+            return None
+    return _same(seen)
+
+
+def _transpose(seen: _Seen) -> Asked:
+    first, second = (dim % seen.num_dims for dim in (seen.given(1), seen.given(2)))
+    return {0: {first: second, second: first}.get(seen.rows.dim, seen.rows.dim)}
+
+
+def _permute(seen: _Seen) -> Asked:
+    return {0: seen.given(1)[seen.rows.dim] % seen.num_dims}
+
+
+def _flatten(seen: _Seen) -> Asked | None:
+    num_dims = seen.tensor(0).dim()
+    if num_dims == 0:
+        return None
+    first, last = (dim % num_dims for dim in (seen.given(1, 0), seen.given(2, -1)))
+    if seen.rows.dim == first and first != last:
+        return None
+    return {0: seen.rows.dim if seen.rows.dim <= first else seen.rows.dim + last - first}
+
+
+def _unsqueeze(seen: _Seen) -> Asked | None:
+    new = seen.given(1) % seen.num_dims
+    return None if seen.rows.dim == new else {0: seen.rows.dim - (seen.rows.dim > new)}
+
+
+def _slice(seen: _Seen) -> Asked | None:
+    other = _rows_of(seen.node, seen.num_dims)
+    return None if other is None or other.dim == seen.rows.dim else _same(seen)
+
+
+def _select(seen: _Seen) -> Asked | None:
+    other = _rows_of(seen.node, seen.num_dims + 1)
+    return None if other is None else {0: seen.rows.dim + (seen.rows.dim >= other.dim)}
+
+
+def _dropout(seen: _Seen) -> Asked | None:
+    return _same(seen) if seen.given(2) is False else None
+
+
+_CAUSAL = 5  # the place of that argument
+_RULES: dict[object, Rule] = {
+    aten.linear.default: _linear,
+    aten.matmul.default: _product,
+    aten.bmm.default: _product,
+    aten.mm.default: _product,
+    aten.layer_norm.default: _norm,
+    aten.rms_norm.default: _norm,
+    aten.softmax.int: _along,
+    aten.mean.dim: _along,
+    aten.sum.dim_IntList: _along,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.flatten.using_ints: _flatten,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.dropout.default: _dropout,
+    aten.contiguous.default: _same,
+    aten.to.dtype: _same,
+}
+_LOOKS = frozenset(
+    {
+        aten.transpose.int,
+        aten.permute.default,
+        aten.flatten.using_ints,
+        aten.unsqueeze.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.dropout.default,
+        aten.contiguous.default,
+    }
+)

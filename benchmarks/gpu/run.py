@@ -1,10 +1,10 @@
 """Does the GPU stay full? Ours, the peer and the limit side by side, on one GPU.
 
-    python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [patches] [--only NAMES]
+    python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [patches] [options] [--only NAMES]
     python benchmarks/gpu/run.py training|towers --compile-only      so that compiling takes less time then
 
-All sections but patches by default. Medians, and in brackets from the quickest to the slowest run; at the end one table
-of bars.
+All sections but patches and options by default. Medians, and in brackets from the quickest to the slowest run; at the
+end one table of bars.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import training
 
 USUAL = ("cnn", "towers", "wrong_timing", "feeding", "training")
-SECTIONS = (*USUAL, "patches")
+SECTIONS = (*USUAL, "patches", "options")
 
 
 def main() -> None:

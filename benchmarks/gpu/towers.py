@@ -136,11 +136,11 @@ def compile_only(batches: tuple[int, ...] = BATCHES) -> None:
     """Compile what is compiled here, and leave it to torch's cache on the disk."""
     model = Towers().cuda().bfloat16().eval()
     for batch in batches:
-        example = _data(batch)
+        example = data_of(batch)
         Graph(model, example, compile=True)(*example)
 
 
-def _data(batch: int) -> tuple[Tensor, Tensor]:
+def data_of(batch: int) -> tuple[Tensor, Tensor]:
     images = torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
     return images, torch.randint(0, VOCABULARY, (batch, WORDS), device="cuda")
 
@@ -164,7 +164,7 @@ def run(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> dict[int, dict
     exact = copy.deepcopy(model).double()
     found: dict[int, dict[str, list[float]]] = {}
     for batch in batches:
-        data = [_data(batch) for _ in range(4)]
+        data = [data_of(batch) for _ in range(4)]
         times = found[batch] = {}
         with torch.no_grad():
             wanted = [exact(images.double(), words) for images, words in data]

@@ -94,7 +94,7 @@ def for_fewer_rows(graph: fx.Graph, shown: dict[fx.Node, Any]) -> int:
 
 
 def _rows_read(node: fx.Node, shown: Mapping[fx.Node, Any]) -> Rows | None:
-    """Return which rows all users of a node read; None where they read others, or all."""
+    """Return which rows all users of a node read; None where they read others, or all, or none."""
     if node.op != "call_function" or not isinstance(shown.get(node), torch.Tensor) or not node.users:
         return None
     found = {_rows_of(user, shown[node].dim()) for user in node.users}
@@ -102,7 +102,7 @@ def _rows_read(node: fx.Node, shown: Mapping[fx.Node, Any]) -> Rows | None:
     if found or rows is None:
         return None
     count = len(range(*slice(*rows[1:]).indices(shown[node].shape[rows.dim])))
-    return rows if count < shown[node].shape[rows.dim] else None
+    return rows if 0 < count < shown[node].shape[rows.dim] else None
 
 
 def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:
@@ -122,6 +122,8 @@ def _sources(seen: _Seen) -> Asked | None:
     """Return in which arguments of a node, and where in them, the rows are; None where it needs more than these."""
     target, node = seen.node.target, seen.node
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
+        return None
+    if not seen.shown.keys() >= set(node.all_input_nodes):  # what a nested graph has, or is
         return None
     if target in _RULES:
         return _RULES[target](seen)
@@ -163,16 +165,12 @@ def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked, shown: di
 
 def _number_by_number(seen: _Seen) -> Asked | None:
     """Tensors are broadcast against each other: rows are in those that have them."""
-    given = {at: seen.shown.get(value) for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)}
+    given = {at: seen.shown[value] for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)}
     tensors = {at: value for at, value in given.items() if isinstance(value, torch.Tensor)}
-    if None in given.values() or len(tensors) < len(seen.node.all_input_nodes):  # of a nested graph, or in a list
+    if len({seen.node.args[at] for at in given}) < len(seen.node.all_input_nodes):  # others are in a list
         return None
-    if (
-        torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            *(tensor.shape for tensor in tensors.values())
-        )
-        != seen.shown[seen.node].shape
-    ):
+    whole = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))  # type: ignore[no-untyped-call]
+    if whole != seen.shown[seen.node].shape:
         return None
     dims = {at: seen.rows.dim - (seen.num_dims - tensor.dim()) for at, tensor in tensors.items()}
     return {at: dim for at, dim in dims.items() if dim >= 0 and tensors[at].shape[dim] != 1}
@@ -219,7 +217,7 @@ def _attention(seen: _Seen) -> Asked | None:
         is_last = seen.rows[1:] == (-1, _END, 1) and seen.tensor(0).shape[-2] == seen.tensor(1).shape[-2]
         if not is_last or "is_causal" in seen.node.kwargs:
             return None
-    return _same(seen)
+    return {0: seen.tensor(0).dim() - 2}
 
 
 def _transpose(seen: _Seen) -> Asked:

@@ -194,6 +194,34 @@ def test_a_stage_may_be_several_micro_batches_ahead(kind, path):
             torch.testing.assert_close(out, plain(batch), rtol=1e-12, atol=1e-12)
 
 
+class ChangedInput(Layers):
+    """What follows from the input alone was computed where it is used: after the input was changed."""
+
+    def forward(self, x):
+        before = (x * x).sum(1, keepdim=True)
+        part = x[:, :2]
+        twice = part * 2
+        y = torch.tanh(self.layers[0](x.clamp_(-0.5, 0.5)))
+        after = x.abs()
+        y = self.layers[3](torch.tanh(self.layers[2](torch.tanh(self.layers[1](y)))))
+        return y * before + after + twice.sum(1, keepdim=True) + part.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("path", ["export", "replay"])
+def test_an_input_that_is_changed_is_read_before_and_after(path):
+    model = ChangedInput()
+    captured = capture(model, rows(), path=path)
+    cuts = [c for c in range(1, len(captured.graph.nodes)) if c not in captured.graph.uncuttable]
+    assert cuts
+    for chosen in ([], *([cut] for cut in cuts), [cuts[0], cuts[-1]]):
+        chain = captured.split(sorted(set(chosen)))
+        for size in (4, 3):
+            found, wanted = chain(rows(size)), model(rows(size))
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            gradients = [torch.autograd.grad(made.square().sum(), model.parameters()) for made in (found, wanted)]
+            torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
 class BatchBranch(Layers):
     def forward(self, x):
         return self.body(x) * (2.0 if x.shape[0] % 2 == 0 else 3.0)

@@ -225,7 +225,7 @@ class _Reader:
         parts = [user for user in node.users if is_part(user) and user not in self._dead]
         is_free = (
             not has_effect(node)
-            and not self.families.is_changed(node, *parts)
+            and not self.families.is_changed(node, *parts, *node.all_input_nodes)  # then it matters when it runs
             and not set(parameters) & mutated
             and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
             and all(self.values[v].producer < 0 or self.nodes[self.values[v].producer].is_free for v in inputs)

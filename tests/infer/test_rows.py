@@ -15,6 +15,8 @@ from penstock.model.example import read_example
 
 WIDTH, LENGTH = 8, 5
 
+attend = functional.scaled_dot_product_attention
+
 
 class Block(nn.Module):
     """A block of a transformer."""
@@ -44,6 +46,7 @@ class Of(nn.Module):
         self.block, self.causal = Block(), Block(is_causal=True)
         self.norm, self.place = nn.LayerNorm(WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.head = nn.Linear(WIDTH, 50)
+        self.patches = nn.Conv1d(LENGTH, WIDTH, 4, stride=4)
         self.register_buffer("mask", torch.randn(LENGTH, LENGTH) > 0)
         self.function = function
 
@@ -80,6 +83,10 @@ def scaled(x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def heads(x):
+    return x.unflatten(-1, (2, -1)).transpose(-3, -2)
+
+
 def attention(m, x):
     scores = m.first(x) @ m.second(x).mT / WIDTH**0.5
     return torch.softmax(scores, dim=-1) @ x
@@ -110,7 +117,10 @@ MOVES = {
     "a choice": (lambda m, x: torch.where(x > 0, m.first(x), -x)[:, 3], 4),
     "sums along the row": (lambda m, x: m.first(x).sum(-1, keepdim=True)[:, 0], 2),
     "a softmax": (lambda m, x: torch.softmax(m.first(x), -1)[:, 0], 2),
-    "of the batch": (lambda m, x: m.first(x)[:2], 1),
+    "one of two patches": (lambda m, x: m.norm(m.patches(x).transpose(1, 2))[:, 0], 1),
+    "queries for all samples": (lambda m, x: attend(m.place, x, x).relu()[:, 0], 2),
+    "queries for all samples and heads": (lambda m, x: attend(heads(m.place), heads(x), heads(x))[:, :, 0], 1),
+    "no mask, by name": (lambda m, x: attend(x, x, x, attn_mask=None, is_causal=False, scale=0.3)[:, 0], 1),
 }
 
 
@@ -121,6 +131,13 @@ def test_less_is_computed(name):
 
 
 STAYS = {
+    "of the batch": lambda m, x: m.first(x)[:2],
+    "all samples but one": lambda m, x: m.first(x)[1:],
+    "all but the only one": lambda m, x: (x[:, :1] * 2)[:, 1:],
+    "a bias for each row": lambda m, x: functional.linear(x, m.first.weight, m.place)[:, 1],
+    "what looks back, by name": lambda m, x: _back(x),
+    "what lies in memory so": lambda m, x: _windows(m.first(x).relu()[:, 1:]),
+    "samples that look back": lambda m, x: _samples_back(x, m.place[:3].expand(5, 3, 8)),
     "somebody reads all": lambda m, x: (y := m.first(x))[:, 0] + y.sum(1),
     "it is a result too": lambda m, x: ((y := m.first(x)), y[:, 0]),
     "other rows": lambda m, x: (y := m.first(x))[:, 0] + y[:, 1],
@@ -138,6 +155,20 @@ STAYS = {
         x, x, x, is_causal=True
     )[:, -2],
 }  # fmt: skip
+
+
+def _windows(y):
+    """Return windows that overlap."""
+    batch, row, column = y.stride()
+    return y.as_strided((y.shape[0], 2, 2, WIDTH), (batch, row * 2, row, column))
+
+
+def _back(x):
+    return torch.ops.aten.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 2]
+
+
+def _samples_back(x, keys):
+    return attend(x.transpose(0, 1), keys, keys, is_causal=True)[:, -1]
 
 
 def _changed(made):
@@ -163,7 +194,39 @@ def test_a_causal_one_with_other_keys_than_queries_stays():
 
 def test_the_example_may_be_one_sample():
     check(Of(MOVES["the first token of a block"][0]), batch=1, num_fewer=8)
-    check(Of(MOVES["of the batch"][0]), batch=1, num_fewer=0)
+    for name in ("of the batch", "all samples but one"):
+        check(Of(STAYS[name]), batch=1, num_fewer=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_dimension_that_may_vanish_is_left_alone(batch):
+    """With one sample squeeze() takes another dimension away, and the last is another one."""
+
+    class Squeezing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).squeeze().relu().select(-1, 0)
+
+    model = Squeezing(WIDTH, WIDTH).double()
+    program = program_of(model, torch.randn(batch, 1, WIDTH, dtype=torch.float64))
+    for size in (1, 3, 4):
+        x = torch.randn(size, 1, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(run(program, x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_matrices_are_left_alone(kind):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("links", getattr(torch.randn(LENGTH, LENGTH, dtype=torch.float64).relu(), kind)())
+            self.table = nn.Parameter(torch.randn(LENGTH, WIDTH, dtype=torch.float64))
+
+        def forward(self, x):
+            return x[:, 1] * torch.mm(self.links, self.table)[:3].sum(0)
+
+    check(Sparse(), num_fewer=0)
 
 
 def test_it_is_told():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -339,6 +340,18 @@ def test_a_momentum_that_a_schedule_moves_is_no_setting(tmp_path, kind):
         about = [str(one.message) for one in told if "settings of the checkpoint" in str(one.message)]
         assert len(about) == bool(more)
         assert all("weight_decay" in words and "betas" not in words and "momentum" not in words for words in about)
+
+
+def test_a_momentum_that_no_schedule_moves_any_more_is_told(tmp_path):
+    for steps in (3, 6):
+        with pipeline() as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+            trainer = penstock.Trainer(
+                pipe, optimizer, loader(), steps=steps, folder=tmp_path / "run", view=False,
+                scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20) if steps == 3 else None,
+            )  # fmt: skip
+            with nullcontext() if steps == 3 else pytest.warns(UserWarning, match=r"momentum 0\.\d+, not 0\.9"):
+                trainer.fit()
 
 
 def test_batches_of_another_size_begin_an_epoch_anew(tmp_path):

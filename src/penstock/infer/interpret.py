@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from penstock.infer.branches import Branches
+from penstock.infer.computing import compute
 from penstock.infer.parts import compiled_part, find_parts
-from penstock.infer.reading import Reading, compute
+from penstock.infer.reading import Reading
 from penstock.model.compiling import Options
 
 __all__ = ["Interpreter"]

@@ -20,6 +20,7 @@ from penstock.model.structure import rebuild
 
 __all__ = ["Form", "Program", "quick_name"]
 
+_OTHER_SIZES = (1, 2, 3)  # of batches: what is the same for these and the example is taken to be the same for all
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -63,8 +64,8 @@ class Program:
         # what the model hands on as it got it comes from the call itself, all else from the program
         place_of = {name: -1 - at for at, name in enumerate(names)} | {n: at for at, n in enumerate(program.outputs)}
         self._sources = [place_of[name] for name in results.names]
-        inputs = self.values(example.tensors)
-        self.reading = read_program(program, [*self.held(), *inputs, example.batch_size])
+        others = (self._arguments(example.resized(size)) for size in _OTHER_SIZES if size != example.batch_size)
+        self.reading = read_program(program, self._arguments(example), others=others)
         self.branches: Branches = find_branches(self.reading.works, most=most)
         self._interpreter = Interpreter(self.reading, self.branches)
 
@@ -73,6 +74,9 @@ class Program:
         if options is None:
             return self._interpreter
         return Interpreter(self.reading, self.branches, options=options)
+
+    def _arguments(self, call: Call) -> list[Any]:
+        return [*self.held(), *self.values(call.tensors), call.batch_size]
 
     def held(self) -> list[torch.Tensor]:
         """Return the parameters, buffers and constants that the program uses, as they are now."""

@@ -12,26 +12,24 @@ model sees to that; between streams it has to be said.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from penstock.infer.branches import Work
+from penstock.infer.computing import compute, shown_for, without_memory
 from penstock.infer.patches import as_products, is_convolution
 from penstock.infer.rows import asks_for_rows, for_fewer_rows
 from penstock.model.export_ops import Families, has_effect, op_name, written_by
 from penstock.model.export_regions import op_of
 from penstock.model.export_stage import ExportProgram
 from penstock.model.rates import Rates
-from penstock.model.sanitizer import unsanitized
 from penstock.model.tally import Tally
 
-__all__ = ["Reading", "compute", "draws", "read_program"]
+__all__ = ["Reading", "draws", "read_program"]
 
 _CONSTANT = "_constants."  # what the names of tensors in the model's code begin with
 _RATES = "h100"  # only relations count: of compute to memory, and of both to a launch
@@ -64,27 +62,19 @@ class Reading:
     num_fewer: int = 0
 
 
-def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
-    """Compute one node from what is known."""
-
-    def look_up(argument: fx.Node) -> Any:  # noqa: ANN401
-        return getattr(root, str(argument.target)) if argument.op == "get_attr" else known[argument]
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), look_up)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
+def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: Iterable[Sequence[Any]] = ()) -> Reading:
     """Read a program; convolutions over patches become products in it, and rows that nobody asks for are left out.
 
     Args:
         program: of the whole model, in evaluation.
         arguments: what it is called with: what is held, the inputs, the batch size. They are looked at, not used.
+        others: the same for other numbers of samples: what is left out must be so for all.
     """
     graph, root = program.module.graph, program.module
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
     given = dict(zip(placeholders, arguments, strict=True))
-    num_products, num_fewer = _improve(graph, root, given)
+    calls_with = [given, *(dict(zip(placeholders, other, strict=True)) for other in others)]
+    num_products, num_fewer = _improve(graph, root, calls_with)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     families = Families(calls)
     held = dict(zip(placeholders, program.held_names, strict=False))
@@ -108,18 +98,21 @@ def read_program(program: ExportProgram, arguments: Sequence[Any]) -> Reading:
     )
 
 
-def _improve(graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any]) -> tuple[int, int]:
+def _improve(graph: fx.Graph, root: nn.Module, calls_with: Sequence[Mapping[fx.Node, Any]]) -> tuple[int, int]:
     """Change a graph to one that takes less time; return how many products there are now, and operations on less."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(is_convolution(node) or asks_for_rows(node) for node in calls):
-        return 0, 0
-    with _without_memory(given) as known:
-        try:
-            for node in calls:
-                known[node] = compute(node, known, root)
-        except Exception:  # an operation that cannot be run without memory: then all stays as it is
-            return 0, 0
-        return as_products(graph, known), for_fewer_rows(graph, known)
+    num_products = num_fewer = 0
+    shown = None
+    if any(map(asks_for_rows, calls)):
+        several = [shown_for(calls, root, given) for given in calls_with]
+        shown = several[0]
+        known = [one for one in several if one is not None]
+        if len(known) == len(several):  # what holds for some numbers of samples only is not for all calls
+            num_fewer = for_fewer_rows(graph, known)
+    if any(map(is_convolution, calls)):
+        shown = shown or shown_for(calls, root, calls_with[0])
+        num_products = 0 if shown is None else as_products(graph, shown)
+    return num_products, num_fewer
 
 
 def _done_once(
@@ -159,23 +152,13 @@ class _Estimate:
 def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, _Estimate]:
     """Return what each node takes, by its operations and bytes: the program is run on tensors without memory."""
     rates, found = Rates.of(_RATES), dict[fx.Node, _Estimate]()
-    with _without_memory(given) as known:
+    with without_memory(given) as known:
         for node in calls:
             with Tally(rates) as tally:
                 known[node] = compute(node, known, root)
             has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(known[node]))
             found[node] = _Estimate(tally.seconds, has_tensor)
     return found
-
-
-@contextmanager
-def _without_memory(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-    """Yield what is given as tensors without memory; what is computed with them meanwhile has none either."""
-    with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        yield {
-            node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
-            for node, value in given.items()
-        }
 
 
 def _works(nodes: Sequence[fx.Node], families: Families, estimates: Mapping[fx.Node, _Estimate]) -> Iterator[Work]:

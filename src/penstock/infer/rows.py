@@ -11,7 +11,7 @@ is the same; products of other sizes may be rounded in another order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from penstock.model.export_ops import Families
+from penstock.model.export_ops import Families, op_name
 
 __all__ = ["asks_for_rows", "for_fewer_rows"]
 
@@ -35,6 +35,17 @@ class Rows(NamedTuple):
     end: int
     step: int
 
+    def num_of(self, size: int) -> int:
+        """Return how many these are of so many.
+
+        >>> Rows(1, -1, _END, 1).num_of(5), Rows(0, 0, _END, 2).num_of(5)
+        (1, 3)
+        """
+        return len(range(*slice(self.start, self.end, self.step).indices(size)))
+
+
+Shapes = dict[fx.Node, tuple[torch.Size, ...]]  # of the plain tensor that a node makes, for each number of samples
+
 
 @dataclass(frozen=True)
 class _Seen:
@@ -43,25 +54,25 @@ class _Seen:
     Attributes:
         node: whose rows are asked for.
         rows: which of them.
-        shown: what each node makes for the example.
+        shapes: of all tensors.
     """
 
     node: fx.Node
     rows: Rows
-    shown: Mapping[fx.Node, Any]
+    shapes: Shapes
 
     @property
     def num_dims(self) -> int:
         """Of what the node makes."""
-        return int(self.shown[self.node].dim())
+        return len(self.shapes[self.node][0])
 
     def given(self, at: int, default: Any = None) -> Any:  # noqa: ANN401 - whatever operations take
         """Return an argument by its place."""
         return self.node.args[at] if at < len(self.node.args) else default
 
-    def tensor(self, at: int) -> torch.Tensor:
-        """Return what an argument is for the example."""
-        return self.shown[self.given(at)]  # type: ignore[no-any-return]
+    def num_dims_of(self, at: int) -> int:
+        """Return how many dimensions an argument has."""
+        return len(self.shapes[self.given(at)][0])
 
 
 Asked = dict[int, int]  # by the place of an argument: the dimension of it that the rows are in
@@ -73,36 +84,52 @@ def asks_for_rows(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (aten.select.int, aten.slice.Tensor)
 
 
-def for_fewer_rows(graph: fx.Graph, shown: dict[fx.Node, Any]) -> int:
+def for_fewer_rows(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> int:
     """Let operations work on the rows that are asked for; return how many do, those that only look not counted.
 
     Args:
         graph: is changed.
-        shown: what each node makes for the example, without memory; what is new is added.
+        shown: what each node makes, for several numbers of samples: only what is true for all of them is relied on.
     """
-    families = Families([node for node in graph.nodes if node.op == "call_function"])
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if any(op_name(node).startswith("as_strided") for node in calls):  # which counts on where things are in memory
+        return 0
+    families, shapes = Families(calls), _shapes_in(graph, shown)
     count = 0
-    for node in reversed(list(graph.nodes)):  # its users come first, and may have moved up to it
-        rows = _rows_read(node, shown)
+    for node in reversed(calls):  # its users come first, and may have moved up to it
+        rows = _rows_read(node, shapes)
         if rows is None or families.is_changed(node):
             continue
-        asked = _sources(_Seen(node, rows, shown))
+        asked = _sources(_Seen(node, rows, shapes))
         if asked is not None:
-            _move_up(graph, node, rows, asked, shown)
+            _move_up(graph, node, rows, asked)
             count += node.target not in _LOOKS
     return count
 
 
-def _rows_read(node: fx.Node, shown: Mapping[fx.Node, Any]) -> Rows | None:
+def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shapes:
+    """Return the shapes of all that is a plain tensor, with as many dimensions for any number of samples."""
+    found: Shapes = {}
+    for node in graph.nodes:
+        made = [one.get(node) for one in shown]
+        if all(isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided for tensor in made):
+            shapes = tuple(tensor.shape for tensor in made)  # type: ignore[union-attr]
+            if len({len(shape) for shape in shapes}) == 1:
+                found[node] = shapes
+    return found
+
+
+def _rows_read(node: fx.Node, shapes: Shapes) -> Rows | None:
     """Return which rows all users of a node read; None where they read others, or all, or none."""
-    if node.op != "call_function" or not isinstance(shown.get(node), torch.Tensor) or not node.users:
+    if node not in shapes or not node.users:
         return None
-    found = {_rows_of(user, shown[node].dim()) for user in node.users}
+    found = {_rows_of(user, len(shapes[node][0])) for user in node.users}
     rows = found.pop()
     if found or rows is None:
         return None
-    count = len(range(*slice(*rows[1:]).indices(shown[node].shape[rows.dim])))
-    return rows if 0 < count < shown[node].shape[rows.dim] else None
+    sizes = {shape[rows.dim] for shape in shapes[node]}
+    size = sizes.pop()
+    return rows if not sizes and 0 < rows.num_of(size) < size else None
 
 
 def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:
@@ -123,7 +150,7 @@ def _sources(seen: _Seen) -> Asked | None:
     target, node = seen.node.target, seen.node
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return None
-    if not seen.shown.keys() >= set(node.all_input_nodes):  # what a nested graph has, or is
+    if not seen.shapes.keys() >= set(node.all_input_nodes):  # numbers, nested graphs, other kinds of tensors
         return None
     if target in _RULES:
         return _RULES[target](seen)
@@ -136,25 +163,21 @@ def _goes_number_by_number(target: object) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked, shown: dict[fx.Node, Any]) -> None:
+def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked) -> None:
     """Let a node work on some rows of its arguments, and its readers take what it makes."""
     args = list(node.args)
-    kept = shown[node]
     with graph.inserting_before(node):
         for at, dim in asked.items():
-            of, which = node.args[at], (dim, *rows[1:])
-            args[at] = graph.call_function(aten.slice.Tensor, (of, *which))
-            shown[args[at]] = aten.slice.Tensor(shown[of], *which)  # type: ignore[index]
+            of: Any = node.args[at]
+            args[at] = graph.call_function(aten.slice.Tensor, (of, dim, *rows[1:]))
         if node.target is aten.scaled_dot_product_attention.default and len(args) > _CAUSAL:
             args[_CAUSAL] = False  # the last query sees everything
         made = graph.call_function(node.target, tuple(args), node.kwargs)  # type: ignore[arg-type]
-        shown[made] = aten.slice.Tensor(kept, *rows)
     for reader in list(node.users):
         found = made
         if reader.target is aten.select.int:
             with graph.inserting_before(reader):
                 found = graph.call_function(aten.select.int, (made, rows.dim, 0))
-            shown[found] = shown[reader]
         reader.replace_all_uses_with(found)
         graph.erase_node(reader)
     graph.erase_node(node)
@@ -165,15 +188,20 @@ def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked, shown: di
 
 def _number_by_number(seen: _Seen) -> Asked | None:
     """Tensors are broadcast against each other: rows are in those that have them."""
-    given = {at: seen.shown[value] for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)}
-    tensors = {at: value for at, value in given.items() if isinstance(value, torch.Tensor)}
-    if len({seen.node.args[at] for at in given}) < len(seen.node.all_input_nodes):  # others are in a list
+    places = [at for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)]
+    if len({seen.node.args[at] for at in places}) < len(seen.node.all_input_nodes):  # others are in a list
         return None
-    whole = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))  # type: ignore[no-untyped-call]
-    if whole != seen.shown[seen.node].shape:
-        return None
-    dims = {at: seen.rows.dim - (seen.num_dims - tensor.dim()) for at, tensor in tensors.items()}
-    return {at: dim for at, dim in dims.items() if dim >= 0 and tensors[at].shape[dim] != 1}
+    shapes = {at: seen.shapes[seen.given(at)] for at in places}
+    for which, whole in enumerate(seen.shapes[seen.node]):
+        if torch.broadcast_shapes(*(shape[which] for shape in shapes.values())) != whole:  # type: ignore[no-untyped-call]
+            return None
+    found: Asked = {}
+    for at in places:
+        dim = seen.rows.dim - (seen.num_dims - seen.num_dims_of(at))
+        sizes = {shape[dim] for shape in shapes[at]} if dim >= 0 else {1}
+        if sizes != {1}:
+            found[at] = dim
+    return found
 
 
 def _same(seen: _Seen) -> Asked:
@@ -185,17 +213,19 @@ def _norm(seen: _Seen) -> Asked | None:
 
 
 def _linear(seen: _Seen) -> Asked | None:
+    if seen.given(2) is not None and seen.num_dims_of(2) > 1:  # a bias for each row
+        return None
     return _same(seen) if seen.rows.dim < seen.num_dims - 1 else None
 
 
 def _product(seen: _Seen) -> Asked | None:
     """A row of a product of matrices is a row of the first times the second."""
-    left, right = seen.tensor(0), seen.tensor(1)
-    if left.dim() < 2 or right.dim() < 2:
+    left, right = seen.num_dims_of(0), seen.num_dims_of(1)
+    if left < 2 or right < 2:
         return None
     if seen.rows.dim == seen.num_dims - 2:
-        return {0: left.dim() - 2}
-    return _same(seen) if right.dim() == 2 and seen.rows.dim < seen.num_dims - 2 else None
+        return {0: left - 2}
+    return _same(seen) if right == 2 and seen.rows.dim < seen.num_dims - 2 else None
 
 
 def _along(seen: _Seen) -> Asked | None:
@@ -214,10 +244,10 @@ def _attention(seen: _Seen) -> Asked | None:
     if seen.rows.dim != seen.num_dims - 2 or given["attn_mask"] is not None or given["dropout_p"]:
         return None
     if given["is_causal"]:
-        is_last = seen.rows[1:] == (-1, _END, 1) and seen.tensor(0).shape[-2] == seen.tensor(1).shape[-2]
-        if not is_last or "is_causal" in seen.node.kwargs:
+        queries, keys = ([shape[-2] for shape in seen.shapes[seen.given(at)]] for at in (0, 1))
+        if seen.rows[1:] != (-1, _END, 1) or queries != keys or "is_causal" in seen.node.kwargs:
             return None
-    return {0: seen.tensor(0).dim() - 2}
+    return {0: seen.num_dims_of(0) - 2}
 
 
 def _transpose(seen: _Seen) -> Asked:
@@ -230,7 +260,7 @@ def _permute(seen: _Seen) -> Asked:
 
 
 def _flatten(seen: _Seen) -> Asked | None:
-    num_dims = seen.tensor(0).dim()
+    num_dims = seen.num_dims_of(0)
     if num_dims == 0:
         return None
     first, last = (dim % num_dims for dim in (seen.given(1, 0), seen.given(2, -1)))

@@ -17,20 +17,13 @@ _SCHEDULED = "by schedule"
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
-    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from.
-
-    A momentum that a schedule moves, as OneCycleLR does, is left out: it is another in every step.
-    """
+    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from."""
     found = []
     for group in (group for one in optimizers for group in one.param_groups):
         plain: dict[str, Any] = {
             name: value for name, value in group.items() if isinstance(value, (Number, tuple, list))
         }
         plain.pop("params", None)
-        if "max_momentum" in plain:
-            plain.pop("momentum", None)
-            if "betas" in plain:
-                plain["betas"] = (_SCHEDULED, *plain["betas"][1:])
         rate = plain.pop("initial_lr", None)
         found.append(plain if rate is None else plain | {"lr": rate})
     return found
@@ -44,8 +37,17 @@ def changes(before: Settings, after: Settings) -> list[str]:
     """
     told = [
         f"{name} {new[name]}, not {old[name]}"
-        for old, new in zip(before, after, strict=False)
+        for own, other in zip(before, after, strict=False)
+        for old, new in ((_as_given(own, other), _as_given(other, own)),)
         for name in old
         if name in new and old[name] != new[name]
     ]
     return list(dict.fromkeys(told))
+
+
+def _as_given(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without a momentum that schedules move, then as now: it is another in every step."""
+    if "max_momentum" not in settings or "max_momentum" not in other:
+        return settings
+    kept = {name: value for name, value in settings.items() if name != "momentum"}
+    return kept | {"betas": (_SCHEDULED, *kept["betas"][1:])} if "betas" in kept else kept

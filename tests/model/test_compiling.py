@@ -36,6 +36,12 @@ def test_options(given, wanted):
         ("max-autotune", "compile: 'max-autotune' is neither"),
         ({"max_autotun": True}, "Inductor has no option 'max_autotun'. Did you mean 'max_autotune'?"),
         ({3: True}, "Inductor has no option 3"),
+        ({"max_autotune": "yes"}, "compile: max_autotune must be True or False; given: 'yes'"),
+        ({"max_autotune": 1}, "compile: max_autotune must be True or False; given: 1"),
+        (
+            {"triton": {"persistent_reductions": 2}},
+            "compile: triton.persistent_reductions must be True or False; given: 2",
+        ),
         ({"triton": {"max_tile": 2}}, "Inductor has no option 'triton.max_tile'. Did you mean 'triton.max_tiles'?"),
         ({"triton": {"cudagraphs": True}}, "would capture graphs within ours"),
         ({"triton.cudagraphs": True}, "would capture graphs within ours"),

@@ -51,6 +51,7 @@ class Odd(torch.Tensor):
         pytest.param(IMAGES[:2], torch.empty_like(IMAGES[:2]), id="few"),
         pytest.param(torch.ones(MANY, dtype=torch.uint8), torch.empty(MANY, dtype=torch.uint8), id="many"),
         pytest.param(torch.ones(()), torch.empty(()), id="one number"),
+        pytest.param(torch._efficientzerotensor(IMAGES.shape), torch.empty_like(IMAGES), id="zeros without memory"),
         pytest.param(torch.ones(0, 3), torch.empty(0, 3), id="none"),
         pytest.param(IMAGES.as_subclass(Odd), torch.empty_like(IMAGES), id="a class of its own"),
     ],

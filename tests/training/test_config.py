@@ -195,6 +195,9 @@ def test_switches(tmp_path, words, graphs):
          {"max_autotune": True, "shape_padding": False}),
         ("[compile]\ntriton.max_tiles = 2", [], {"triton": {"max_tiles": 2}}),
         ("compile = {max_autotune = true}", ["--no-compile"], False),
+        ("", ["--compile", "max_autotune=true", "--compile", "{shape_padding = false}"],
+         {"max_autotune": True, "shape_padding": False}),
+        ("", ["--compile", "--lr=0.1"], True),
     ],
 )  # fmt: skip
 def test_compile_is_a_switch_or_a_table(tmp_path, text, words, wanted):

@@ -26,6 +26,7 @@ from penstock.launch.measured import keep_profile, kept_profile
 from penstock.launch.models import build_model
 from penstock.launch.trying import check_pair, telling_bad_batches
 from penstock.launch.writing import to_toml
+from penstock.model.compiling import options_of
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import share_of_threads
 from penstock.report.format import parse_bytes
@@ -65,6 +66,7 @@ def build_parts(config: Config) -> Parts:
         UsageError: for what cannot be found, or does not take its arguments.
     """
     _sow(config.seed)
+    options_of(config.compile)  # what is wrong is told before anything is made
     model, example = build_model(config)
     if config.precision == "fp64":
         for module in model if isinstance(model, list) else [model]:

@@ -61,7 +61,7 @@ def take_flags(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], lis
             faults.append(f"{head}: there is no such flag.{hint}")
             if not has_value and todo and not todo[0].startswith("--") and not todo[0].endswith(".toml"):
                 todo.pop(0)
-        elif _is_switch(name) and not has_value:
+        elif _is_switch(name) and not has_value and not (todo and _is_setting(name, todo[0])):
             flags.append((name, "false" if is_negated else "true"))
         elif is_negated:
             faults.append(f"{head}: takes no value")
@@ -78,6 +78,11 @@ def _hint(name: str) -> str:
 
 def _is_switch(name: str) -> bool:
     return bool in kinds_of(name)
+
+
+def _is_setting(name: str, word: str) -> bool:
+    """Return whether a word is a value of a switch that takes a table too: NAME=VALUE, or a table."""
+    return dict in kinds_of(name) and not word.startswith("-") and ("=" in word or word.startswith("{"))
 
 
 def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults: Sequence[str] = ()) -> Given:

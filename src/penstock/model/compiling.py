@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import torch
 
@@ -13,6 +13,8 @@ __all__ = ["Compile", "Options", "compiled", "options_of"]
 
 Compile = bool | Mapping[str, Any]
 Options = Mapping[str, Any]
+
+_IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 Run = TypeVar("Run", bound=Callable[..., Any] | None)
 
@@ -30,13 +32,16 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
         return {} if compile else None
     if not isinstance(compile, Mapping):
         raise UsageError(f"compile: {compile!r:.40} is neither True nor False nor a dict of options for Inductor")
-    from torch._inductor import list_options  # takes a second
+    from torch._inductor import config, list_options  # takes a second
 
     known = list_options()
     found = dict(_by_full_names(compile, known))
-    for name in found:
+    for name, value in found.items():
         if str(name).replace("-", "_") not in known:
             raise UsageError(f"compile: Inductor has no option {name!r:.60}.{nearest(str(name), known)}")
+        kind = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):  # of others torch itself takes what is given
+            raise UsageError(f"compile: {name} must be {_IN_WORDS.get(kind, kind.__name__)}; given: {value!r:.60}")
     if found.get("triton.cudagraphs"):
         raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
     return found

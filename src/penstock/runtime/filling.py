@@ -31,7 +31,10 @@ def fill(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """
     if room.numel() <= _SHARED_NUMBERS or room.nbytes > _MOST_BYTES or not _lies_like(tensor, room):
         return room.copy_(tensor.detach())
-    memmove(room.data_ptr(), tensor.data_ptr(), room.nbytes)  # gives Python's lock back meanwhile
+    place = tensor.data_ptr()
+    if not place:  # torch has tensors that are known to be zero, or are to be made later
+        return room.copy_(tensor.detach())
+    memmove(room.data_ptr(), place, room.nbytes)  # gives Python's lock back meanwhile
     return room
 
 

@@ -17,15 +17,14 @@ _SCHEDULED = "by schedule"
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
-    """Return the settings of all groups, as they were given: the learning rate that a schedule starts from."""
+    """Return the settings of all groups."""
     found = []
     for group in (group for one in optimizers for group in one.param_groups):
         plain: dict[str, Any] = {
             name: value for name, value in group.items() if isinstance(value, (Number, tuple, list))
         }
         plain.pop("params", None)
-        rate = plain.pop("initial_lr", None)
-        found.append(plain if rate is None else plain | {"lr": rate})
+        found.append(plain)
     return found
 
 
@@ -34,6 +33,8 @@ def changes(before: Settings, after: Settings) -> list[str]:
 
     >>> changes([{"lr": 5.0, "betas": (0.9, 0.95)}], [{"lr": 0.001, "betas": (0.9, 0.95)}])
     ['lr 0.001, not 5.0']
+    >>> changes([{"lr": 0.2, "initial_lr": 0.1}], [{"lr": 0.3, "initial_lr": 0.1}])  # a schedule moves it
+    []
     """
     told = [
         f"{name} {new[name]}, not {old[name]}"
@@ -46,8 +47,13 @@ def changes(before: Settings, after: Settings) -> list[str]:
 
 
 def _as_given(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without a momentum that schedules move, then as now: it is another in every step."""
-    if "max_momentum" not in settings or "max_momentum" not in other:
-        return settings
-    kept = {name: value for name, value in settings.items() if name != "momentum"}
-    return kept | {"betas": (_SCHEDULED, *kept["betas"][1:])} if "betas" in kept else kept
+    """Return settings as they were given: what schedules move, then as now, is another in every step."""
+    kept = dict(settings)
+    rate = kept.pop("initial_lr", None)
+    if rate is not None and "initial_lr" in other:
+        kept["lr"] = rate
+    if "max_momentum" in settings and "max_momentum" in other:
+        kept.pop("momentum", None)
+        if "betas" in kept:
+            kept["betas"] = (_SCHEDULED, *kept["betas"][1:])
+    return kept

@@ -20,7 +20,7 @@ from penstock.model.structure import rebuild
 
 __all__ = ["Form", "Program", "quick_name"]
 
-_OTHER_SIZES = (1, 2, 3)  # of batches: what is the same for these and the example is taken to be the same for all
+_OTHER_SIZES = (1, 2, 3)  # of batches, to see what depends on that; in one sample a dimension may vanish
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -64,7 +64,8 @@ class Program:
         # what the model hands on as it got it comes from the call itself, all else from the program
         place_of = {name: -1 - at for at, name in enumerate(names)} | {n: at for at, n in enumerate(program.outputs)}
         self._sources = [place_of[name] for name in results.names]
-        others = (self._arguments(example.resized(size)) for size in _OTHER_SIZES if size != example.batch_size)
+        sizes = [size for size in _OTHER_SIZES if size != example.batch_size][:2]
+        others = (self._arguments(example.resized(size)) for size in sizes)
         self.reading = read_program(program, self._arguments(example), others=others)
         self.branches: Branches = find_branches(self.reading.works, most=most)
         self._interpreter = Interpreter(self.reading, self.branches)

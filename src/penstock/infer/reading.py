@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.infer.branches import Work
 from penstock.infer.computing import compute, shown_for, without_memory
 from penstock.infer.patches import as_products, is_convolution
-from penstock.infer.rows import asks_for_rows, for_fewer_rows
+from penstock.infer.rows import asks_for_rows, could_be_fewer, for_fewer_rows
 from penstock.model.export_ops import Families, has_effect, op_name, written_by
 from penstock.model.export_regions import op_of
 from penstock.model.export_stage import ExportProgram
@@ -73,8 +73,9 @@ def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: It
     graph, root = program.module.graph, program.module
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
     given = dict(zip(placeholders, arguments, strict=True))
-    calls_with = [given, *(dict(zip(placeholders, other, strict=True)) for other in others)]
-    num_products, num_fewer = _improve(graph, root, calls_with)
+    num_products, num_fewer = _improve(
+        graph, root, given, (dict(zip(placeholders, other, strict=True)) for other in others)
+    )
     calls = [node for node in graph.nodes if node.op == "call_function"]
     families = Families(calls)
     held = dict(zip(placeholders, program.held_names, strict=False))
@@ -98,21 +99,23 @@ def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: It
     )
 
 
-def _improve(graph: fx.Graph, root: nn.Module, calls_with: Sequence[Mapping[fx.Node, Any]]) -> tuple[int, int]:
+def _improve(
+    graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any], others: Iterable[Mapping[fx.Node, Any]]
+) -> tuple[int, int]:
     """Change a graph to one that takes less time; return how many products there are now, and operations on less."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    num_products = num_fewer = 0
-    shown = None
-    if any(map(asks_for_rows, calls)):
-        several = [shown_for(calls, root, given) for given in calls_with]
-        shown = several[0]
+    if not any(is_convolution(node) or asks_for_rows(node) for node in calls):
+        return 0, 0
+    shown = shown_for(calls, root, given)
+    if shown is None:
+        return 0, 0
+    num_fewer = 0
+    if could_be_fewer(graph, shown):
+        several = [shown, *(shown_for(calls, root, other) for other in others)]
         known = [one for one in several if one is not None]
-        if len(known) == len(several):  # what holds for some numbers of samples only is not for all calls
+        if len(known) == len(several):  # what is so for some numbers of samples only is not for all calls
             num_fewer = for_fewer_rows(graph, known)
-    if any(map(is_convolution, calls)):
-        shown = shown or shown_for(calls, root, calls_with[0])
-        num_products = 0 if shown is None else as_products(graph, shown)
-    return num_products, num_fewer
+    return as_products(graph, shown), num_fewer
 
 
 def _done_once(

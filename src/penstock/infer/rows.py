@@ -11,7 +11,7 @@ is the same; products of other sizes may be rounded in another order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch import fx
 
 from penstock.model.export_ops import Families, op_name
 
-__all__ = ["asks_for_rows", "for_fewer_rows"]
+__all__ = ["asks_for_rows", "could_be_fewer", "for_fewer_rows"]
 
 aten = torch.ops.aten
 _END = sys.maxsize  # as torch writes an end that is left out
@@ -91,20 +91,34 @@ def for_fewer_rows(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> i
         graph: is changed.
         shown: what each node makes, for several numbers of samples: only what is true for all of them is relied on.
     """
+    count = 0
+    for node, rows, asked in _movable(graph, shown):
+        _move_up(graph, node, rows, asked)
+        count += node.target not in _LOOKS
+    return count
+
+
+def could_be_fewer(graph: fx.Graph, shown: Mapping[fx.Node, Any]) -> bool:
+    """Return whether some operation could work on fewer rows, as far as one number of samples tells."""
+    return any(True for _ in _movable(graph, [shown]))
+
+
+def _movable(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Iterator[tuple[fx.Node, Rows, Asked]]:
+    """Yield each node that needs some rows only, which ones, and where they are in its arguments; the last node first.
+
+    Each is moved before the next is asked for.
+    """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if any(op_name(node).startswith("as_strided") for node in calls):  # which counts on where things are in memory
-        return 0
+        return
     families, shapes = Families(calls), _shapes_in(graph, shown)
-    count = 0
     for node in reversed(calls):  # its users come first, and may have moved up to it
         rows = _rows_read(node, shapes)
         if rows is None or families.is_changed(node):
             continue
         asked = _sources(_Seen(node, rows, shapes))
         if asked is not None:
-            _move_up(graph, node, rows, asked)
-            count += node.target not in _LOOKS
-    return count
+            yield node, rows, asked
 
 
 def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shapes:

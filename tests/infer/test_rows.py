@@ -133,6 +133,7 @@ def test_less_is_computed(name):
 STAYS = {
     "of the batch": lambda m, x: m.first(x)[:2],
     "all samples but one": lambda m, x: m.first(x)[1:],
+    "nothing that is computed": lambda m, x: x.transpose(1, 2)[:, 2:4, 1:3].unsqueeze(1)[:, :, :, 0],
     "all but the only one": lambda m, x: (x[:, :1] * 2)[:, 1:],
     "a bias for each row": lambda m, x: functional.linear(x, m.first.weight, m.place)[:, 1],
     "what looks back, by name": lambda m, x: _back(x),
@@ -227,6 +228,26 @@ def test_sparse_matrices_are_left_alone(kind):
             return x[:, 1] * torch.mm(self.links, self.table)[:3].sum(0)
 
     check(Sparse(), num_fewer=0)
+
+
+def test_what_is_only_looked_at_stays_as_it_is():
+    program = check(Of(STAYS["nothing that is computed"]))
+    assert [node.target for node in program.reading.nodes].count(torch.ops.aten.select.int) == 1
+    names = [node.name for node in program.reading.nodes]
+    assert names[0] == "transpose", "the first is still the model's first"
+
+
+def test_a_weight_that_is_a_part_of_another_is_still_a_product():
+    class Parts(nn.Conv2d):
+        def forward(self, x):
+            return functional.conv2d(x, (self.weight * 2)[:2], None, 4)[:, :, 0]
+
+    model = Parts(3, 8, 4).double()
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    program = program_of(model, images)
+    with torch.no_grad():
+        torch.testing.assert_close(run(program, images), model(images), rtol=1e-12, atol=1e-12)
+    assert (program.reading.num_products, program.reading.num_fewer) == (1, 1)
 
 
 def test_it_is_told():

@@ -84,16 +84,20 @@ def asks_for_rows(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (aten.select.int, aten.slice.Tensor)
 
 
-def for_fewer_rows(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> int:
+def for_fewer_rows(graph: fx.Graph, shown: Sequence[dict[fx.Node, Any]]) -> int:
     """Let operations work on the rows that are asked for; return how many do, those that only look not counted.
 
     Args:
         graph: is changed.
         shown: what each node makes, for several numbers of samples: only what is true for all of them is relied on.
+            What comes in the place of others is added.
     """
     count = 0
     for node, rows, asked in _movable(graph, shown):
-        _move_up(graph, node, rows, asked)
+        for old, new in _move_up(graph, node, rows, asked):
+            for one in shown:
+                if old in one:  # and not a reader that was put there
+                    one[new] = one[old]
         count += node.target not in _LOOKS
     return count
 
@@ -117,8 +121,31 @@ def _movable(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Iterato
         if rows is None or families.is_changed(node):
             continue
         asked = _sources(_Seen(node, rows, shapes))
-        if asked is not None:
+        if asked is not None and _pays(node, rows, asked, shapes, families):
             yield node, rows, asked
+
+
+def _pays(node: fx.Node, rows: Rows, asked: Asked, shapes: Shapes, families: Families) -> bool:
+    """Return whether less is computed: to look at less is no gain, but for what is computed before it."""
+    if node.target not in _LOOKS:
+        return True
+    ((at, dim),) = asked.items()
+    source, there = node.args[at], rows._replace(dim=dim)
+    if not isinstance(source, fx.Node) or source.op != "call_function" or families.is_changed(source):
+        return False
+    if not all(user is node or _would_read(user, source, shapes) == there for user in source.users):
+        return False
+    further = _sources(_Seen(source, there, shapes))
+    return further is not None and _pays(source, there, further, shapes, families)
+
+
+def _would_read(user: fx.Node, source: fx.Node, shapes: Shapes) -> Rows | None:
+    """Return which rows a user reads of its source, by itself or once its own readers have moved up to it."""
+    rows = _rows_read(user, shapes)
+    if rows is None or user.target not in _LOOKS:
+        return _rows_of(user, len(shapes[source][0]))
+    asked = _sources(_Seen(user, rows, shapes))
+    return None if asked is None else rows._replace(dim=asked[0])
 
 
 def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shapes:
@@ -177,8 +204,8 @@ def _goes_number_by_number(target: object) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked) -> None:
-    """Let a node work on some rows of its arguments, and its readers take what it makes."""
+def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked) -> list[tuple[fx.Node, fx.Node]]:
+    """Let a node work on some rows of its arguments; return its readers, and what comes in the place of each."""
     args = list(node.args)
     with graph.inserting_before(node):
         for at, dim in asked.items():
@@ -187,14 +214,17 @@ def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: Asked) -> None:
         if node.target is aten.scaled_dot_product_attention.default and len(args) > _CAUSAL:
             args[_CAUSAL] = False  # the last query sees everything
         made = graph.call_function(node.target, tuple(args), node.kwargs)  # type: ignore[arg-type]
+    replaced: list[tuple[fx.Node, fx.Node]] = []
     for reader in list(node.users):
         found = made
         if reader.target is aten.select.int:
             with graph.inserting_before(reader):
                 found = graph.call_function(aten.select.int, (made, rows.dim, 0))
         reader.replace_all_uses_with(found)
+        replaced.append((reader, found))
         graph.erase_node(reader)
     graph.erase_node(node)
+    return replaced
 
 
 # ---- one rule for each kind of operation

@@ -25,6 +25,7 @@ __all__ = ["asks_for_rows", "could_be_fewer", "for_fewer_rows"]
 
 aten = torch.ops.aten
 _END = sys.maxsize  # as torch writes an end that is left out
+_MOST_SHARE = 0.5  # of rows: they lie apart in memory, and to gather nearly all of them is no gain
 
 
 class Rows(NamedTuple):
@@ -161,7 +162,7 @@ def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shape
 
 
 def _rows_read(node: fx.Node, shapes: Shapes) -> Rows | None:
-    """Return which rows all users of a node read; None where they read others, or all, or none."""
+    """Return which rows all users of a node read; None where they read others, or most, or none."""
     if node not in shapes or not node.users:
         return None
     found = {_rows_of(user, len(shapes[node][0])) for user in node.users}
@@ -170,7 +171,7 @@ def _rows_read(node: fx.Node, shapes: Shapes) -> Rows | None:
         return None
     sizes = {shape[rows.dim] for shape in shapes[node]}
     size = sizes.pop()
-    return rows if not sizes and 0 < rows.num_of(size) < size else None
+    return rows if not sizes and 0 < rows.num_of(size) <= _MOST_SHARE * size else None
 
 
 def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:

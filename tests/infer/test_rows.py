@@ -371,3 +371,21 @@ def test_models_made_by_chance(part):
         program = check(Of(chance(100 * part + seed)))
         moved += program.reading.num_fewer > 0
     assert moved >= 5
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "name", ["the first token of a block", "the last of a block that looks back", "by a norm and a head"]
+)
+def test_as_a_cuda_graph(name):
+    function, num_fewer = MOVES[name]
+    model = Of(function).double().eval().cuda()
+    graph = Graph(model, torch.randn(3, LENGTH, WIDTH, dtype=torch.float64, device="cuda"))
+    assert f"nobody asks for: {num_fewer}" in graph.explain()
+    for size in (3, 1, 4):
+        for _ in range(3):
+            x = torch.randn(size, LENGTH, WIDTH, dtype=torch.float64, device="cuda")
+            with torch.no_grad():
+                torch.testing.assert_close(graph(x), model(x), rtol=1e-11, atol=1e-11)
+    assert graph.obstacle == ""

@@ -1,8 +1,8 @@
 """Fill: copy host tensors to other host memory on the thread that asks, where that is quick enough.
 
 torch shares a copy of more than a few thousand numbers among its threads. For some megabytes that wins tens of
-microseconds at best. It costs a wait for the slowest of them: a thread that has gone to sleep since the last batch must
-be woken, and one whose core is at work for others, as for a loader's processes, gets its turn milliseconds later.
+microseconds. It costs a wait for the slowest of them: one whose core is at work for others, as for a loader's processes,
+gets its turn milliseconds later (benchmarks/filling).
 """
 
 from __future__ import annotations

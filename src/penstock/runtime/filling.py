@@ -1,7 +1,7 @@
 """Fill: copy host tensors to other host memory on the thread that asks, where that is quick enough.
 
 torch shares a copy of more than a few thousand numbers among its threads. For some megabytes that wins tens of
-microseconds. It costs a wait for the slowest of them: one whose core is at work for others, as for a loader's processes,
+microseconds. It costs a wait for the slowest of them: one whose core is at work for others, as for loader processes,
 gets its turn milliseconds later (benchmarks/filling).
 """
 

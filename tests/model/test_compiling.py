@@ -1,5 +1,8 @@
 """What `compile=` may be, and that options of Inductor get there."""
 
+import copy
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,8 @@ from torch import nn
 import penstock
 from penstock.errors import UsageError
 from penstock.infer import Graph
-from penstock.model.compiling import options_of
+from penstock.model.column_sums import SumsAsProducts
+from penstock.model.compiling import compiled, options_of
 
 
 @pytest.mark.parametrize(
@@ -68,4 +72,41 @@ def test_options_get_to_stages_and_loss(path, monkeypatch):
         capture_path=path,
     ) as pipe:  # fmt: skip
         pipe.step(torch.ones(4, 4), torch.ones(4, 4))
-    assert seen == [{"dynamic": False, "options": given}] * 3
+    assert [options["dynamic"] for options in seen] == [False] * 3
+    assert all(given.items() <= options["options"].items() for options in seen)
+
+
+def test_a_pass_of_the_users_own_is_left(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda run, **options: (seen.append(options["options"]), run)[1])
+    compiled(nn.Linear(2, 2), {"post_grad_custom_pre_pass": print})
+    compiled(nn.Linear(2, 2), {})
+    assert seen[0] == {"post_grad_custom_pre_pass": print}
+    assert isinstance(seen[1]["post_grad_custom_pre_pass"], SumsAsProducts)
+
+
+@pytest.mark.parametrize("path", ["direct", "export"])
+@pytest.mark.filterwarnings("ignore")
+def test_all_of_many_stages_are_compiled(path, monkeypatch):
+    """Torch compiles no more than eight variants of one function, and for it all stages would be variants of one."""
+    made, real = [], torch.compile
+
+    def counted(graph, example):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
+    widths = [*range(4, 16), 4, 4, 4]
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double()
+    reference = copy.deepcopy(model)
+    x, y = torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    with penstock.Pipeline(
+        model, example=x, loss=nn.functional.mse_loss, lanes=2, schedule="looped_bfs", stages_per_lane=7,
+        cuts=list(range(1, 14)), micro_batches=2, compile=True, capture_path=path,
+    ) as pipe:  # fmt: skip
+        pipe.step(x, y)
+    nn.functional.mse_loss(reference(x), y).backward()
+    for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)
+    num_stages = 14 if path == "export" else 13  # two are the same module twice; in a graph their names differ
+    assert len(made) == num_stages + 1  # and the loss

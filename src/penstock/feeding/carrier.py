@@ -10,9 +10,8 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.feeding.places import Places
-from penstock.feeding.staging import Ready, Staged, Staging, mark
+from penstock.feeding.staging import Ready, Staged, Staging, is_plain, mark
 from penstock.model.structure import rebuild
-from penstock.runtime.filling import is_plain
 from penstock.runtime.streams import current_stream
 
 __all__ = ["Carrier", "Lifted", "Parcel", "Split"]

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.runtime.filling import fill, is_plain
 from penstock.runtime.streams import Event, OnStream
 
-__all__ = ["Staging", "mark", "pinned"]
+__all__ = ["Staging", "is_plain", "mark", "pinned"]
 
 Ready = tuple[torch.device, Event]
 
 _MOST_PLANS = 64
 _NUM_SLOTS = 2  # one is filled while the other is copied from
 _ALIGNMENT = 64  # bytes: any type of number may begin at a multiple
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Staging:
         slot.copied = []
         plan = self._plan(tensors, devices)
         found = [
-            tensor if room is None else fill(room, tensor)
+            tensor if room is None else room.copy_(tensor.detach())
             for tensor, room in zip(tensors, slot.rooms(plan), strict=True)
         ]
         return Staged(found, plan.devices, [tensor.requires_grad for tensor in tensors], slot, any(plan.is_direct))
@@ -182,6 +182,11 @@ def mark(stream: torch.cuda.Stream) -> Event:
 def pinned(num_bytes: int) -> torch.Tensor:
     """Return host memory that a GPU copies from by itself."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is no more than numbers in memory."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

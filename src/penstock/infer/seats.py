@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.runtime.filling import fill
 from penstock.runtime.streams import Event, Streams
 
 __all__ = ["Seat"]
@@ -39,7 +38,7 @@ class Seat:
             if value.is_cuda:
                 ready = torch.cuda.current_stream(value.device).record_event()
             is_staged = value.device.type == "cpu" and not value.is_pinned()
-            staged.append(fill(self._pinned_in.like(at, value, is_pinned=True), value) if is_staged else value)
+            staged.append(self._pinned_in.like(at, value, is_pinned=True).copy_(value) if is_staged else value)
         with streams.running(streams.copies):
             rooms = [self._on_device.like(at, value, device=streams.device) for at, value in enumerate(staged)]
             found = streams.bring(staged, ready, lambda _: rooms)
@@ -67,7 +66,7 @@ class Seat:
 
     def taken(self, count: int) -> list[torch.Tensor]:
         """Return what was copied, in memory of its own: the seat's is used again."""
-        return [fill(torch.empty_like(self._pinned_out[at]), self._pinned_out[at]) for at in range(count)]
+        return [self._pinned_out[at].clone() for at in range(count)]
 
 
 class _Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from penstock.errors import UsageError, nearest
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.step import Step
-from penstock.runtime.streams import Streams, joined, make_streams
+from penstock.runtime.streams import Lent, Streams, joined, make_streams
 from penstock.runtime.transport import Transport
 from penstock.schedule.schedule import Schedule
 
@@ -122,8 +123,17 @@ class LocalCompany:
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         """Run a step on all lanes."""
-        with joined(self.streams.values()):
+        with self._on_streams(step, is_recorded=spans is not None):
             self._crew.run(executors, step, spans)
+
+    def _on_streams(self, step: Step, *, is_recorded: bool) -> AbstractContextManager[None]:
+        """Return what puts the lanes' streams behind the caller's, and those behind the lanes."""
+        is_replay = step.tapes is not None and all(tape.is_replay for tape in step.tapes.values())
+        if is_replay and not is_recorded and len(self.lanes) == 1 == len(self.streams):
+            (own,) = self.streams.values()
+            if own.device.index == torch.cuda.current_device():
+                return Lent(own)
+        return joined(self.streams.values())
 
     def refuse(self, step: int, error: BaseException) -> None:
         """There are no others."""

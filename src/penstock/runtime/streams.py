@@ -16,7 +16,7 @@ import torch
 
 from penstock.model.sanitizer import sanitized
 
-__all__ = ["OnStream", "Streams", "bring", "current_stream", "joined", "make_streams"]
+__all__ = ["Lent", "OnStream", "Streams", "bring", "current_stream", "joined", "make_streams"]
 
 Event = torch.cuda.Event
 Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
@@ -60,6 +60,8 @@ class Streams:
 
     Attributes:
         is_shared: other lanes compute on the same stream.
+        lent: the caller's stream, where the lane works on that.
+        last_lent: the one that the last step ran on; None where it ran on the lane's own.
     """
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
@@ -69,6 +71,8 @@ class Streams:
         self.is_shared = compute is not None
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self.lent: torch.cuda.Stream | None = None
+        self.last_lent: torch.cuda.Stream | None = None
         self.begun, self.ended = self.event(), self.event()
         self.callers: dict[torch.device, Event] = {}  # behind what the caller's own streams had been given
         self._base, self._base_ns = self.event(is_timed=True), 0
@@ -80,6 +84,10 @@ class Streams:
     @contextmanager
     def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Let what this thread does inside run on the lane's stream, or on another."""
+        if self.lent is not None:  # this thread is there
+            with sanitized():
+                yield
+            return
         with OnStream(stream or self.compute), sanitized():
             yield
 
@@ -111,6 +119,8 @@ class Streams:
                 value if room is None else room.copy_(value.detach()) for value, room in zip(values, rooms, strict=True)
             ]
         with OnStream(self.copies):
+            if self.lent is not None:
+                self.copies.wait_event(self.begun)
             if ready is not None:
                 self.copies.wait_event(ready)
             found = [self._copied(value, ready, room, now) for value, room in zip(values, rooms, strict=True)]
@@ -225,6 +235,9 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     begun = {device: current_stream(device).record_event(own.begun) for device, own in firsts.items()}
     for own in everyone:
         now, own.callers = begun[own.device], begun
+        if own.last_lent is not None:
+            own.compute.wait_event(own.ended)
+            own.last_lent = None
         own.compute.wait_event(now)
         own.copies.wait_event(now)
         own.copies.wait_event(own.ended)  # the step before, which another of the caller's streams may have asked for
@@ -233,3 +246,33 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     finally:
         for own in everyone:  # the lane's own stream has waited for all that was brought
             current_stream(own.device).wait_event(own.compute.record_event(own.ended))
+
+
+class Lent:
+    """Let the only lane work on the stream that the caller works on: neither has to wait for the other.
+
+    For steps that compute nothing by torch's own operations, as replays of graphs: those are not on the lane's stream.
+    A small step takes the GPU less time than it takes the host to say who waits for whom.
+
+    Args:
+        own: the lane's.
+    """
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: Streams) -> None:
+        self._own = own
+
+    def __enter__(self) -> None:
+        own = self._own
+        own.lent = now = current_stream(own.device)
+        if now != own.last_lent:  # what the last step did is on another stream
+            now.wait_event(own.ended)
+            own.last_lent = now
+        now.record_event(own.begun)
+
+    def __exit__(self, *_: object) -> None:
+        own = self._own
+        assert own.lent is not None
+        own.lent.record_event(own.ended)
+        own.lent = None

@@ -6,7 +6,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError, UsageError
+from penstock.infer.around import Around
 from penstock.infer.branches import MOST_BRANCHES
 from penstock.infer.program import Form, Program, quick_name
 from penstock.infer.replay import Replay
@@ -26,6 +26,7 @@ from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.capturing import Maker, make_graphs
 from penstock.runtime.devices import check_device, has_graphs
+from penstock.runtime.streams import current_stream
 
 __all__ = ["Graph", "Plain"]
 
@@ -90,14 +91,14 @@ class Graph:
         self._maker: Maker | None = None  # makes graphs with one pool of memory
         self._streams: list[torch.cuda.Stream] | None = None
         self._done: torch.cuda.Event | None = None  # behind the last call
+        self._last: torch.cuda.Stream | None = None  # that it was on
         self.obstacle = "" if has_graphs(self.device) else f"CUDA graphs need a GPU, and the model is on {self.device}"
         if not self.obstacle:
             self._decide()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns for these arguments."""
-        # not in inference mode, whatever the caller is in: its tensors could not be written to outside of it
-        with self._lock, torch.inference_mode(False), torch.no_grad(), self._here():
+        with self._lock, Around(self.device):
             return self._eagerly(args, kwargs) if self.obstacle else self._serve(args, kwargs)
 
     def explain(self) -> str:
@@ -241,8 +242,10 @@ class Graph:
         values = self._program.values(tensors)
         if self._done is None:
             return self._handed_out(replay(values))
-        now = torch.cuda.current_stream(self.device)
-        now.wait_event(self._done)
+        now = current_stream(self.device)
+        if now != self._last:
+            now.wait_event(self._done)
+            self._last = now
         made = self._handed_out(replay(values))
         self._done.record(now)
         return made
@@ -261,9 +264,6 @@ class Graph:
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
-
-    def _here(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 # of each model: to run it in evaluation is to change its mode for a while, whoever else does the same

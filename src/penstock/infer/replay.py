@@ -61,8 +61,9 @@ class Replay:
         return self.outputs
 
     def _load(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy what is given to where the graph reads it; without gradients, as the caller is."""
         for slot, value in zip(self._slots, values, strict=True):
-            slot.copy_(value.detach(), non_blocking=True)
+            slot.copy_(value, non_blocking=True)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -562,6 +562,33 @@ def test_compiled_it_is_the_model(name, device):
     assert graph.obstacle == ""
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("clone", [True, False])
+def test_callers_that_change_their_stream(clone):
+    """Each call is behind long work on a stream of its own, and has the graph's memory to itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double().cuda()
+    given = [torch.randn(4, 16, dtype=torch.float64, device="cuda") for _ in range(12)]
+    with torch.no_grad():
+        wanted = [model(x) for x in given]
+    graph = Graph(model, given[0], clone=clone)
+    graph(given[0])
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    made = []
+    for at, x in enumerate(given):
+        with torch.cuda.stream(streams[(0, 1, 2, 2, 1, 0)[at % 6]]):
+            torch.cuda._sleep(20_000_000)
+            made.append(graph(x))
+            if not clone:
+                made[-1] = made[-1].clone()
+                torch.cuda.current_stream().synchronize()  # what is not copied is there until the next call
+    torch.cuda.synchronize()
+    for result, right in zip(made, wanted, strict=True):
+        torch.testing.assert_close(result, right)
+
+
 def test_a_call_that_is_wrong_is_not_the_compiler_s_fault(device, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).to(device)

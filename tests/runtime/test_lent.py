@@ -39,30 +39,28 @@ def faults(steps, *, on_host=False, micro_batches=2):
     reference, wanted, made = copy.deepcopy(model), [], []
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     batches = [data(at, batch) for at, (_, batch, _) in enumerate(steps)]
-    for x, target in batches:
-        loss = nn.functional.mse_loss(reference(x.cuda()), target.cuda())
+    there = [[tensor.cuda() for tensor in batch] for batch in batches]
+    for x, target in there:
+        loss = nn.functional.mse_loss(reference(x), target)
         loss.backward()
         wanted.append(loss.detach())
+    torch.cuda.synchronize()
     with penstock.Pipeline(
         model, example=batches[0][0], loss=nn.functional.mse_loss, lanes=1, micro_batches=micro_batches,
         devices=["cuda:0"], graphs=True,
     ) as pipe:  # fmt: skip
-        kept = []
-        for (number, _, is_recorded), batch in zip(steps, batches, strict=True):
+        for at, (number, _, is_recorded) in enumerate(steps):
             with torch.cuda.stream(streams[number]):
                 torch.cuda._sleep(LONG)
-                x, target = batch if on_host else [tensor.cuda() for tensor in batch]
+                x, target = batches[at] if on_host else [tensor.clone() for tensor in there[at]]
                 if is_recorded:
                     with pipe.record():
                         made.append(pipe.step(x, target))
                 else:
                     made.append(pipe.step(x, target))
-                if on_host:
-                    kept += [x, target]
-                else:
+                if not on_host:
                     x.zero_()  # behind the step, on the same stream
         torch.cuda.synchronize()
-        assert len(pipe.lanes) == 1
     found = [f"loss {at}" for at, (a, b) in enumerate(zip(made, wanted, strict=True)) if not torch.allclose(a, b)]
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     return found + [name for (name, p), other in pairs if not torch.allclose(p.grad, other.grad)]

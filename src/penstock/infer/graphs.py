@@ -91,7 +91,7 @@ class Graph:
         self._maker: Maker | None = None  # makes graphs with one pool of memory
         self._streams: list[torch.cuda.Stream] | None = None
         self._done: torch.cuda.Event | None = None  # behind the last call
-        self._last: torch.cuda.Stream | None = None  # that it was on
+        self._last: int | None = None  # the stream that it was on, as CUDA numbers them
         self.obstacle = "" if has_graphs(self.device) else f"CUDA graphs need a GPU, and the model is on {self.device}"
         if not self.obstacle:
             self._decide()
@@ -243,9 +243,9 @@ class Graph:
         if self._done is None:
             return self._handed_out(replay(values))
         now = current_stream(self.device)
-        if now != self._last:
+        if now.cuda_stream != self._last:
             now.wait_event(self._done)
-            self._last = now
+            self._last = now.cuda_stream
         made = self._handed_out(replay(values))
         self._done.record(now)
         return made

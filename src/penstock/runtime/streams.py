@@ -61,7 +61,6 @@ class Streams:
     Attributes:
         is_shared: other lanes compute on the same stream.
         lent: the caller's stream, where the lane works on that.
-        last_lent: the one that the last step ran on; None where it ran on the lane's own.
     """
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
@@ -72,7 +71,7 @@ class Streams:
         self._capturing: torch.cuda.Stream | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self.lent: torch.cuda.Stream | None = None
-        self.last_lent: torch.cuda.Stream | None = None
+        self._caller: torch.cuda.Stream | None = None  # the stream that asked for the last step
         self.begun, self.ended = self.event(), self.event()
         self.callers: dict[torch.device, Event] = {}  # behind what the caller's own streams had been given
         self._base, self._base_ns = self.event(is_timed=True), 0
@@ -90,6 +89,16 @@ class Streams:
             return
         with OnStream(stream or self.compute), sanitized():
             yield
+
+    def callers_stream(self) -> torch.cuda.Stream:
+        """Return the caller's stream, behind the one that asked for the last step, which may read that step's losses."""
+        now = current_stream(self.device)
+        # by their numbers: torch takes a stream to be no other than None
+        if self._caller is None or self._caller.cuda_stream != now.cuda_stream:
+            if self._caller is not None:
+                now.wait_stream(self._caller)
+            self._caller = now
+        return now
 
     def capture_stream(self) -> torch.cuda.Stream | None:
         """Return the stream to capture on, where that cannot be the one that other lanes compute on too."""
@@ -232,12 +241,9 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     """
     everyone = list(streams)
     firsts = {own.device: own for own in reversed(everyone)}  # one event a device is enough
-    begun = {device: current_stream(device).record_event(own.begun) for device, own in firsts.items()}
+    begun = {device: own.callers_stream().record_event(own.begun) for device, own in firsts.items()}
     for own in everyone:
         now, own.callers = begun[own.device], begun
-        if own.last_lent is not None:
-            own.compute.wait_event(own.ended)
-            own.last_lent = None
         own.compute.wait_event(now)
         own.copies.wait_event(now)
         own.copies.wait_event(own.ended)  # the step before, which another of the caller's streams may have asked for
@@ -265,14 +271,8 @@ class Lent:
 
     def __enter__(self) -> None:
         own = self._own
-        own.lent = now = current_stream(own.device)
-        if now != own.last_lent:  # what the last step did is on another stream
-            now.wait_event(own.ended)
-            own.last_lent = now
-        now.record_event(own.begun)
+        own.lent = own.callers_stream()
+        own.lent.record_event(own.begun)
 
     def __exit__(self, *_: object) -> None:
-        own = self._own
-        assert own.lent is not None
-        own.lent.record_event(own.ended)
-        own.lent = None
+        self._own.lent = None

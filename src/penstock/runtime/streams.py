@@ -91,7 +91,7 @@ class Streams:
             yield
 
     def callers_stream(self) -> torch.cuda.Stream:
-        """Return the caller's stream, behind the one that asked for the last step, which may read that step's losses."""
+        """Return the caller's stream, behind the one that asked for the last step, and may read its losses."""
         now = current_stream(self.device)
         # by their numbers: torch takes a stream to be no other than None
         if self._caller is None or self._caller.cuda_stream != now.cuda_stream:

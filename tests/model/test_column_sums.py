@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.model.column_sums import SumsAsProducts
+from penstock.model.own_pass import OwnPass
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def values(dtype):
 def test_becomes_a_product(program, num_changed, dtype):
     given = values(dtype)
     traced = make_fx(program, tracing_mode="fake")(*given)
-    SumsAsProducts(("cpu",))(traced.graph)
+    OwnPass(("cpu",))(traced.graph)
     traced.graph.lint()
     traced.recompile()
     assert not traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
@@ -77,7 +77,7 @@ def test_becomes_a_product(program, num_changed, dtype):
 def test_stays_a_sum(program, dtype, devices):
     traced = make_fx(program, tracing_mode="fake")(*values(dtype))
     before = traced.graph.python_code("self").src
-    SumsAsProducts(devices)(traced.graph)
+    OwnPass(devices)(traced.graph)
     assert traced.graph.python_code("self").src == before
 
 
@@ -87,11 +87,11 @@ def test_with_inductor():
     layer = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5)).bfloat16()
     seen = []
 
-    class Watched(SumsAsProducts):
+    class Watched(OwnPass):
         def __call__(self, graph):
-            count = len(graph.find_nodes(op="call_function", target=aten.mm.default))
+            count = len(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList))
             super().__call__(graph)
-            seen.append(len(graph.find_nodes(op="call_function", target=aten.mm.default)) - count)
+            seen.append(count - len(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)))
 
     options = {"post_grad_custom_pre_pass": Watched(("cpu",)), "fx_graph_cache": False}
     run = torch.compile(layer, options=options)
@@ -107,4 +107,4 @@ def test_with_inductor():
 
 
 def test_what_was_compiled_with_it_is_known_by_it():
-    assert SumsAsProducts().uuid() == SumsAsProducts().uuid() != SumsAsProducts(("cpu",)).uuid()
+    assert OwnPass().uuid() == OwnPass().uuid() != OwnPass(("cpu",)).uuid()

@@ -10,8 +10,8 @@ from torch import nn
 import penstock
 from penstock.errors import UsageError
 from penstock.infer import Graph
-from penstock.model.column_sums import SumsAsProducts
 from penstock.model.compiling import compiled, options_of
+from penstock.model.own_pass import OwnPass
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_pass_of_the_users_own_is_left(monkeypatch):
     compiled(nn.Linear(2, 2), {"post_grad_custom_pre_pass": print})
     compiled(nn.Linear(2, 2), {})
     assert seen[0] == {"post_grad_custom_pre_pass": print}
-    assert isinstance(seen[1]["post_grad_custom_pre_pass"], SumsAsProducts)
+    assert isinstance(seen[1]["post_grad_custom_pre_pass"], OwnPass)
 
 
 @pytest.mark.parametrize("path", ["direct", "export"])

@@ -7,13 +7,13 @@ kernel, which takes less time and less of the GPU (benchmarks/gpu).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-__all__ = ["SumsAsProducts"]
+__all__ = ["sums_as_products"]
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
@@ -32,45 +32,37 @@ _VIEWS = frozenset(
 _SHORT = (torch.bfloat16, torch.float16)  # products of which are exact, and are added up in float32
 
 
-class SumsAsProducts(CustomGraphPass):
-    """Let sums over rows that a product reads too be products: a pass over a graph that Inductor is about to compile.
+def sums_as_products(graph: fx.Graph, devices: Collection[str]) -> None:
+    """Let sums over rows that a product reads too be products, in a graph that Inductor is about to compile.
 
     Args:
+        graph: is changed.
         devices: where; on a CPU nothing is won.
     """
+    ones: dict[tuple[Any, ...], fx.Node] = {}  # one for all sums over as many rows
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        if _is_of_rows(node, devices):
+            made = _product(graph, node, ones)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
 
-    def __init__(self, devices: tuple[str, ...] = ("cuda",)) -> None:
-        self._devices = devices
 
-    def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
-        """Return what tells apart, in torch's cache, what was compiled with it."""
-        return get_hash_for_files((__file__,), repr(self._devices))
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Change a graph."""
-        ones: dict[tuple[Any, ...], fx.Node] = {}  # one for all sums over as many rows
-        for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
-            if self._is_of_rows(node):
-                made = _product(graph, node, ones)
-                node.replace_all_uses_with(made)
-                graph.erase_node(node)
-
-    def _is_of_rows(self, node: fx.Node) -> bool:
-        """Return whether a sum is over the rows of a matrix as it lies in memory, and a product reads them too."""
-        rows = node.args[0]
-        given, made = rows.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-        return (
-            isinstance(given, torch.Tensor)
-            and isinstance(made, torch.Tensor)
-            and given.dim() == 2
-            and list(node.args[1]) in ([0], [-2])  # type: ignore[arg-type]
-            and given.device.type in self._devices
-            and given.dtype in _SHORT
-            and made.dtype == given.dtype
-            and all(type(size) is int and size > 0 for size in given.shape)
-            and given.is_contiguous()
-            and _is_multiplied(rows)  # type: ignore[arg-type]
-        )
+def _is_of_rows(node: fx.Node, devices: Collection[str]) -> bool:
+    """Return whether a sum is over the rows of a matrix as it lies in memory, and a product reads them too."""
+    rows: Any = node.args[0]
+    given, made = rows.meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(given, torch.Tensor)
+        and isinstance(made, torch.Tensor)
+        and given.dim() == 2
+        and list(node.args[1]) in ([0], [-2])  # type: ignore[arg-type]
+        and given.device.type in devices
+        and given.dtype in _SHORT
+        and made.dtype == given.dtype
+        and all(type(size) is int and size > 0 for size in given.shape)
+        and given.is_contiguous()
+        and _is_multiplied(rows)
+    )
 
 
 def _product(graph: fx.Graph, node: fx.Node, ones: dict[tuple[Any, ...], fx.Node]) -> fx.Node:

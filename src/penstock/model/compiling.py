@@ -64,9 +64,9 @@ def compiled(run: Run, options: Options | None) -> Run:
     """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given."""
     if options is None or run is None:
         return run
-    from penstock.model.column_sums import SumsAsProducts  # brings Inductor
+    from penstock.model.own_pass import OwnPass  # brings Inductor
 
-    wanted = {"post_grad_custom_pre_pass": SumsAsProducts(), **options}
+    wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
     made: Any = torch.compile(_apart(run), dynamic=False, options=wanted)
     if isinstance(run, nn.Module):
         made._orig_mod = run  # as torch calls it

@@ -8,13 +8,16 @@ gradients: there autograd goes on as it does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-__all__ = ["Adding", "added_together"]
+from penstock.model.added_products import adding_to
+
+__all__ = ["Adding", "added_together", "reached_once"]
 
 
 class Adding:
@@ -40,19 +43,22 @@ class Adding:
 
 
 @contextmanager
-def added_together(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def added_together(parameters: Iterable[nn.Parameter], once: Collection[int] = ()) -> Iterator[None]:
     """Let a backward leave its gradients apart, and add them at its end, unless it fails.
 
     Args:
         parameters: that nobody else gives gradients to meanwhile.
+        once: the ids of those that get one gradient in it: where a compiled product makes it, that adds it right away.
     """
     before = [(p, p.grad) for p in parameters if p.grad is not None]
+    sums = {p.data_ptr(): old for p, old in before if id(p) in once and _can_be_added_to(p, old)}
     for parameter, _ in before:
         parameter.grad = None  # autograd then puts the gradient here as it is
     made: list[torch.Tensor | None] = [None] * len(before)
     try:
-        yield
-        made = [parameter.grad for parameter, _ in before]
+        with adding_to(sums) as done:
+            yield
+        made = [None if p.data_ptr() in done else p.grad for p, _ in before]
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
@@ -70,6 +76,34 @@ def _add(found: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]) -> None:
     for parameter, old, new in found:
         if old.layout is not torch.strided:
             parameter.grad = new + old  # as autograd does: with a dense one the sum is dense
+
+
+def _can_be_added_to(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+    """Return whether a product may add to a gradient: nobody looks at what it adds, and they are of one kind."""
+    return (
+        parameter.numel() > 0
+        and not parameter._backward_hooks
+        and gradient.layout is torch.strided
+        and (gradient.shape, gradient.dtype, gradient.device) == (parameter.shape, parameter.dtype, parameter.device)
+    )
+
+
+def reached_once(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the ids of parameters that get one gradient in a backward of tensors, and not the sum of several."""
+    counts: Counter[int] = Counter()
+    waiting, seen = [tensor.grad_fn for tensor in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is not None:
+                counts[id(leaf)] += 1
+            else:
+                waiting.append(following)
+    return {key for key, count in counts.items() if count == 1}
 
 
 def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.stages import Stage
-from penstock.runtime.adding import Adding, added_together
+from penstock.runtime.adding import Adding, added_together, reached_once
 from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.batches import move_to
@@ -282,17 +282,18 @@ class StageRun:
             self._adding.look(record.loss, self.stage.parameters())
         record.made, record.loss = (), None
         if outputs:
-            with self._adding_together(record):
+            with self._adding_together(record, outputs):
                 torch.autograd.backward(outputs, seeds)
         if record.saved is not None:
             record.saved.clear()
             record.saved = None
         return {source: [_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
 
-    def _adding_together(self, record: Record) -> AbstractContextManager[Any]:
+    def _adding_together(self, record: Record, outputs: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         if self._adding is None or not self._is_alone or record.pending is not None:
             return _NOTHING
-        return added_together(self._adding.together(self.stage.parameters()))
+        once = reached_once(outputs) if self._again is None else ()  # parts that run again hide what they reach
+        return added_together(self._adding.together(self.stage.parameters()), once)
 
     def end_step(self, step: Step) -> None:
         """Note that a step has run to its end.

@@ -1,0 +1,90 @@
+"""Own pass: what Penstock changes in the graphs of stages before Inductor compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from penstock.model import added_products, column_sums
+from penstock.model.column_sums import sums_as_products
+
+__all__ = ["OwnPass"]
+
+_aten = torch.ops.aten
+_FILES = (__file__, added_products.__file__, column_sums.__file__)
+
+
+class OwnPass(CustomGraphPass):
+    """Sums over rows become products, and products that are gradients of weights add to what there is.
+
+    Args:
+        devices: where.
+    """
+
+    def __init__(self, devices: tuple[str, ...] = ("cuda",)) -> None:
+        self._devices = devices
+
+    def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
+        """Return what tells apart, in torch's cache, what was compiled with it."""
+        return get_hash_for_files(_FILES, repr(self._devices))
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change a graph."""
+        sums_as_products(graph, self._devices)
+        products_that_add(graph, self._devices)
+
+
+def products_that_add(graph: fx.Graph, devices: tuple[str, ...]) -> None:
+    """Let products that are gradients of weights be such that can add to what there is; in the graph of a backward.
+
+    There the results are the gradients of what the forward was given, in order, and what it keeps of that has the same
+    names as in the forward's graph.
+    """
+    given = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    if not any(name.startswith("tangents_") for name in given):
+        return
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for at, made in enumerate(results):
+        weight = given.get(f"primals_{at + 1}")
+        if weight is None or not isinstance(made, fx.Node) or results.count(made) > 1:
+            continue
+        if (rows := _rows_of(made, weight, devices)) is None:
+            continue
+        with graph.inserting_before(made):
+            added = graph.call_function(added_products.OPERATION, (rows, made.args[1], weight))
+        added.meta["val"] = made.meta["val"]
+        made.replace_all_uses_with(added)
+        graph.erase_node(made)
+
+
+def _rows_of(made: fx.Node, weight: fx.Node, devices: tuple[str, ...]) -> fx.Node | None:
+    """Return the gradient of what a weight made, where a product of it is the weight's own gradient, and only that."""
+    if made.target is not _aten.mm.default or len(made.users) > 1:
+        return None
+    turned: Any = made.args[0]
+    if turned.target is not _aten.permute.default:
+        return None
+    rows: fx.Node = turned.args[0]
+    nodes: tuple[Any, ...] = (made, weight, rows, made.args[1])
+    values = [value for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+    if len(values) < len(nodes) or not all(value.is_contiguous() for value in values):
+        return None
+    gradient, own = values[:2]
+    if (gradient.shape, gradient.dtype) != (own.shape, own.dtype) or gradient.device.type not in devices:
+        return None
+    # by what the same rows are multiplied with to go on backward: names alone are not relied on
+    goes_on = any(
+        user.target is _aten.mm.default and user.args[0] is rows and _base(user.args[1]) is weight
+        for user in rows.users
+    )
+    return rows if goes_on else None
+
+
+def _base(node: Any) -> fx.Node:  # noqa: ANN401 - a node
+    while node.target is _aten.permute.default:
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]

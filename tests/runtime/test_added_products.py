@@ -1,0 +1,164 @@
+"""Products of a compiled backward that add to gradients themselves: loss and gradients are the plain model's."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.model import added_products, own_pass
+from penstock.runtime.adding import added_together, reached_once
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
+
+WIDTH = 6
+
+
+@pytest.fixture
+def adds(monkeypatch):
+    """Let it be so on a CPU too; return the shapes of gradients that a product added to."""
+    found = []
+    monkeypatch.setattr(own_pass, "OwnPass", partial(own_pass.OwnPass, ("cpu",)))
+    real = torch.Tensor.addmm_
+
+    def noted(total, *factors):
+        found.append(total.shape)
+        return real(total, *factors)
+
+    monkeypatch.setattr(torch.Tensor, "addmm_", noted)
+    return found
+
+
+class Branches(nn.Module):
+    """Two weights of one shape whose results are added, so that both get the same gradient; one that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.twice, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.left(x.sin()) + self.right(x.cos())
+        return self.frozen(self.twice(torch.tanh(self.twice(x))))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def chain(num_layers=6):
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def faults(model, *, loss=nn.functional.mse_loss, steps=3, **options):
+    """Return what differs from the plain model: gradients add up, are forgotten, and add up again."""
+    model = model.double()
+    plain = copy.deepcopy(model)
+    wanted_loss = loss(plain) if isinstance(loss, type) else loss
+    own_loss = loss(model) if isinstance(loss, type) else loss
+    torch.manual_seed(1)
+    found = []
+    options = {"lanes": 2, "micro_batches": 2} | options
+    example = torch.ones(4, WIDTH).double()
+    with penstock.Pipeline(model, example=example, loss=own_loss, compile=True, **options) as pipe:
+        for step in range(steps):
+            x, y = torch.randn(4, WIDTH).double(), torch.randn(4, WIDTH).double()
+            made = pipe.step(x, y)
+            right = wanted_loss(plain(x), y)
+            right.backward()
+            if not torch.allclose(made, right, rtol=1e-12):
+                found.append(f"step {step}: loss")
+            for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                if (p.grad is None) != (other.grad is None):
+                    found.append(f"step {step}: {name} has a gradient, or has none")
+                elif p.grad is not None and not torch.allclose(p.grad, other.grad, rtol=1e-10, atol=1e-13):
+                    found.append(f"step {step}: {name}")
+            if step == 1:
+                pipe.zero_grad()
+                plain.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+def test_schedules(adds, schedule):
+    torch.manual_seed(0)
+    assert not faults(chain(), schedule=schedule, steps=4, capture_path="direct")
+    assert bool(adds) == (schedule != "zb_h1")  # whose weight gradients are put off
+
+
+@pytest.mark.parametrize("path", ["direct", "export"])
+@pytest.mark.parametrize("model", [Branches, Tied])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_weights_that_get_more_than_one_gradient(adds, model, path, lanes):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), model(), nn.Linear(WIDTH, WIDTH))
+    assert not faults(whole, lanes=lanes, cuts=[2][: lanes - 1], capture_path=path)
+    assert bool(adds) != (lanes == 2 and path == "export" and model is Tied)  # there, two lanes have the same weight
+
+
+class Penalty:
+    """A loss that reaches a weight by itself too."""
+
+    def __init__(self, model):
+        self.weight = model[-2].weight
+
+    def __call__(self, output, target):
+        return nn.functional.mse_loss(output, target) + 0.1 * self.weight.square().sum()
+
+
+def test_a_loss_that_reaches_a_weight(adds):
+    torch.manual_seed(0)
+    assert not faults(chain(4), loss=Penalty)
+    assert adds
+
+
+def test_a_hook_sees_the_gradient(adds):
+    torch.manual_seed(0)
+    model = chain(4)
+    plain = copy.deepcopy(model)
+    seen = []
+    model[4].weight.register_hook(lambda gradient: (seen.append(gradient.clone()), 2 * gradient)[1])
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    options = {"lanes": 2, "micro_batches": 2, "compile": True}
+    with penstock.Pipeline(model, example=x, loss=nn.functional.mse_loss, **options) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(x, y)
+    nn.functional.mse_loss(plain(x), y).backward()
+    torch.testing.assert_close(sum(seen[-2:]), plain[4].weight.grad)
+    torch.testing.assert_close(model[4].weight.grad, 2 * plain[4].weight.grad)
+    torch.testing.assert_close(model[2].weight.grad, plain[2].weight.grad)
+    assert adds
+
+
+def test_what_is_reached_once():
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    twice = a * b
+    assert reached_once([(twice + b).sum()]) == {id(a)}
+    assert reached_once([twice.sum(), (c * 2).sum()]) == {id(a), id(b), id(c)}
+    assert reached_once([(a * a).sum(), torch.ones(1)]) == set()
+    assert reached_once([c]) == set()  # itself
+
+
+def test_sums_are_forgotten_and_only_what_was_added_is_left_out():
+    weight = nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones(2, 3)
+    given, rows = torch.randn(4, 2), torch.randn(4, 3)
+    with added_together([weight], {id(weight)}):
+        weight.grad = torch.ops.penstock.add_product(given, rows, weight)
+    torch.testing.assert_close(weight.grad, 1 + given.T @ rows)
+    assert not added_products._sums
+    assert not added_products._done
+    torch.testing.assert_close(torch.ops.penstock.add_product(given, rows, weight), given.T @ rows)
+    with added_together([weight], ()):
+        weight.grad = torch.ones(2, 3)
+    torch.testing.assert_close(weight.grad, 2 + given.T @ rows)

@@ -25,6 +25,7 @@ from penstock.infer.interpret import Interpreter
 from penstock.infer.parts import find_parts
 from penstock.infer.program import Program
 from penstock.infer.reading import compute
+from penstock.model.compiling import Options
 from penstock.model.example import read_example
 from sanitizing import not_sanitized
 
@@ -543,7 +544,7 @@ def test_compiled_parts_are_the_model(name):
         wanted = model(**dict(zip(MODELS[name][1], call, strict=True)))
         model.load_state_dict(state)
         given = arguments()
-        interpreter = program.interpreter({})
+        interpreter = program.interpreter(Options())
         assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
 
 

@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import penstock
 from penstock.errors import UsageError
 from penstock.infer import Graph
-from penstock.model.compiling import compiled, options_of
+from penstock.model.compiling import Options, compiled, options_of
 from penstock.model.own_pass import OwnPass
 
 
@@ -79,8 +80,8 @@ def test_options_get_to_stages_and_loss(path, monkeypatch):
 def test_a_pass_of_the_users_own_is_left(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda run, **options: (seen.append(options["options"]), run)[1])
-    compiled(nn.Linear(2, 2), {"post_grad_custom_pre_pass": print})
-    compiled(nn.Linear(2, 2), {})
+    compiled(nn.Linear(2, 2), Options({"post_grad_custom_pre_pass": print}))
+    compiled(nn.Linear(2, 2), Options())
     assert seen[0] == {"post_grad_custom_pre_pass": print}
     assert isinstance(seen[1]["post_grad_custom_pre_pass"], OwnPass)
 
@@ -110,3 +111,31 @@ def test_all_of_many_stages_are_compiled(path, monkeypatch):
         torch.testing.assert_close(parameter.grad, wanted.grad)
     num_stages = 14 if path == "export" else 13  # two are the same module twice; in a graph their names differ
     assert len(made) == num_stages + 1  # and the loss
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_is_compiled_however_many_there_were(monkeypatch):
+    """Torch would count all that have the same loss together."""
+    made, real = [], torch.compile
+
+    def counted(graph, example):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
+    kept = [compiled(nn.functional.mse_loss, options) for options in (Options() for _ in range(12))]
+    for run in kept:
+        run(torch.ones(2), torch.zeros(2))
+    assert len(made) == 12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_looks_alike_is_compiled_once():
+    options = Options()
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    runs = [compiled(layer, options) for layer in layers]
+    assert all(isinstance(run._orig_mod, nn.Linear) for run in runs)
+    before = counters["stats"]["unique_graphs"]
+    for run, layer in zip(runs, layers, strict=True):
+        torch.testing.assert_close(run(torch.ones(2, 3)), layer(torch.ones(2, 3)))
+    assert counters["stats"]["unique_graphs"] == before + 1

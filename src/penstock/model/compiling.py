@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, get_origin
 from weakref import WeakValueDictionary
@@ -15,11 +16,20 @@ from penstock.errors import UsageError, nearest
 __all__ = ["Compile", "Options", "compiled", "options_of"]
 
 Compile = bool | Mapping[str, Any]
-Options = Mapping[str, Any]
 
 _IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 Run = TypeVar("Run", bound=Callable[..., Any] | None)
+
+_numbers = count()
+
+
+class Options(dict[str, Any]):
+    """What one pipeline, or one graph, is compiled with; each has its number."""
+
+    def __init__(self, given: Mapping[str, Any] = {}) -> None:
+        super().__init__(given)
+        self.number = next(_numbers)
 
 
 def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch calls it
@@ -32,7 +42,7 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
         UsageError: for what is neither True nor False nor options of Inductor.
     """
     if isinstance(compile, bool):
-        return {} if compile else None
+        return Options() if compile else None
     if not isinstance(compile, Mapping):
         raise UsageError(f"compile: {compile!r:.40} is neither True nor False nor a dict of options for Inductor")
     from torch._inductor import config, list_options  # takes a second
@@ -47,7 +57,7 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
             raise UsageError(f"compile: {name} must be {_IN_WORDS.get(kind, kind.__name__)}; given: {value!r:.60}")
     if found.get("triton.cudagraphs"):
         raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
-    return found
+    return Options(found)
 
 
 def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,32 +71,35 @@ def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str 
 
 
 def compiled(run: Run, options: Options | None) -> Run:
-    """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given."""
+    """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given.
+
+    What looks alike is compiled once, for the same options.
+    """
     if options is None or run is None:
         return run
     from penstock.model.own_pass import OwnPass  # brings Inductor
 
     wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
-    made: Any = torch.compile(_apart(run), dynamic=False, options=wanted)
+    made: Any = torch.compile(_apart(run, options.number), dynamic=False, options=wanted)
     if isinstance(run, nn.Module):
         made._orig_mod = run  # as torch calls it
     return made  # type: ignore[no-any-return]
 
 
-_codes: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
+_codes: WeakValueDictionary[tuple[int, str], CodeType] = WeakValueDictionary()
 
 
-def _apart(run: Callable[..., Any]) -> Callable[..., Any]:
+def _apart(run: Callable[..., Any], group: int) -> Callable[..., Any]:
     """Return a function that calls what is given, with code of its own: torch counts by code.
 
     All modules of torch's own kinds, and all captured graphs, run by the same few lines of torch. What comes by these
-    for the ninth time is no longer compiled, so of a pipeline of many stages the last ones would not be. Those that
-    look alike share what is compiled.
+    for the ninth time is no longer compiled, so of a pipeline of many stages the last ones would not be. Those of a
+    group that look alike, as the stages of one pipeline, share what is compiled.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
         return run(*args, **kwargs)
 
     name = f"{type(run).__qualname__}: {run.code if isinstance(run, fx.GraphModule) else run!r}"
-    code = _codes.setdefault(name, call.__code__.replace())
+    code = _codes.setdefault((group, name), call.__code__.replace())
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)

@@ -27,6 +27,13 @@ class OwnPass(CustomGraphPass):
     def __init__(self, devices: tuple[str, ...] = ("cuda",)) -> None:
         self._devices = devices
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other does the same: then what was compiled with it can be used."""
+        return type(other) is type(self) and other._devices == self._devices
+
+    def __hash__(self) -> int:
+        return hash(self._devices)
+
     def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
         """Return what tells apart, in torch's cache, what was compiled with it."""
         return get_hash_for_files(_FILES, repr(self._devices))

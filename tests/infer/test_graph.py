@@ -481,7 +481,7 @@ def test_parts_run_in_one_go(name, monkeypatch):
             sizes.append(max(map(len, parts)))
             model.load_state_dict(state)
             given = arguments()
-            interpreter = Interpreter(program.reading, branches, options={})
+            interpreter = Interpreter(program.reading, branches, options=Options())
             assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
     assert sizes[0] > 1 or name == "making"  # where all is made to be changed
 
@@ -526,7 +526,7 @@ def test_memory_that_is_changed_in_place_is_the_model_s(model):
         wanted = model(x)
         for trial in range(4):
             branches = program.branches if trial == 0 else at_random(program, chance)
-            interpreter = Interpreter(program.reading, branches, options={})
+            interpreter = Interpreter(program.reading, branches, options=Options())
             given = [*program.held(), *program.values([x]), len(x)]
             made = interpreter.run(given, interpreter.make_once(given))
             assert_same(program.result([x], made), wanted)

@@ -9,7 +9,8 @@ import torch
 
 import penstock
 from penstock.errors import UsageError
-from penstock.timing import Measurement, measure
+from penstock.model.timing import Timing
+from penstock.timing import Measurement, _burst, measure
 
 
 def counted():
@@ -19,6 +20,37 @@ def counted():
         calls.append((args, kwargs))
 
     return run, calls
+
+
+class Told:
+    """A clock that tells what it was told: seconds of the device and of the host, for one call after the other."""
+
+    def __init__(self, *timings):
+        self.timings, self.asked = list(timings), []
+
+    def time(self, call, count, *, ahead_seconds=0.0):
+        self.asked.append((count, ahead_seconds))
+        return Timing(*self.timings.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("timings", "wanted"),
+    [
+        ([(2e-6, 1e-5)], 64),
+        ([(70e-6, 1e-5), (2e-6, 1e-5)], 64),  # the device waited for the host
+        ([(70e-6, 9e-4), (2e-6, 1e-5)], 64),
+        ([(70e-6, 1e-5), (69e-6, 1e-5)], 1),
+        ([(2e-3, 1e-5)], 1),  # not asked for again
+        ([(2e-6, 5e-3)], 1),  # it would take the host too long
+    ],
+)
+def test_how_many_calls_are_timed_at_once(timings, wanted):
+    clock = Told(*timings)
+    count, ahead = _burst(clock, lambda: None, torch.device("cuda"), one_at_a_time=False)
+    assert count == wanted
+    assert 0 < ahead <= 0.02
+    assert not clock.timings
+    assert _burst(Told(*timings), lambda: None, torch.device("cuda"), one_at_a_time=True)[0] == 1
 
 
 def test_a_measurement_has_each_run():

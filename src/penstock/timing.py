@@ -19,6 +19,7 @@ __all__ = ["Measurement", "measure"]
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _SHORT_SECONDS = 50e-6  # two events alone are some microseconds apart: what is shorter is timed in bursts
+_DOUBTFUL_SECONDS = 1e-3  # a call that seems to take less may be short, and the host have been busy with others
 _MOST_CALLS = 64  # in a burst: a queue holds about a thousand kernels
 _MOST_AHEAD_SECONDS = 0.1  # what takes the host longer has more kernels than the queue holds, so it cannot run ahead
 _FLUSH_BYTES = 256 * 2**20  # more than the caches of any GPU
@@ -129,13 +130,16 @@ def _burst(clock: Clock, call: Call, device: torch.device, *, one_at_a_time: boo
     """Return how many calls to time at once, and how long the host needs to ask for them: the device waits so long."""
     if device.type != "cuda":
         return 1, 0.0
-    first = clock.time(call, 1)
+    looks = [clock.time(call, 1)]
+    if _SHORT_SECONDS <= looks[0].device < _DOUBTFUL_SECONDS:  # or the device waited for a host that was slow to ask
+        looks.append(clock.time(call, 1, ahead_seconds=min(2 * looks[0].host, _MOST_AHEAD_SECONDS)))
+    host = min(look.host for look in looks)
     count = 1
-    if not one_at_a_time and first.device < _SHORT_SECONDS:
+    if not one_at_a_time and min(look.device for look in looks) < _SHORT_SECONDS:
         count = _MOST_CALLS
-    ahead = 2 * first.host * count  # twice: what it takes differs from run to run
+    ahead = 2 * host * count  # twice: what it takes differs from run to run
     if ahead > _MOST_AHEAD_SECONDS:
-        count, ahead = 1, 2 * first.host
+        count, ahead = 1, 2 * host
     return count, ahead if ahead <= _MOST_AHEAD_SECONDS else 0.0
 
 

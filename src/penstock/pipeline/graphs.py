@@ -20,6 +20,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.graphs import COMPUTE, Capture, Tape
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Step
+from penstock.runtime.streams import followed
 
 if TYPE_CHECKING:
     from penstock.decide import Progress
@@ -128,9 +129,14 @@ class GraphSteps:
             self._seen.add(key)  # not before: a step that failed has warmed up nothing
             self._gradients.note(self._parameters())
             return
-        self._gradients.prepare()
+        self._prepare_gradients()
         step.tapes = tapes
         run(step, is_recorded=True)
+
+    def _prepare_gradients(self) -> None:
+        """Let gradients be where graphs add to, behind the step before, on whatever stream that was asked for."""
+        followed(list(self._setup.streams.values()))
+        self._gradients.prepare()
 
     def _look(self) -> list[tuple[int, bool, bool]]:
         """Return what a captured graph relies on."""
@@ -157,7 +163,7 @@ class GraphSteps:
                 self._progress("capture CUDA graphs", done, total)
 
         captures = {e.lane: Capture(e, self._maker(e.lane), tell) for e in executors}
-        self._gradients.prepare()
+        self._prepare_gradients()
         held = [run.stage.held for executor in executors for run in executor.stages.values()]
         before = [(own, name, own.get(name)) for own in held for name in own]
         gradients = [(parameter, parameter.grad) for parameter in self._parameters()]

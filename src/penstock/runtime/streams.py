@@ -16,7 +16,7 @@ import torch
 
 from penstock.model.sanitizer import sanitized
 
-__all__ = ["Lent", "OnStream", "Streams", "bring", "current_stream", "joined", "make_streams"]
+__all__ = ["Lent", "OnStream", "Streams", "bring", "current_stream", "followed", "joined", "make_streams"]
 
 Event = torch.cuda.Event
 Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
@@ -232,6 +232,12 @@ def make_streams(devices: Mapping[int, torch.device], groups: Iterable[Sequence[
     return made
 
 
+def followed(streams: Sequence[Streams]) -> list[tuple[Streams, torch.cuda.Stream]]:
+    """Return the first lane of each device, and the caller's stream there, behind the one of the step before."""
+    firsts = {own.device: own for own in reversed(streams)}  # one event a device is enough
+    return [(own, own.callers_stream()) for own in firsts.values()]
+
+
 @contextmanager
 def joined(streams: Iterable[Streams]) -> Iterator[None]:
     """Let lanes begin behind what the caller's own streams have been given, and these go on behind the lanes.
@@ -240,8 +246,7 @@ def joined(streams: Iterable[Streams]) -> Iterator[None]:
     round, without a word to the allocator.
     """
     everyone = list(streams)
-    firsts = {own.device: own for own in reversed(everyone)}  # one event a device is enough
-    begun = {device: own.callers_stream().record_event(own.begun) for device, own in firsts.items()}
+    begun = {own.device: stream.record_event(own.begun) for own, stream in followed(everyone)}
     for own in everyone:
         now, own.callers = begun[own.device], begun
         own.compute.wait_event(now)

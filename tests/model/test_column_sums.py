@@ -42,10 +42,9 @@ def values(dtype):
     return [torch.randn(*shape).to(dtype) for shape in ((12, 5), (7, 5), (3, 4, 7))]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("program", "num_changed"), [(backward_of_linear, 1), (flat_sum, 2)])
-def test_becomes_a_product(program, num_changed, dtype):
-    given = values(dtype)
+def test_becomes_a_product(program, num_changed):
+    given = values(torch.bfloat16)
     traced = make_fx(program, tracing_mode="fake")(*given)
     OwnPass(("cpu",))(traced.graph)
     traced.graph.lint()
@@ -69,6 +68,7 @@ def test_becomes_a_product(program, num_changed, dtype):
         (sum_alone, torch.bfloat16, ("cpu",)),  # it would have to be written to memory first
         (other_sums, torch.bfloat16, ("cpu",)),
         (turned, torch.bfloat16, ("cpu",)),
+        (backward_of_linear, torch.float16, ("cpu",)),  # a part of it might overflow
         (backward_of_linear, torch.float32, ("cpu",)),  # a product may round what it is given
         (backward_of_linear, torch.float64, ("cpu",)),
         (backward_of_linear, torch.bfloat16, ("cuda",)),

@@ -29,7 +29,9 @@ _VIEWS = frozenset(
         _aten.expand.default,
     }
 )
-_SHORT = (torch.bfloat16, torch.float16)  # products of which are exact, and are added up in float32
+_EXACT = (
+    torch.bfloat16
+)  # products of which are exact in float32, and which has the same range: no part of a sum overflows
 
 
 def sums_as_products(graph: fx.Graph, devices: Collection[str]) -> None:
@@ -57,8 +59,7 @@ def _is_of_rows(node: fx.Node, devices: Collection[str]) -> bool:
         and given.dim() == 2
         and list(node.args[1]) in ([0], [-2])  # type: ignore[arg-type]
         and given.device.type in devices
-        and given.dtype in _SHORT
-        and made.dtype == given.dtype
+        and given.dtype == made.dtype == _EXACT
         and all(type(size) is int and size > 0 for size in given.shape)
         and given.is_contiguous()
         and _is_multiplied(rows)

@@ -29,9 +29,7 @@ _VIEWS = frozenset(
         _aten.expand.default,
     }
 )
-_EXACT = (
-    torch.bfloat16
-)  # products of which are exact in float32, and which has the same range: no part of a sum overflows
+_EXACT = torch.bfloat16  # its products are exact in float32, which has the same range: no part of a sum overflows
 
 
 def sums_as_products(graph: fx.Graph, devices: Collection[str]) -> None:

@@ -44,7 +44,7 @@ class Adding:
 
 @contextmanager
 def added_together(parameters: Iterable[nn.Parameter], once: Collection[int] = ()) -> Iterator[None]:
-    """Let a backward leave its gradients apart, and add them at its end; where it fails, only what products added stays.
+    """Let a backward leave its gradients apart, and add them at its end; where it fails, what products added stays.
 
     Args:
         parameters: that nobody else gives gradients to meanwhile.

@@ -59,10 +59,11 @@ def chain(num_layers=6):
     return nn.Sequential(*layers)
 
 
-def faults(model, *, loss=nn.functional.mse_loss, steps=3, **options):
+def faults(model, *, loss=nn.functional.mse_loss, steps=3, copied=lambda model: None, **options):
     """Return what differs from the plain model: gradients add up, are forgotten, and add up again."""
     model = model.double()
     plain = copy.deepcopy(model)
+    copied(plain)
     wanted_loss = loss(plain) if isinstance(loss, type) else loss
     own_loss = loss(model) if isinstance(loss, type) else loss
     torch.manual_seed(1)
@@ -118,6 +119,17 @@ class Penalty:
 def test_a_loss_that_reaches_a_weight(adds):
     torch.manual_seed(0)
     assert not faults(chain(4), loss=Penalty)
+    assert adds
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_weights_that_share_memory_but_not_gradients(adds, lanes):
+    torch.manual_seed(0)
+    model = chain(6).double()
+    model[8].weight.data = model[2].weight.data
+    assert not faults(
+        model, lanes=lanes, cuts=[6][: lanes - 1], copied=lambda m: m[8].weight.data.set_(m[2].weight.data)
+    )
     assert adds
 
 

@@ -9,7 +9,7 @@ gradients: there autograd goes on as it does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,9 +25,13 @@ class Adding:
 
     A loss may reach a parameter of any stage, by a penalty on its size, say. The last stage's backward then gives it a
     gradient while another lane runs its own, so autograd has to add that one: it lets only one thread do so at a time.
+
+    Args:
+        everyone: returns all parameters of these lanes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everyone: Callable[[], Iterable[nn.Parameter]] = tuple) -> None:
+        self._everyone = everyone
         self._reached: dict[int, nn.Parameter] = {}
 
     def look(self, loss: torch.Tensor, own: Iterable[nn.Parameter]) -> None:
@@ -41,17 +45,23 @@ class Adding:
         """Return those that may be added together: a hook behind autograd's own addition wants to see its sum."""
         return [p for p in parameters if id(p) not in self._reached and not p._post_accumulate_grad_hooks]
 
+    def alone(self, parameters: Iterable[nn.Parameter], outputs: Iterable[torch.Tensor]) -> set[int]:
+        """Return the ids of those that get one gradient in a backward of outputs, and share memory with no other."""
+        once = reached_once(outputs)
+        places = Counter(p.data_ptr() for p in {id(p): p for p in self._everyone()}.values())
+        return {id(p) for p in parameters if id(p) in once and places[p.data_ptr()] <= 1}
+
 
 @contextmanager
-def added_together(parameters: Iterable[nn.Parameter], once: Collection[int] = ()) -> Iterator[None]:
+def added_together(parameters: Iterable[nn.Parameter], alone: Collection[int] = ()) -> Iterator[None]:
     """Let a backward leave its gradients apart, and add them at its end; where it fails, what products added stays.
 
     Args:
         parameters: that nobody else gives gradients to meanwhile.
-        once: the ids of those that get one gradient in it: where a compiled product makes it, that adds it right away.
+        alone: the ids of those that get one gradient in it: where a compiled product makes it, that adds it right away.
     """
     before = [(p, p.grad) for p in parameters if p.grad is not None]
-    sums = {p.data_ptr(): old for p, old in before if id(p) in once and _can_be_added_to(p, old)}
+    sums = {p.data_ptr(): old for p, old in before if id(p) in alone and _can_be_added_to(p, old)}
     for parameter, _ in before:
         parameter.grad = None  # autograd then puts the gradient here as it is
     made: list[torch.Tensor | None] = [None] * len(before)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.stages import Stage
-from penstock.runtime.adding import Adding, added_together, reached_once
+from penstock.runtime.adding import Adding, added_together
 from penstock.runtime.again import Again
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.batches import move_to
@@ -292,8 +292,9 @@ class StageRun:
     def _adding_together(self, record: Record, outputs: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         if self._adding is None or not self._is_alone or record.pending is not None:
             return _NOTHING
-        once = reached_once(outputs) if self._again is None else ()  # parts that run again hide what they reach
-        return added_together(self._adding.together(self.stage.parameters()), once)
+        together = self._adding.together(self.stage.parameters())
+        # parts that run again hide what they reach
+        return added_together(together, self._adding.alone(together, outputs) if self._again is None else ())
 
     def end_step(self, step: Step) -> None:
         """Note that a step has run to its end.

@@ -29,7 +29,8 @@ def other_sums(x, weight, given):
     rows = given.reshape(-1, given.shape[-1])
     product = aten.mm(rows.t(), x)
     wide = aten.sum.dim_IntList(rows, [0], dtype=torch.float64)
-    return product, aten.sum.dim_IntList(rows, [1]), wide, aten.sum.dim_IntList(rows, [0, 1])
+    every = aten.sum.dim_IntList(rows, None)
+    return product, aten.sum.dim_IntList(rows, [1]), wide, aten.sum.dim_IntList(rows, [0, 1]), every
 
 
 def turned(x, weight, given):

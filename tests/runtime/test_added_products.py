@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.model import added_products, own_pass
@@ -161,16 +162,192 @@ def test_what_is_reached_once():
     assert reached_once([c]) == set()  # itself
 
 
-def test_sums_are_forgotten_and_only_what_was_added_is_left_out():
+def test_sums_are_forgotten(adds):
+    torch.manual_seed(0)
+    assert not faults(chain(2), lanes=1)
+    assert adds
+    assert not added_products._sums
+    weight, given, rows = nn.Parameter(torch.ones(2, 3)), torch.randn(4, 2), torch.randn(4, 3)
+    torch.testing.assert_close(torch.ops.penstock.add_product(given, rows, weight), given.T @ rows)
+    assert len(adds) == len([shape for shape in adds if shape == (WIDTH, WIDTH)])
+
+
+class CompiledFunction(torch.autograd.Function):
+    """A linear layer as the compiler's, by name."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.T
+
+    @staticmethod
+    def backward(ctx, given):
+        rows, weight = ctx.saved_tensors
+        return given @ weight, torch.ops.penstock.add_product(given, rows, weight)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_gradient_that_comes_unseen_is_not_lost_without_a_word(is_changed):
     weight = nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
-    given, rows = torch.randn(4, 2), torch.randn(4, 3)
-    with added_together([weight], {id(weight)}):
-        weight.grad = torch.ops.penstock.add_product(given, rows, weight)
+    rows, given = torch.randn(4, 3), torch.randn(4, 2)
+
+    def step():
+        output = CompiledFunction.apply(rows, weight)
+        with added_together([weight], [output]):
+            output.backward(given)
+            if is_changed:  # as by a backward within a hook
+                weight.grad.add_(1)
+
+    if is_changed:
+        with pytest.raises(RuntimeError, match="in a way that autograd's graph does not show"):
+            step()
+    else:
+        step()
     torch.testing.assert_close(weight.grad, 1 + given.T @ rows)
     assert not added_products._sums
-    assert not added_products._done
-    torch.testing.assert_close(torch.ops.penstock.add_product(given, rows, weight), given.T @ rows)
-    with added_together([weight], ()):
-        weight.grad = torch.ones(2, 3)
-    torch.testing.assert_close(weight.grad, 2 + given.T @ rows)
+
+
+# ---- what a model may do besides
+
+
+def used(x, weight):
+    rows = torch.sin(x)  # the compiler saves the weight as it is if it is read in other ways too
+    return torch.tanh(nn.functional.linear(rows, weight) + (rows[:, None, :] * weight.detach()).sum(-1))
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class OtherView(nn.Module):
+    """A weight that is a view of a parameter, made where the compiler does not look."""
+
+    def __init__(self, kind):
+        super().__init__()
+        shape = (WIDTH * WIDTH,) if kind == "flat" else (WIDTH, WIDTH)
+        self.kind, self.weight, self.last = kind, nn.Parameter(torch.randn(shape) / 3), nn.Linear(WIDTH, WIDTH)
+        if kind == "turned":
+            self.weight = nn.Parameter(self.weight.data.t())
+
+    @torch._dynamo.disable
+    def view(self):
+        kinds = {"half": Half.apply, "turned": torch.t, "flat": lambda weight: weight.view(WIDTH, WIDTH)}
+        return kinds[self.kind](self.weight)
+
+    def forward(self, x):
+        return self.last(used(x, self.view()))
+
+
+class Equilibrium(nn.Module):
+    """A fixed point, whose backward is found by backwards within a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def cell(self, z, x):
+        return 0.3 * torch.tanh(self.inner(z)) + x
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(self, x):
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(20):
+                z = self.cell(z, x)
+        z = self.cell(z, x)
+        if z.requires_grad:
+            start = z.detach().requires_grad_()
+            found = self.cell(start, x.detach())
+
+            def solve(gradient):
+                y = gradient
+                for _ in range(20):
+                    y = torch.autograd.grad(found, start, y, retain_graph=True)[0] + gradient
+                return y
+
+            z.register_hook(solve)
+        return z
+
+
+class Checkpointed(nn.Module):
+    """A weight that a checkpoint uses too, which runs a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x):
+        torch._dynamo.graph_break()
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x):
+        return self.layer(torch.sin(checkpoint(self.body, x, use_reentrant=True)))
+
+
+class Ordered(nn.Module):
+    """An operation whose order counts: the compiler hands a token through, and neighbours among weights move up."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(4))
+
+    def forward(self, x):
+        torch.ops.aten._print("")
+        a, b, c, d = self.weights
+        linear = nn.functional.linear
+        return linear(x.sin(), a) + linear(x.cos(), b) + linear(x.tanh(), c) + linear(x, d)
+
+
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x.detach()  # as the nodes of autograd that end in a parameter have it
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Misleading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def other(self):
+        return Named.apply(self.layer.weight * 1.0)
+
+    def forward(self, x):
+        return self.layer(torch.sin(x)) + self.other().sum() / 10
+
+
+ODD = [
+    *(partial(OtherView, kind) for kind in ("half", "turned", "flat")),
+    Equilibrium,
+    Checkpointed,
+    Ordered,
+    Misleading,
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=["half", "turned", "flat", "equilibrium", "checkpoint", "ordered", "named"])
+def test_models_that_do_more(adds, odd):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), odd(), nn.Linear(WIDTH, WIDTH))
+    assert not faults(whole, lanes=1, capture_path="direct")
+
+
+def test_while_anomalies_are_looked_for(adds):
+    """That looks at what nobody else reads, and memory may hold anything."""
+    torch.manual_seed(0)
+    with torch.autograd.set_detect_anomaly(True):
+        assert not faults(chain(3), lanes=1)
+    assert not adds

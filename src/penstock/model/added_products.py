@@ -7,15 +7,45 @@ behind it reads that, and the sum so far, and writes the sum. Who runs a backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["OPERATION", "adding_to"]
+__all__ = ["OPERATION", "Sum", "adding_to"]
 
-_sums: dict[int, torch.Tensor] = {}  # by where the weight is in memory: lanes add entries of their own
-_done: set[int] = set()
+
+class Sum:
+    """The sum of a weight's gradients so far, while a backward runs.
+
+    Args:
+        weight: whose gradients they are.
+        total: the sum.
+
+    Attributes:
+        task: what tells the backward from others that run within it, as in a hook; None until it is known.
+        returned: what autograd got in place of the gradient that was added.
+    """
+
+    __slots__ = ("returned", "task", "total", "weight")
+
+    def __init__(self, weight: torch.Tensor, total: torch.Tensor) -> None:
+        self.weight, self.total = weight, total
+        self.task: int | None = None
+        self.returned: torch.Tensor | None = None
+
+    def is_untouched(self) -> bool:
+        """Return whether what was returned is all that autograd has put in the place of the gradient since."""
+        now = self.weight.grad
+        return (
+            self.returned is not None
+            and now is not None
+            and now.data_ptr() == self.returned.data_ptr()
+            and now._version == 0
+        )
+
+
+_sums: dict[int, Sum] = {}  # by the id of the weight: lanes add entries of their own
 
 _library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _library.define("add_product(Tensor given, Tensor rows, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
@@ -29,13 +59,13 @@ def _add_product(given: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) 
         rows: what the weight was multiplied with.
         weight: itself.
     """
-    key = weight.data_ptr()
-    total = _sums.get(key)
-    if total is None:
+    found = _sums.get(id(weight))
+    if found is None or found.weight is not weight or found.returned is not None or found.task != _task():
         return given.t() @ rows
-    total.addmm_(given.t(), rows)
-    _done.add(key)
-    return torch.empty_like(weight, requires_grad=False)
+    found.total.addmm_(given.t(), rows)
+    made = torch.empty_like(weight, requires_grad=False)
+    found.returned = made.detach()
+    return made
 
 
 def _shaped(given: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,15 +79,25 @@ OPERATION = torch.ops.penstock.add_product.default
 
 
 @contextmanager
-def adding_to(sums: Mapping[int, torch.Tensor]) -> Iterator[set[int]]:
-    """Let products of this process add to sums, by where the weights are in memory; yield which of them did so."""
+def adding_to(sums: Mapping[int, Sum], outputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let products add to sums, by the ids of weights, in a backward of outputs that is run inside."""
+
+    def note(gradient: torch.Tensor) -> None:
+        del gradient
+        for one in sums.values():
+            one.task = _task() if one.task is None else one.task
+
+    hooks = [output.register_hook(note) for output in outputs] if sums else []  # type: ignore[no-untyped-call]
     _sums.update(sums)
-    found: set[int] = set()
     try:
-        yield found
+        yield
     finally:
         for key in sums:
             _sums.pop(key, None)
-            if key in _done:
-                _done.discard(key)
-                found.add(key)
+        for hook in hooks:
+            hook.remove()
+
+
+def _task() -> int:
+    """Return the number of the backward that this thread works for; one within another has a number of its own."""
+    return int(torch._C._current_graph_task_id())

@@ -54,10 +54,10 @@ def _is_of_rows(node: fx.Node, devices: Collection[str]) -> bool:
     return (
         isinstance(given, torch.Tensor)
         and isinstance(made, torch.Tensor)
-        and given.dim() == 2
-        and list(node.args[1]) in ([0], [-2])  # type: ignore[arg-type]
         and given.device.type in devices
         and given.dtype == made.dtype == _EXACT
+        and given.dim() == 2
+        and node.args[1] in ([0], [-2])
         and all(type(size) is int and size > 0 for size in given.shape)
         and given.is_contiguous()
         and _is_multiplied(rows)

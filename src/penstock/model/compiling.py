@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, get_origin
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import fx, nn
@@ -22,6 +22,7 @@ _IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", st
 Run = TypeVar("Run", bound=Callable[..., Any] | None)
 
 _numbers = count()
+_PLAIN = (bool, int, float, str)
 
 
 class Options(dict[str, Any]):
@@ -86,7 +87,22 @@ def compiled(run: Run, options: Options | None) -> Run:
     return made  # type: ignore[no-any-return]
 
 
-_codes: WeakValueDictionary[tuple[int, str], CodeType] = WeakValueDictionary()
+class _Code:
+    """A code object that functions of ours share; when the last of them goes, so does what torch compiled for it."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        self.code: CodeType = of.__code__.replace()
+        finalize(self, _forget, self.code).atexit = False
+
+
+_codes: WeakValueDictionary[tuple[int, str], _Code] = WeakValueDictionary()
+
+
+def _forget(code: CodeType) -> None:
+    """Let go of what torch compiled: it holds the code, and the code what was compiled, unseen by the collector."""
+    from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
+
+    reset_code(code)
 
 
 def _apart(run: Callable[..., Any], group: int) -> Callable[..., Any]:
@@ -100,6 +116,23 @@ def _apart(run: Callable[..., Any], group: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
         return run(*args, **kwargs)
 
-    name = f"{type(run).__qualname__}: {run.code if isinstance(run, fx.GraphModule) else run!r}"
-    code = _codes.setdefault((group, name), call.__code__.replace())
-    return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+    shared = _codes.setdefault((group, _look_of(run)), _Code(call))
+    made = FunctionType(shared.code, call.__globals__, call.__name__, None, call.__closure__)
+    made._shared = shared  # type: ignore[attr-defined]  # lives as long
+    return made
+
+
+def _look_of(run: Callable[..., Any]) -> str:
+    """Return what tells apart what is compiled in different ways, as far as it can be seen from outside.
+
+    Torch compiles anew for each number or text that a module has and uses, such as the number of its layer.
+    """
+    if isinstance(run, fx.GraphModule):
+        return f"graph: {run.code}"
+    if not isinstance(run, nn.Module):
+        return f"{type(run).__qualname__} {id(run)}"
+    plain = [
+        (name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN)))
+        for name, module in run.named_modules()
+    ]
+    return f"{[type(module).__qualname__ for module in run.modules()]} {plain}"

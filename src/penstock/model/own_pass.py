@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from penstock.model import added_products, column_sums
@@ -51,7 +52,7 @@ def products_that_add(graph: fx.Graph, devices: tuple[str, ...]) -> None:
     names as in the forward's graph.
     """
     given = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    if not any(name.startswith("tangents_") for name in given):
+    if not any(name.startswith("tangents_") for name in given) or _has_tokens():
         return
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -83,12 +84,16 @@ def _rows_of(made: fx.Node, weight: fx.Node, devices: tuple[str, ...]) -> fx.Nod
     gradient, own = values[:2]
     if (gradient.shape, gradient.dtype) != (own.shape, own.dtype) or gradient.device.type not in devices:
         return None
-    # by what the same rows are multiplied with to go on backward: names alone are not relied on
-    goes_on = any(
-        user.target is _aten.mm.default and user.args[0] is rows and _base(user.args[1]) is weight
-        for user in rows.users
-    )
-    return rows if goes_on else None
+    # by the one thing that the same rows are multiplied with to go on backward: names alone are not relied on
+    factors = {_base(user.args[1]) for user in rows.users if user.target is _aten.mm.default and user.args[0] is rows}
+    return rows if factors == {weight} else None
+
+
+def _has_tokens() -> bool:
+    """Return whether the forward was given tokens, for operations whose order counts: named, without a result."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return bool(getattr(metadata, "tokens", None))
 
 
 def _base(node: Any) -> fx.Node:  # noqa: ANN401 - a node

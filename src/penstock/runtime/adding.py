@@ -9,13 +9,15 @@ gradients: there autograd goes on as it does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
-from penstock.model.added_products import adding_to
+from penstock.model.added_products import Sum, adding_to
 
 __all__ = ["Adding", "added_together", "reached_once"]
 
@@ -25,13 +27,9 @@ class Adding:
 
     A loss may reach a parameter of any stage, by a penalty on its size, say. The last stage's backward then gives it a
     gradient while another lane runs its own, so autograd has to add that one: it lets only one thread do so at a time.
-
-    Args:
-        everyone: returns all parameters of these lanes.
     """
 
-    def __init__(self, everyone: Callable[[], Iterable[nn.Parameter]] = tuple) -> None:
-        self._everyone = everyone
+    def __init__(self) -> None:
         self._reached: dict[int, nn.Parameter] = {}
 
     def look(self, loss: torch.Tensor, own: Iterable[nn.Parameter]) -> None:
@@ -45,34 +43,38 @@ class Adding:
         """Return those that may be added together: a hook behind autograd's own addition wants to see its sum."""
         return [p for p in parameters if id(p) not in self._reached and not p._post_accumulate_grad_hooks]
 
-    def alone(self, parameters: Iterable[nn.Parameter], outputs: Iterable[torch.Tensor]) -> set[int]:
-        """Return the ids of those that get one gradient in a backward of outputs, and share memory with no other."""
-        once = reached_once(outputs)
-        places = Counter(p.data_ptr() for p in {id(p): p for p in self._everyone()}.values())
-        return {id(p) for p in parameters if id(p) in once and places[p.data_ptr()] <= 1}
-
 
 @contextmanager
-def added_together(parameters: Iterable[nn.Parameter], alone: Collection[int] = ()) -> Iterator[None]:
+def added_together(parameters: Iterable[nn.Parameter], outputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
     """Let a backward leave its gradients apart, and add them at its end; where it fails, what products added stays.
 
     Args:
         parameters: that nobody else gives gradients to meanwhile.
-        alone: the ids of those that get one gradient in it: where a compiled product makes it, that adds it right away.
+        outputs: what the backward begins with, where products that it compiled may add to gradients themselves.
     """
     before = [(p, p.grad) for p in parameters if p.grad is not None]
-    sums = {p.data_ptr(): old for p, old in before if id(p) in alone and _can_be_added_to(p, old)}
+    once = set() if torch.is_anomaly_enabled() else reached_once(outputs)  # that looks at what nobody else reads
+    sums = {id(p): Sum(p, old) for p, old in before if id(p) in once and _can_be_added_to(p, old)}
     for parameter, _ in before:
         parameter.grad = None  # autograd then puts the gradient here as it is
     made: list[torch.Tensor | None] = [None] * len(before)
     try:
-        with adding_to(sums) as done:
+        with adding_to(sums, outputs):
             yield
-        made = [None if p.data_ptr() in done else p.grad for p, _ in before]
+        made = [_left(p, sums.get(id(p))) for p, _ in before]
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
     _add([(p, old, new) for (p, old), new in zip(before, made, strict=True) if new is not None])
+
+
+def _left(parameter: nn.Parameter, own: Sum | None) -> torch.Tensor | None:
+    """Return what is left to be added to a parameter's gradient."""
+    if own is None or own.returned is None:
+        return parameter.grad
+    if not own.is_untouched():
+        raise RuntimeError("compile: a parameter got a gradient in a way that autograd's graph does not show")
+    return None
 
 
 @torch.no_grad()
@@ -99,31 +101,35 @@ def _can_be_added_to(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
 
 
 def reached_once(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of parameters that get one gradient in a backward of tensors, and not the sum of several."""
+    """Return the ids of parameters that get one gradient in a backward of tensors, and not the sum of several.
+
+    None where code of the model's own is part of it, as a checkpoint: that may run a backward within.
+    """
     counts: Counter[int] = Counter()
-    waiting, seen = [tensor.grad_fn for tensor in tensors], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            leaf = getattr(following, "variable", None)
-            if leaf is not None:
-                counts[id(leaf)] += 1
-            else:
-                waiting.append(following)
+    for node in _nodes(tensors):
+        if isinstance(node, BackwardCFunction) and type(node).__name__ != "CompiledFunctionBackward":
+            return set()
+        counts.update(id(following.variable) for following, _ in node.next_functions if _is_leaf(following))
     return {key for key, count in counts.items() if count == 1}
 
 
 def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield what a tensor's gradient will be added to."""
-    waiting, seen = [tensor.grad_fn], set()
+    yield from (node.variable for node in _nodes([tensor]) if _is_leaf(node))
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield all nodes of autograd's graph behind tensors, each once."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+        yield node
         waiting += [following for following, _ in node.next_functions]
+
+
+def _is_leaf(node: Any) -> bool:  # noqa: ANN401 - a node of autograd, or None
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"

@@ -62,7 +62,7 @@ class Setup:
         self._lowered: dict[bool, Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
         self._locks: dict[int, threading.Lock] = {}
-        self._adding = Adding(lambda: (p for chain in self.chains for s in chain.stages for p in s.parameters()))
+        self._adding = Adding()
         self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
         if self.defers_batch_norm:
             for lane in self.transports:

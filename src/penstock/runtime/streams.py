@@ -276,8 +276,9 @@ class Lent:
 
     def __enter__(self) -> None:
         own = self._own
-        own.lent = own.callers_stream()
-        own.lent.record_event(own.begun)
+        now = own.callers_stream()
+        now.record_event(own.begun)
+        own.lent = now
 
     def __exit__(self, *_: object) -> None:
         self._own.lent = None

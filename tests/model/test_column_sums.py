@@ -95,7 +95,7 @@ def test_with_inductor():
             seen.append(count - len(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)))
 
     options = {"post_grad_custom_pre_pass": Watched(("cpu",)), "fx_graph_cache": False}
-    run = torch.compile(layer, options=options)
+    run = torch.compile(layer, dynamic=False, options=options)  # whatever shapes came before
     x = torch.randn(9, 6).bfloat16()
     run(x).float().pow(2).sum().backward()
     made = [p.grad.double() for p in layer.parameters()]

@@ -79,6 +79,19 @@ def test_options_get_to_stages_and_loss(path, monkeypatch):
     assert all(given.items() <= options["options"].items() for options in seen)
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """Let graphs be compiled to what they are; return them."""
+    found, real = [], torch.compile
+
+    def kept(graph, example):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=kept))
+    return found
+
+
 def test_a_pass_of_the_users_own_is_left(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda run, **options: (seen.append(options["options"]), run)[1])
@@ -90,15 +103,8 @@ def test_a_pass_of_the_users_own_is_left(monkeypatch):
 
 @pytest.mark.parametrize("path", ["direct", "export"])
 @pytest.mark.filterwarnings("ignore")
-def test_all_of_many_stages_are_compiled(path, monkeypatch):
+def test_all_of_many_stages_are_compiled(path, made):
     """Torch compiles no more than eight variants of one function, and for it all stages would be variants of one."""
-    made, real = [], torch.compile
-
-    def counted(graph, example):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
     widths = [*range(4, 16), 4, 4, 4]
     model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double()
     reference = copy.deepcopy(model)
@@ -116,15 +122,8 @@ def test_all_of_many_stages_are_compiled(path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_pipeline_is_compiled_however_many_there_were(monkeypatch):
+def test_a_pipeline_is_compiled_however_many_there_were(made):
     """Torch would count all that have the same loss together."""
-    made, real = [], torch.compile
-
-    def counted(graph, example):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
     kept = [compiled(nn.functional.mse_loss, options) for options in (Options() for _ in range(12))]
     for run in kept:
         run(torch.ones(2), torch.zeros(2))
@@ -155,14 +154,7 @@ class Numbered(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_with_numbers_are_all_compiled(monkeypatch):
-    made, real = [], torch.compile
-
-    def counted(graph, example):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
+def test_layers_with_numbers_are_all_compiled(made):
     options = Options()
     layers = [Numbered(number) for number in range(2, 14)]
     kept = [compiled(layer, options) for layer in layers]
@@ -172,18 +164,13 @@ def test_layers_with_numbers_are_all_compiled(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_compiled_goes_with_its_pipeline(monkeypatch):
-    graphs, real = weakref.WeakSet(), torch.compile
-
-    def counted(graph, example):
-        graphs.add(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, dynamic=False, backend=counted))
+def test_what_was_compiled_goes_with_its_pipeline(made):
     for _ in range(3):
         run = compiled(nn.Linear(3, 3), Options())
         run(torch.ones(2, 3))
+        graphs = weakref.WeakSet(made)
         assert graphs
+        made.clear()
         del run
         gc.collect()
         assert not graphs

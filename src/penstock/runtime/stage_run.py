@@ -293,9 +293,8 @@ class StageRun:
         if self._adding is None or not self._is_alone or record.pending is not None:
             return _NOTHING
         together = self._adding.together(self.stage.parameters())
-        return added_together(
-            together, outputs if self._again is None else ()
-        )  # parts that run again hide what they reach
+        shown = outputs if self._again is None else ()  # parts that run again hide what they reach
+        return added_together(together, shown)
 
     def end_step(self, step: Step) -> None:
         """Note that a step has run to its end.

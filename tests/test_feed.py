@@ -24,7 +24,6 @@ from penstock.feeding import staging, worker
 from penstock.feeding.feed import Feed
 from penstock.feeding.places import Places, places_of
 from pipelines import WIDTH, Knotty, data, sequence
-from sanitizing import not_sanitized
 
 CPU = torch.device("cpu")
 
@@ -1185,7 +1184,6 @@ def test_the_user_gets_batches_while_the_gpu_is_busy():
 
 
 @cuda
-@not_sanitized("holds what it has seen for a while, and so its memory")
 @pytest.mark.parametrize("thread", [True, False])
 def test_a_host_that_runs_ahead_does_not_fill_the_gpu(thread):
     batch = torch.randn(1 << 22)

@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from penstock.doctor import Kind, watch
 from penstock.doctor.reductions import find_reduction
+from sanitizing import SANITIZED
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -239,10 +240,14 @@ def test_many_tiny_kernels_are_bound_by_launches():
             loss = loss + 1
 
     report = report_of(run, 12)
-    (finding,) = (finding for finding in report.findings if finding.kind is Kind.LAUNCHES)
-    assert "kernels of" in finding.detail
-    assert "self.optimizer.step()" in finding.code
     assert 0.3 < report.idle_share < 1
+    found = [finding for finding in report.findings if finding.kind is Kind.LAUNCHES]
+    if SANITIZED:  # it takes longer over every operation than a launch could
+        assert not found
+    else:
+        (finding,) = found
+        assert "kernels of" in finding.detail
+        assert "self.optimizer.step()" in finding.code
 
 
 def test_large_kernels_are_not():

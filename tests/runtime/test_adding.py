@@ -9,7 +9,6 @@ from torch import nn
 
 import penstock
 from penstock.runtime.adding import Adding, added_together
-from sanitizing import not_sanitized
 
 
 class Towers(nn.Module):
@@ -127,7 +126,6 @@ needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.slow
 @quiet
-@not_sanitized("ends a process that traces, and sees nothing of compiled kernels")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_steps_whose_gradients_are_not_cleared(device):
     """On a GPU inside graphs from the second step on."""

@@ -13,7 +13,6 @@ from cpu_graphs import CpuGraphs
 from penstock.pipeline import graphs as graph_steps
 from penstock.runtime.capturing import CudaGraphs
 from pipelines import differences
-from sanitizing import not_sanitized
 
 WIDTH = 8
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "chimera", "hanayo"]
@@ -186,7 +185,6 @@ def test_batch_norm_keeps_its_statistics():
 
 
 @pytest.mark.slow
-@not_sanitized("ends a process that traces, and sees nothing of compiled kernels")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of the compiler's own
 @pytest.mark.parametrize("path", ["direct", "export"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -481,7 +479,6 @@ def test_a_loss_may_have_parameters():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@not_sanitized("holds what it has seen for a while, and so its memory")
 def test_a_capture_that_fails_does_not_keep_memory_from_being_used_again():
     """Torch leaves its allocator in the middle of the capture, and then gives no memory again that two streams used."""
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError), CudaGraphs().capturing(()):

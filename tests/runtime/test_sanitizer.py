@@ -1,6 +1,7 @@
 """Races on a GPU: torch's sanitizer finds none in our runs, and does find those that are there."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -60,13 +61,30 @@ def test_our_runs_are_clean(graphs):
     assert "clean" in told
 
 
-def test_a_hand_over_that_does_not_wait_is_found():
+@pytest.mark.parametrize("graphs", [False, True])
+def test_compiled_runs_are_clean(graphs):
+    """Of compiled code it sees what Inductor leaves to torch, as products of matrices."""
+    code, told = run_sanitized(
+        TRAIN,
+        f"""
+        from torch._dynamo.utils import counters
+        for schedule in ("1f1b", "zb_h1"):
+            train(schedule, compile=True, graphs={graphs})
+        print("graphs compiled:", counters["stats"]["unique_graphs"])
+        """,
+    )
+    assert code == 0, f"{told[:4000]}\n…\n{told[-1500:]}"
+    assert re.search(r"graphs compiled: [1-9]", told), told[-1500:]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_hand_over_that_does_not_wait_is_found(compile):  # noqa: A002 - as the pipeline calls it
     """The sanitizer looks at the lanes' threads too: with the event behind a value left out, it says so."""
     code, told = run_sanitized(
         TRAIN,
-        """
+        f"""
         Streams.mark = lambda self: self.event()  # never recorded, so nobody waits
-        train("1f1b", graphs=False)
+        train("1f1b", graphs=False, compile={compile})
         """,
     )
     assert code != 0

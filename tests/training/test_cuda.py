@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 from pipelines import data, sequence
-from sanitizing import not_sanitized
 
 CUDA = pytest.param(
     "cuda:0", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -110,7 +109,6 @@ def little_memory():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@not_sanitized("holds what it has seen for a while, and so its memory")
 @pytest.mark.parametrize(("step", "graphs"), [(0, "auto"), (1, "auto"), (2, False)])
 @pytest.mark.filterwarnings("ignore:no CUDA graphs")  # where not even one sample fits beside what is kept
 def test_memory_that_runs_out_splits_the_step(tmp_path, little_memory, step, graphs):

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import UsageError, nearest
+from penstock.model.sanitizer import let_compile
 
 __all__ = ["Compile", "Options", "compiled", "options_of"]
 
@@ -80,6 +81,7 @@ def compiled(run: Run, options: Options | None) -> Run:
         return run
     from penstock.model.own_pass import OwnPass  # brings Inductor
 
+    let_compile()
     wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
     made: Any = torch.compile(_apart(run, options.number), dynamic=False, options=wanted)
     if isinstance(run, nn.Module):

@@ -2,7 +2,8 @@
 
 It looks at every operation of the main thread. Lanes are threads, so they let it in themselves. A trace runs operations
 on tensors that have no memory: it asks for their addresses, and that ends the process. And it knows a tensor of no
-bytes by the number that Python gave the object, which Python soon gives to another.
+bytes by the number that Python gave the object, which Python soon gives to another. Within any mode of the kind that
+it is, torch compiles nothing, unless the mode says that it may.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-__all__ = ["sanitized", "unsanitized"]
+__all__ = ["let_compile", "sanitized", "unsanitized"]
 
 
 @contextmanager
@@ -41,6 +42,17 @@ def unsanitized() -> Iterator[None]:
         return
     with _disable_current_modes():
         yield
+
+
+def let_compile() -> None:
+    """Let torch compile where the sanitizer is on: it is kept out meanwhile, and then sees what was compiled."""
+    watch = _enabled()
+    if watch is None or watch.dispatch.ignore_compile_internals():
+        return
+    type(watch.dispatch).ignore_compile_internals = classmethod(lambda cls: True)
+    if _get_current_dispatch_mode() is watch.dispatch:  # torch asked when it was entered, and notes the answer
+        watch.disable()
+        watch.enable()
 
 
 def _enabled() -> Any:  # noqa: ANN401 - torch's own

@@ -1,6 +1,6 @@
 """What options of Inductor win over plain `compile=True`: the GPT at 8 micro-batches, and the towers at batch 1 and 32.
 
-Not among the sections that run by default, for tuning compiles for minutes: `python benchmarks/gpu/run.py options`.
+Not among the sections that run by default, for it compiles for minutes: `python benchmarks/gpu/run.py options`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ OPTIONS: dict[str, Compile] = {
     "compiled": True,
     "mixed": MIXED,
     "dependent launches": {"triton.enable_pdl": True},
-    "tuned": {"coordinate_descent_tuning": True},
-    "mixed, tuned": MIXED | {"coordinate_descent_tuning": True},
 }
 
 

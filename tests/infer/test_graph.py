@@ -183,6 +183,12 @@ def ids(length):
     return lambda size, generator: torch.randint(3, 50, (size, length), generator=generator)
 
 
+@pytest.fixture(autouse=True)
+def small_patches(monkeypatch):
+    """Small ones become products too, though they would be quicker as they are."""
+    monkeypatch.setattr(patches, "_LEAST_NUMBERS", 1)
+
+
 MODELS = {  # how each is made, its arguments for a batch, how many branches it has
     "towers": (Towers, {"x": floats(WIDTH), "y": floats(WIDTH)}, 2),
     "conv": (Conv, {"x": floats(4, 6, 6)}, 2),
@@ -355,6 +361,14 @@ def test_other_convolutions_stay(layer, shape, device):
     graph = Graph(layer, data)
     assert graph._program.reading.num_products == 0
     assert_same(graph(data), wanted_of(layer, {"input": data}))
+
+
+def test_small_patches_are_quicker_as_they_are(monkeypatch):
+    monkeypatch.undo()
+    images = torch.randn(2, 3, 32, 32)
+    for size, count in ((4, 0), (16, 1)):
+        layer = nn.Conv2d(3, 8, size, stride=size)
+        assert Program(layer, read_example(images, layer), most=1).reading.num_products == count
 
 
 class Viewing(nn.Module):

@@ -241,10 +241,10 @@ def test_what_is_only_looked_at_stays_as_it_is():
 def test_a_weight_that_is_a_part_of_another_is_still_a_product():
     class Parts(nn.Conv2d):
         def forward(self, x):
-            return functional.conv2d(x, (self.weight * 2)[:2], None, 4)[:, :, 0]
+            return functional.conv2d(x, (self.weight * 2)[:2], None, 16)[:, :, 0]
 
-    model = Parts(3, 8, 4).double()
-    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model = Parts(3, 8, 16).double()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     program = program_of(model, images)
     with torch.no_grad():
         torch.testing.assert_close(run(program, images), model(images), rtol=1e-12, atol=1e-12)

@@ -32,7 +32,7 @@ ARROWS = {
     "metrics": {"errors"},
     "timing": {"errors", "model"},
     "feeding": {"errors", "model", "runtime", "pipeline"},
-    "doctor": {"errors", "timing", "report"},
+    "doctor": {"errors", "timing", "report", "feeding"},
     "infer": {"errors", "model", "runtime"},
     "checkpoint": {"errors", "schedule", "pipeline", "__init__"},
     "faults": {"errors", "schedule", "model", "report", "planning", "schedules", "runtime", "pipeline"},

@@ -108,6 +108,15 @@ def test_check_is_for_ci(script):
     assert penstock("--steps", 5, "--check", path)[0] == 1
 
 
+def test_check_is_not_content_with_a_script_that_does_not_train(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("pass\n")
+    assert penstock(path)[0] == 0
+    code, out, _ = penstock("--check", path)
+    assert code == 1
+    assert "not one whole step was run" in out
+
+
 def test_a_script_that_ends_by_itself(script):
     code, out, _ = penstock("--steps", 1000, script("value = loss.item()"))
     assert code == 0

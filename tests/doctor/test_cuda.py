@@ -155,7 +155,7 @@ def test_what_the_host_waits_is_measured():
 
     report = report_of(run, 5)
     (finding,) = (finding for finding in report.findings if finding.kind is Kind.ITEM)
-    assert finding.blocked_ms / 3 > 2
+    assert finding.blocked_ms > 2
     assert report.findings[0] is finding
 
 
@@ -166,7 +166,7 @@ def test_what_the_gpu_idles_is_estimated():
 
     report = report_of(run, 5)
     (finding,) = (finding for finding in report.findings if finding.kind is Kind.ITEM)
-    assert finding.idle_ms / 3 >= 20
+    assert finding.idle_ms >= 20
 
 
 def test_a_wait_that_no_table_has_is_found_through_torch():
@@ -301,7 +301,7 @@ def test_a_slow_data_loader_leaves_the_gpu_dry():
             training.step()
     (finding,) = (finding for finding in watching.report.findings if finding.kind is Kind.STARVED)
     assert finding.code.startswith("for _ in torch.utils.data.DataLoader")
-    assert finding.idle_ms / finding.count >= 9
+    assert finding.idle_ms >= 9
 
 
 def test_everything_is_put_back():

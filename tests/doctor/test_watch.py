@@ -18,6 +18,8 @@ from penstock.doctor.busy import Busy
 from penstock.doctor.tally import Phase
 from penstock.doctor.where import WouldBe
 from penstock.errors import UsageError
+from penstock.feeding.inline import Inline
+from penstock.feeding.worker import Channel
 from pretended import Pretended
 
 
@@ -179,6 +181,36 @@ def test_a_slow_data_loader_is_told(workers):
     assert finding.detail.endswith("% of a step")
 
 
+@pytest.mark.parametrize("thread", ["auto", True, False])
+@pytest.mark.parametrize("is_torch_s", [True, False])
+def test_a_feed_that_has_nothing_yet_is_told(thread, is_torch_s):
+    """Whoever pulls, and whatever the loader is, the loop waits; and once is enough to say so."""
+    loader = DataLoader(Slow()) if is_torch_s else (Slow()[k] for k in range(64))
+    training = Training()
+    with without_gpu(9) as watching:
+        for _ in penstock.feed(loader, device="cpu", thread=thread):
+            training.step()
+    assert [kind for kind, *_ in told(watching.report)] == [Kind.STARVED]
+    (finding,) = watching.report.findings
+    assert finding.code.startswith("for _ in penstock.feed(loader")
+    assert finding.per_step == 1
+
+
+def test_steps_of_several_optimizers_are_said_to_be_counted():
+    one, other = Training(), Training()
+    with without_gpu(12) as watching:
+        for _ in range(6):
+            one.step()
+            other.step()
+    assert any(note.startswith("2 optimizers take steps") for note in watching.report.notes)
+    with without_gpu() as watching:
+        for _ in range(6):
+            one.step()
+            other.step()
+            watching.step()
+    assert not any("optimizers" in note for note in watching.report.notes)
+
+
 class Looks(Dataset):
     """Tells what mode a worker of a data loader is in."""
 
@@ -274,6 +306,8 @@ def state():
         torch.Tensor.__repr__,
         "cpu" in vars(torch.Tensor),
         torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
+        Channel.take,
+        Inline.take,
         torch.cuda.synchronize,
         torch.cuda.Event.synchronize,
         warnings.showwarning,

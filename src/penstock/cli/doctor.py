@@ -36,7 +36,9 @@ def doctor(
         int,
         typer.Option(help=f"Stop the script after so many optimizer steps; the first {_WARM} are left out.", min=3),
     ] = _STEPS,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if anything was found, for CI.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if anything was found, or no step was run, for CI.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was found as JSON; what the script prints goes to stderr.")
     ] = False,
@@ -64,7 +66,7 @@ def doctor(
     _show(watching.report, error, as_json=as_json)
     if isinstance(error, KeyboardInterrupt):
         raise typer.Exit(_STOPPED)
-    if error is not None or (check and watching.report.findings):
+    if error is not None or (check and (watching.report.findings or not watching.report.num_steps)):
         raise typer.Exit(_RAISED)
 
 

@@ -65,7 +65,7 @@ def make_report(seen: Seen) -> Report:
     findings = [*_places(seen), *_starved(seen)]
     findings += _launch_bound(seen, findings)
     notes = _notes(seen, _unexplained(seen, findings))
-    findings.sort(key=lambda f: (f.idle_ms, f.blocked_ms, f.count), reverse=True)
+    findings.sort(key=lambda f: (f.idle_ms, f.blocked_ms, f.per_step), reverse=True)
     return Report(
         findings=tuple(findings),
         num_steps=seen.num_steps(seen.looked),
@@ -111,8 +111,7 @@ def _unexplained(seen: Seen, findings: Sequence[Finding]) -> float:
     """Return for how many seconds of a step the GPU is idle without a finding that explains it."""
     if seen.busy is None or not seen.num_steps(Phase.TIMED):
         return 0.0
-    steps_of = {True: seen.num_steps(Phase.TIMED), False: max(1, seen.num_steps(seen.looked))}
-    explained = sum(finding.idle_ms / steps_of[finding.kind in _TIMELY] for finding in findings) * 1e-3
+    explained = sum(finding.idle_ms for finding in findings) * 1e-3
     return max(0.0, seen.busy.idle_seconds / seen.num_steps(Phase.TIMED) - explained)
 
 
@@ -135,14 +134,15 @@ def _launch_bound(seen: Seen, others: Sequence[Finding]) -> list[Finding]:
 
 
 def _finding(kind: Kind, place: Place, entry: Entry, num_steps: int, detail: str) -> Finding:
+    divisor = max(1, num_steps)  # not the same for all kinds: some are told from the steps that were timed
     return Finding(
         kind=kind,
         place="" if place == NOWHERE else str(place),
         code=place.code,
         count=entry.count,
-        per_step=entry.count / max(1, num_steps),
-        blocked_ms=1e3 * entry.blocked_seconds,
-        idle_ms=1e3 * entry.idle_seconds,
+        per_step=entry.count / divisor,
+        blocked_ms=1e3 * entry.blocked_seconds / divisor,
+        idle_ms=1e3 * entry.idle_seconds / divisor,
         advice=ABOUT[kind].advice,
         detail=detail,
         called_from=str(place.caller) if place.caller else "",
@@ -159,8 +159,8 @@ def _notes(seen: Seen, unexplained: float) -> tuple[str, ...]:
     if not seen.device:
         notes.insert(
             0,
-            "No GPU here, so synchronisations cost nothing. These are places that would wait for one, as far as can be"
-            " told without it.",
+            "No GPU here, so synchronisations cost nothing; looked for are places that would wait for one, as far as"
+            " can be told without it.",
         )
     if seen.looked is None:
         notes.append("No step ended: no optimizer's step() was called, nor that of the watch.")

@@ -18,6 +18,8 @@ from penstock.doctor.kinds import Kind
 from penstock.doctor.places import find_place
 from penstock.doctor.tally import Tally
 from penstock.doctor.where import Where
+from penstock.feeding.inline import Inline
+from penstock.feeding.worker import Channel
 
 __all__ = ["SyncWarnings", "hooked"]
 
@@ -59,8 +61,11 @@ def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
             stack.enter_context(_patched(owner, name, made))
 
         patch(torch.Tensor, "__repr__", timed(Kind.PRINT, torch.Tensor.__repr__, is_on_device))
+        pulls = _Pulls(tally, where, thread)
         iterator = dataloader._BaseDataLoaderIter
-        patch(iterator, "__next__", _next_timed(iterator.__next__, tally, where, thread))
+        patch(iterator, "__next__", pulls.timed(iterator.__next__))
+        for feeding in (Channel, Inline):
+            patch(feeding, "take", pulls.timed(feeding.take))
         workers = dataloader._MultiProcessingDataLoaderIter
         patch(workers, "__init__", _without_modes(workers.__init__))
         if where.is_real:
@@ -86,24 +91,36 @@ def _fetching(original: Any, where: Where) -> Any:  # noqa: ANN401 - a function
     return wrapper
 
 
-def _next_timed(original: Any, tally: Tally, where: Where, thread: int) -> Any:  # noqa: ANN401 - a function
-    """Time how long a data loader keeps the host waiting; the GPU is idle meanwhile if it has nothing left after.
+class _Pulls:
+    """Times how long data keeps the host waiting; the GPU is idle meanwhile if it has nothing left after.
 
-    Only in the thread that watches: where another pulls ahead, as that of penstock.feed, nobody waits.
+    Only in the thread that watches: where another pulls ahead, as that of penstock.feed, nobody waits for that one, but
+    for what it hands over.
     """
 
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:  # noqa: ANN401
-        if threading.get_ident() != thread:
-            return original(self)
-        begin = time.perf_counter()
-        found = original(self)
-        waited = time.perf_counter() - begin
-        is_dry = where.is_in_use and _has_nothing_to_do()
-        tally.add(Kind.STARVED, find_place(thread), blocked=waited, idle=waited if is_dry else 0.0)
-        return found
+    def __init__(self, tally: Tally, where: Where, thread: int) -> None:
+        self._tally, self._where, self._thread = tally, where, thread
+        self._is_pulling = False
 
-    return wrapper
+    def timed(self, original: Any) -> Any:  # noqa: ANN401 - a function
+        """Return a function that asks for data, and is timed; not if it is another such that asks."""
+
+        @functools.wraps(original)
+        def wrapper(*args: Any) -> Any:  # noqa: ANN401
+            if threading.get_ident() != self._thread or self._is_pulling:
+                return original(*args)
+            begin, self._is_pulling = time.perf_counter(), True
+            try:
+                found = original(*args)
+            finally:
+                self._is_pulling = False
+            waited = time.perf_counter() - begin
+            is_dry = self._where.is_in_use and _has_nothing_to_do()
+            place = find_place(self._thread)
+            self._tally.add(Kind.STARVED, place, blocked=waited, idle=waited if is_dry else 0.0)
+            return found
+
+        return wrapper
 
 
 def _without_modes(original: Any) -> Any:  # noqa: ANN401 - a function

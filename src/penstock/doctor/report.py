@@ -28,8 +28,8 @@ class Finding:
         code: the text of that line.
         count: times in all steps that were looked at.
         per_step: times a step.
-        blocked_ms: milliseconds that the host spent in it, in all those steps.
-        idle_ms: milliseconds that the GPU had nothing to do because of it, about.
+        blocked_ms: milliseconds a step that the host spent in it; of what is in no whole step, in all.
+        idle_ms: milliseconds a step that the GPU had nothing to do because of it, about; likewise.
         advice: what to do instead.
         detail: what is known besides, as a shape.
         called_from: the line of one's own code that leads there, where the place is in a library.
@@ -129,11 +129,10 @@ class Report:
         what = ABOUT[finding.kind].words
         often = f"{finding.per_step:.3g} a step" if self.num_steps else _times(finding.count, "time")
         costs = []
-        steps = finding.count / finding.per_step if finding.per_step else 1.0  # not the same for all kinds
         if self.device and finding.blocked_ms:
-            costs.append(f"the host spends {finding.blocked_ms / steps:.3g} ms in it")
+            costs.append(f"the host spends {finding.blocked_ms:.3g} ms in it")
         if self.device and finding.idle_ms:
-            costs.append(f"the GPU is idle for about {finding.idle_ms / steps:.3g} ms")
+            costs.append(f"the GPU is idle for about {finding.idle_ms:.3g} ms")
         parts = [f"{finding.place}: {what}" if finding.place else what, often]
         if costs:
             parts.append(" and ".join(costs) + (" a step" if self.num_steps else ""))

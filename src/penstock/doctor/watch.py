@@ -88,6 +88,7 @@ class Watch:
         self._step_seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         self._num_steps = 0
         self._is_by_hand = False
+        self._optimizers: set[int] = set()  # by whose steps steps were counted
         self._is_looking = False
         self._is_open = False
         self._step_begin = 0.0
@@ -100,7 +101,7 @@ class Watch:
             raise UsageError("a watch is used once; make another")
         self._is_open = True
         self._stack.enter_context(hooked(self._tally, self._where, self._thread))
-        hook = register_optimizer_step_post_hook(lambda *_: self._after_optimizer())
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_optimizer(optimizer))
         self._stack.callback(hook.remove)
         self._look()
         self._step_begin = time.perf_counter()
@@ -150,8 +151,10 @@ class Watch:
         if self._is_open:
             self._look()
 
-    def _after_optimizer(self) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_by_hand and threading.get_ident() == self._thread:
+            if self._is_open:
+                self._optimizers.add(id(optimizer))
             self._advance()
 
     def _phase_of(self, step: int) -> Phase:
@@ -224,6 +227,11 @@ class Watch:
             notes.append(f"How busy the GPU is was not measured: {self._profiling.reason}.")
         if self._where.is_real and not self._where.is_in_use:
             notes.append("The script asked nothing of the GPU.")
+        if len(self._optimizers) > 1 and not self._is_by_hand:
+            notes.append(
+                f"{len(self._optimizers)} optimizers take steps, and each of these counts as one; with"
+                " penstock.doctor.watch() in the script, its step() says when a whole one is over."
+            )
         return Seen(
             entries={phase: self._tally.entries(phase) for phase in (*Phase, None)},
             step_seconds=self._step_seconds,

@@ -166,6 +166,25 @@ def test_another_shape_or_a_missing_gradient_is_another_kind(no_clock):
     assert len(no_clock) == 2 + 4  # forward and weights of the first; forward, inputs, weights and both of the second
 
 
+class Scaled(nn.Module):
+    """The same operation on the same shapes, with a value that was computed, or with a parameter, on either side."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x, y):
+        x = self.layer(x) / self.layer(y).mean(0)
+        return self.weight / (x / self.weight).mean(0)
+
+
+def test_a_parameter_in_the_place_of_a_value_is_another_kind(no_clock):
+    model, x, y = Scaled(), torch.randn(8, 4), torch.randn(8, 4)
+    profile = measure(capture(model, (x, y), path="export"))
+    assert len({node.signature for node in profile.graph.nodes if "div" in node.op}) == 3
+    assert profile.saved_bytes.sum() == saved_by(lambda: model(x, y), model.parameters())
+
+
 def test_both_gradients_together_take_what_a_full_backward_takes(no_clock):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     profile = measure(capture(model, torch.randn(4, 8)))

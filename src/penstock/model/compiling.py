@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from penstock.errors import UsageError, nearest
 from penstock.model.sanitizer import let_compile
+from penstock.model.turns import in_turn, inductor
 
 __all__ = ["Compile", "Options", "compiled", "options_of"]
 
@@ -83,7 +84,8 @@ def compiled(run: Run, options: Options | None) -> Run:
 
     let_compile()
     wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
-    made: Any = torch.compile(_apart(run, options.number), dynamic=False, options=wanted)
+    apart = _apart(run, options.number)
+    made: Any = in_turn(torch.compile(apart, dynamic=False, backend=inductor, options=wanted))
     if isinstance(run, nn.Module):
         made._orig_mod = run  # as torch calls it
     return made  # type: ignore[no-any-return]

@@ -246,7 +246,7 @@ class _Reader:
                 inputs=inputs,
                 outputs=tuple(outputs),
                 parameters=parameters,
-                signature=signature_of(node),
+                signature=signature_of(node, held=self.name_of),
                 is_free=is_free,
                 source=line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at "),
             )

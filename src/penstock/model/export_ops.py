@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -172,14 +172,19 @@ def module_of(node: fx.Node) -> str:
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
 
 
-def signature_of(node: fx.Node) -> str:
-    """Return a text that is the same for nodes that do the same work on inputs of the same shapes."""
+def signature_of(node: fx.Node, *, held: Container[fx.Node]) -> str:
+    """Return a text that is the same for nodes that do the same work on inputs of the same shapes.
+
+    Args:
+        node: a call.
+        held: what stands for parameters and buffers.
+    """
 
     def text(argument: object) -> str:
         if isinstance(argument, fx.Node):
             value = argument.meta.get("val")
             if isinstance(value, torch.Tensor):
-                return f"{value.dtype}{[str(size) for size in value.shape]}"
+                return f"{'held ' if argument in held else ''}{value.dtype}{[str(size) for size in value.shape]}"
             return "graph" if argument.op == "get_attr" else str(value)
         if isinstance(argument, (list, tuple)):
             return f"[{', '.join(text(item) for item in argument)}]"

@@ -182,7 +182,7 @@ class _Surveyor(Generic[T]):
         has_grad = self._has_grad(node, inputs)
         trains = [self.graph.parameters[name].is_trainable for name in node.parameters]
         looks = tuple(_look(tensor) for tensor in (*inputs, *held))
-        key = (node.signature or node.name, looks, *has_grad, *trains, writes)
+        key = (node.signature or node.name, len(inputs), looks, *has_grad, *trains, writes)
         if key not in self.known:
             trial = Trial(
                 node,

@@ -371,6 +371,59 @@ def test_small_patches_are_quicker_as_they_are(monkeypatch):
         assert Program(layer, read_example(images, layer), most=1).reading.num_products == count
 
 
+class Attribute(nn.Module):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x * 0 + self.count
+
+
+def test_what_a_call_leaves_in_an_attribute_is_there_in_the_next(device):
+    model = Attribute()
+    model.count = model.count.to(device)
+    x = torch.ones(2, 1, dtype=torch.float64, device=device)
+    graph = Graph(model, x, device=device)
+    assert graph.obstacle == ""
+    assert [graph(x)[0].item() for _ in range(4)] == [1, 2, 3, 4]
+    assert model.count == 4
+
+
+def assigned(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+def other_weight(model):
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+
+
+def other_statistics(model):
+    model[1].running_mean = torch.ones_like(model[1].running_mean)
+
+
+def other_layer(model):
+    model[0] = nn.Sequential(nn.Tanh(), model[0])
+
+
+@pytest.mark.parametrize("change", [assigned, other_weight, other_statistics, other_layer])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_put_in_the_place_of_a_part_is_seen(change, size, device):
+    """In a call whose batch size is known, and in one whose is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval().to(device)
+    x = torch.randn(size, 4, dtype=torch.float64, device=device)
+    graph = Graph(model, x[:2])
+    graph(x[:2])
+    change(model)
+    for _ in range(3):
+        assert_same(graph(x), wanted_of(model, {"input": x}))
+    assert graph.obstacle == ""
+
+
 class Viewing(nn.Module):
     """Relies on where its convolution puts the channels."""
 

@@ -547,6 +547,25 @@ def test_capture_leaves_the_model_and_random_numbers_alone():
         assert all(p.grad is None for p in model.parameters())
 
 
+def test_capture_leaves_tensors_that_are_no_buffers_alone():
+    """A trace of torch's changes them for real."""
+
+    class Counting(Layers):
+        def __init__(self):
+            super().__init__()
+            self.count, self.table = torch.zeros((), dtype=torch.float64), torch.arange(3.0)
+
+        def forward(self, x):
+            self.count.add_(1)
+            return super().forward(x) * self.count
+
+    model = Counting()
+    table = model.table
+    capture(model, rows(), path="export")
+    assert model.count == 0
+    assert model.table is table
+
+
 def test_dropout_is_fresh_in_every_run():
     for path in ("export", "replay"):
         chain = capture(Dropout(), rows(), training=True, path=path).split([3])

@@ -118,7 +118,11 @@ class Graph:
     # ---- once
 
     def _find_program(self) -> Program | None:
-        """Capture the model and find its branches, once."""
+        """Capture the model and find its branches: once, and again when something was put in the place of a part."""
+        if self._program is not None and not self._program.is_current():
+            self._program = None
+            self._forms.clear()
+            self._forget()
         if self._program is None and not self._refusal:
             try:
                 with torch.autocast(self.device.type, enabled=False):  # casts come with a call, not with the capture
@@ -168,9 +172,12 @@ class Graph:
         if replay is not None:
             made = self._replayed(replay, tensors)
             # looked at behind the launch, while the GPU works: the graph holds what it reads
-            if self._program.places() == replay.places:
+            if self._program.places() == replay.places and self._program.is_current():
                 return self._program.result(tensors, made)
             self._forget()
+        if not self._program.is_current():
+            self._decide()
+            return self._eagerly(args, kwargs) if self.obstacle else self._serve(args, kwargs)
         if not self._replays.has_room:
             return self._eagerly(args, kwargs)
         try:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.infer.branches import Branches, find_branches
 from penstock.infer.interpret import Interpreter
+from penstock.infer.makeup import Makeup
 from penstock.infer.reading import read_program
 from penstock.model.capture import capture
 from penstock.model.compiling import Options
@@ -52,6 +53,7 @@ class Program:
     """
 
     def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
+        self._makeup = Makeup(model)
         self._chain = capture(model, example, training=False, path="export").split(())
         stage = self._chain.stages[0].eval()
         program = stage.program
@@ -86,6 +88,10 @@ class Program:
     def places(self) -> list[int]:
         """Return where in memory all that the model holds is."""
         return [tensor.data_ptr() for tensor in self._held.tensors()]
+
+    def is_current(self) -> bool:
+        """Return whether the model is still made of what was captured, which may have changed in place."""
+        return self._makeup.is_there()
 
     def changed(self) -> list[torch.Tensor]:
         """Return those of them that a run changes in place."""

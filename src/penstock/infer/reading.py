@@ -123,7 +123,8 @@ def _done_once(
 ) -> set[fx.Node]:
     """Return the nodes that follow from the batch size and the model's code alone."""
     fixed = {*sizes, *(node for node, name in held.items() if name.startswith(_CONSTANT))}
-    barred: set[fx.Node] = set()  # memory that is made the same each time, and then changed by what is not
+    # memory that a call leaves changed, and such that is made the same each time, and then changed by what is not
+    barred = {member for node in held if families.is_changed(node) for member in families.of(node)}
     while True:
         once: set[fx.Node] = set()
         known = fixed - barred

@@ -23,11 +23,9 @@ from penstock.model.modes import RandomStates
 from penstock.model.sanitizer import unsanitized
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
+from penstock.model.untouched import OF_TORCH, untouched
 
 __all__ = ["Traced", "is_cache", "trace"]
-
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
         shapes = tuple({0: size} if own else None for own in call.is_batched)
         tensors = call.resized(batch_size).tensors
-        with _untouched(reduced.model):
+        with untouched(reduced.model):
             return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
 
     unusual = _unusual_size(reduced, call)
@@ -223,7 +221,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
         f"{path}.{key}" if path else key: _outline(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OF_TORCH and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
+        if key not in OF_TORCH and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
     }
 
 
@@ -250,7 +248,7 @@ def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]])
     """
     model = reduced.model
     put = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in kept.items()}
-    with _untouched(model):
+    with untouched(model):
         for name, tensor in put.items():
             path, _, key = name.rpartition(".")
             vars(model.get_submodule(path))[key] = tensor
@@ -347,30 +345,6 @@ def no_own_gradients() -> Iterator[None]:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put back what a trace leaves in a model's modules: fake tensors in attributes."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    inside = [
-        (value, value.copy())
-        for _, attributes, _ in before
-        for key, value in attributes.items()
-        if key not in _OF_TORCH and type(value) in (list, dict, set, deque)
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            for key in vars(module).keys() - attributes.keys():
-                del vars(module)[key]
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for container, content in inside:
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @contextlib.contextmanager

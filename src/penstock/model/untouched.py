@@ -1,0 +1,43 @@
+"""Untouched: a model after a trace is as it was before: a trace leaves fake tensors, and numbers, in attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["OF_TORCH", "untouched"]
+
+OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put back what a trace leaves in a model's modules."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    own = [value for _, attributes, _ in before for key, value in attributes.items() if key not in OF_TORCH]
+    inside = [(value, value.copy()) for value in own if type(value) in (list, dict, set, deque)]
+    # tensors that are neither parameters nor buffers are real to a trace, which changes them as a call would
+    tensors = [
+        (value, value.detach().clone(), value._version)
+        for value in own
+        if type(value) is torch.Tensor and not value.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for key in vars(module).keys() - attributes.keys():
+                del vars(module)[key]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for container, content in inside:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+        for tensor, content, version in tensors:
+            if tensor._version != version:
+                tensor.detach().copy_(content)

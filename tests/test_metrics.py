@@ -1,5 +1,6 @@
 """Metrics: means over windows, told in order, without a wait of the host."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,3 +86,20 @@ def test_what_is_no_number_is_refused_by_name():
     assert metrics.step == 0
     with pytest.raises(penstock.errors.UsageError, match="tell: give a function"):
         penstock.Metrics(tell=3)
+
+
+@pytest.mark.parametrize(("number", "mean"), [(np.uint8(200), 200.0), (np.float16(60000), 60000.0), (True, 1.0)])
+def test_narrow_numbers_do_not_overflow(number, mean):
+    metrics = penstock.Metrics(every=2)
+    metrics.add(loss=number)
+    metrics.add(loss=number)
+    assert metrics.latest["loss"] == pytest.approx(mean, rel=1e-3)
+
+
+def test_of_a_step_that_is_refused_nothing_counts():
+    metrics = penstock.Metrics(every=2)
+    with pytest.raises(penstock.errors.UsageError, match="bad: a metric is one number a step"):
+        metrics.add(loss=torch.tensor(9.0), bad=[1, 2])
+    metrics.add(loss=torch.tensor(1.0))
+    metrics.add(loss=torch.tensor(4.0))
+    assert metrics.latest == {"loss": 2.5}

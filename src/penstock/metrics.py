@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from numbers import Number
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
@@ -56,18 +56,19 @@ class Metrics:
         """Add one step's numbers: tensors of one element, on whatever device, or plain numbers."""
         import torch
 
-        for name, number in numbers.items():
-            value = number.detach() if isinstance(number, torch.Tensor) else number
-            if not isinstance(value, (torch.Tensor, Number)):
-                raise UsageError(f"{name}: a metric is one number a step; given: {type(value).__name__}")
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
+        for name, number in numbers.items():  # all of them before any is added
+            if isinstance(number, torch.Tensor) and number.numel() != 1:
                 raise UsageError(
-                    f"{name}: a metric is one number a step; given: a tensor of shape {tuple(value.shape)}"
+                    f"{name}: a metric is one number a step; given: a tensor of shape {tuple(number.shape)}"
                 )
-            if isinstance(value, torch.Tensor):
-                value = value.reshape(()).double()
+            if not isinstance(number, (torch.Tensor, Real)):
+                raise UsageError(f"{name}: a metric is one number a step; given: {type(number).__name__}")
+        for name, number in numbers.items():
+            # never the caller's own tensor, and never a narrow type, in which a sum would overflow
+            is_tensor = isinstance(number, torch.Tensor)
+            value: Any = number.detach().reshape(()).double() if is_tensor else float(number)  # type: ignore[union-attr]
             before = self._sums.get(name)
-            self._sums[name] = value + 0 if before is None else before + value  # never the caller's own tensor
+            self._sums[name] = value + 0 if before is None else before + value
             self._counts[name] = self._counts.get(name, 0) + 1
         self.step += 1
         if self.step % self.every == 0:

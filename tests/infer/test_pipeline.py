@@ -2,6 +2,8 @@
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -98,7 +100,7 @@ def test_arguments_are_a_tuple_a_dict_or_one_thing():
     with Pipeline(told) as pipe:
         requests = [(1, 2), {"a": 1}, [3, 4], "text", None, torch.zeros(1)]
         found = list(pipe.map(requests))
-    assert found[:5] == [((1, 2), {}), ((), {"a": 1}), ((3, 4), {}), (("text",), {}), ((None,), {})]
+    assert found[:5] == [((1, 2), {}), ((), {"a": 1}), (([3, 4],), {}), (("text",), {}), ((None,), {})]
     assert found[5][0][0] is requests[5]
 
 
@@ -388,6 +390,50 @@ def test_a_pipeline_that_is_dropped_ends_its_threads():
     gc.collect()
 
 
+def test_a_request_whose_pipeline_nobody_holds_is_finished():
+    assert Pipeline(double).submit(1).result(SECONDS) == 2
+    gc.collect()
+
+
+def test_a_request_that_hangs_does_not_keep_the_process(tmp_path):
+    """The story: the threads are daemons, and the end of the process waited for them all the same."""
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import threading\n"
+        "from penstock.infer import Pipeline, works\n"
+        "works._SECONDS_AT_EXIT = 0.1\n"
+        "begun = threading.Event()\n"
+        "def hang(request):\n"
+        "    begun.set()\n"
+        "    threading.Event().wait()\n"
+        "pipe = Pipeline(print, preprocess=hang)\n"
+        "pipe.submit(1)\n"
+        "assert begun.wait(60)\n"
+    )
+    assert subprocess.run([sys.executable, script], timeout=SECONDS + 60, check=False).returncode == 0
+
+
+def test_a_request_that_raises_stop_iteration_does_not_end_the_others():
+    def first_of(request):
+        return next(iter([])) if request == 2 else request
+
+    with Pipeline(double, preprocess=first_of) as pipe:
+        results = pipe.map(range(5))
+        assert [next(results), next(results)] == [0, 2]
+        with pytest.raises(RuntimeError, match="a request raised StopIteration"):
+            next(results)
+        assert list(results) == [6, 8]
+
+
+def test_stages_that_share_a_layer_keep_its_mode():
+    shared = nn.Dropout(0.5)
+    stages = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(shared, nn.Linear(4, 4)), shared]
+    with Pipeline(stages=stages, depth=8) as pipe:
+        found = list(pipe.map([torch.ones(64, 4)] * 100))
+    assert all(torch.equal(result, found[0]) for result in found)
+    assert shared.training
+
+
 def test_a_pipeline_is_not_closed_from_within():
     pipe = Pipeline(double, postprocess=lambda _: pipe.close())
     error = pipe.submit(1).exception(SECONDS)
@@ -402,15 +448,23 @@ def test_a_pipeline_is_not_closed_from_within():
         ({"model": None}, "either a model or stages"),
         ({"stages": [double]}, "either a model or stages"),
         ({"model": None, "stages": []}, "stages: none given"),
-        ({"model": 3}, "stage 0: 3 cannot be called"),
+        ({"model": 3}, "model: 3 cannot be called"),
         ({"depth": 0, "workers": 1.5}, "depth: 0 must be a whole number, 1 or more; workers: 1.5"),
         ({"device": "cuda:99"}, "cannot be used"),
+        ({"model": None, "stages": double}, "stages: give a list of them; given: function"),
+        ({"model": None, "stages": nn.Linear(2, 2)}, "stages: give a list of them; given: Linear"),
+        ({"model": None, "stages": [double, 3]}, "stage 1: 3 cannot be called"),
     ],
 )
 def test_wrong_arguments(options, message):
     arguments = {"model": double} | options
     with pytest.raises(UsageError, match=message):
         Pipeline(arguments.pop("model"), **arguments)
+
+
+def test_requests_can_be_gone_through():
+    with Pipeline(double) as pipe, pytest.raises(UsageError, match="requests: give something to go through"):
+        pipe.map(3)
 
 
 def test_errors_is_one_of_two():
@@ -545,7 +599,7 @@ def test_one_model_in_several_places_keeps_its_mode():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"model": nn.Linear}, "stage 0: Linear is a class; give a module"),
+        ({"model": nn.Linear}, "model: Linear is a class; give a module"),
         ({"model": nn.Linear(2, 2), "preprocess": 3}, "preprocess: give a function; given: int"),
         ({"model": nn.Linear(2, 2), "postprocess": "a"}, "postprocess: give a function; given: str"),
     ],

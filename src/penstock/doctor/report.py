@@ -58,7 +58,7 @@ class Report:
     Attributes:
         findings: the costliest first.
         num_steps: steps that were looked at.
-        step_ms: milliseconds of a step, the median; 0 where no step was seen.
+        step_ms: milliseconds of a step, on average; 0 where no step was seen.
         idle_share: of a step, that the GPU had nothing to do; None where it was not measured.
         device: the GPU; empty where there is none, and synchronisations cost nothing.
         notes: what to know besides.

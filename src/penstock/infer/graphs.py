@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,20 +14,20 @@ from torch import nn
 from penstock.errors import PenstockError, UsageError
 from penstock.infer.around import Around
 from penstock.infer.branches import MOST_BRANCHES
+from penstock.infer.plain import Plain
 from penstock.infer.program import Form, Program, quick_name
 from penstock.infer.replay import Replay
 from penstock.infer.shapes import Shapes
 from penstock.model.capture import plain_module
 from penstock.model.compiling import Compile, Options, options_of
 from penstock.model.example import Call, read_example
-from penstock.model.modes import in_mode
 from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.capturing import Maker, make_graphs
 from penstock.runtime.devices import check_device, has_graphs
 from penstock.runtime.streams import current_stream
 
-__all__ = ["Graph", "Plain"]
+__all__ = ["Graph"]
 
 _MOST_FORMS = 64  # of calls that are remembered
 
@@ -271,22 +270,6 @@ class Graph:
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
-
-
-# of each model: to run it in evaluation is to change its mode for a while, whoever else does the same
-_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-
-
-class Plain:
-    """A model as it is, in evaluation and without gradients; one call at a time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._lock = model, _LOCKS.setdefault(model, threading.RLock())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
-        """Return what the model returns."""
-        with self._lock, torch.no_grad(), in_mode(self.model, training=False):
-            return self.model(*args, **kwargs)
 
 
 def _check_call(model: nn.Module, call: Call) -> None:

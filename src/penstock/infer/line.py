@@ -47,7 +47,7 @@ class Parcel:
 
 def arguments(thing: object) -> Arguments:
     """Return what to call a stage with: a tuple or a dict becomes several arguments, all else is one."""
-    if isinstance(thing, (torch.Tensor, Mapping, tuple, list)) and not hasattr(thing, "_fields"):
+    if isinstance(thing, (torch.Tensor, Mapping, tuple)) and not hasattr(thing, "_fields"):
         return arguments_of(thing)
     return (thing,), {}
 

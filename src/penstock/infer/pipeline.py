@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.infer.graphs import Graph, Plain
+from penstock.infer.graphs import Graph
 from penstock.infer.line import Arguments, Line, Parcel, arguments
+from penstock.infer.plain import Plain
 from penstock.infer.works import CLOSED, Works
 from penstock.runtime.devices import check_device
 
@@ -61,13 +62,18 @@ class Pipeline:
     ) -> None:  # fmt: skip
         if (model is None) == (stages is None):
             raise UsageError("give either a model or stages=[...]")
+        if stages is not None and not isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)):
+            raise UsageError(f"stages: give a list of them; given: {type(stages).__name__}")
         given = [model] if stages is None else list(stages)
+        names = ["model"] if stages is None else [f"stage {at}" for at in range(len(given))]
         faults = [
-            f"stage {at}: {stage!r:.60} cannot be called" for at, stage in enumerate(given) if not callable(stage)
+            f"{name}: {stage!r:.60} cannot be called"
+            for name, stage in zip(names, given, strict=True)
+            if not callable(stage)
         ]
         faults += [
-            f"stage {at}: {stage.__name__} is a class; give a module: {stage.__name__}(...)"
-            for at, stage in enumerate(given)
+            f"{name}: {stage.__name__} is a class; give a module: {stage.__name__}(...)"
+            for name, stage in zip(names, given, strict=True)
             if isinstance(stage, type) and issubclass(stage, nn.Module)
         ]
         faults += [
@@ -105,6 +111,8 @@ class Pipeline:
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors: {errors!r} is neither 'raise' nor 'return'")
+        if not isinstance(requests, Iterable):
+            raise UsageError(f"requests: give something to go through; given: {type(requests).__name__}")
         return _Results(self, requests, errors)
 
     def submit(self, request: object) -> Future[Any]:
@@ -113,7 +121,9 @@ class Pipeline:
         Raises:
             UsageError: when the pipeline is closed.
         """
-        return self._works.submit(request)
+        future = self._works.submit(request)
+        future._of = self  # type: ignore[attr-defined]  # a pipeline that nobody holds is closed, and cancels requests
+        return future
 
     def close(self) -> None:
         """Cancel what has not begun, finish what has, and end all threads."""
@@ -149,9 +159,11 @@ class _Results(Iterator[Any]):
             raise UsageError(CLOSED) from None
         if error is None:
             return future.result()
-        if self._errors == "raise":
-            raise error
-        return error
+        if self._errors == "return":
+            return error
+        if isinstance(error, StopIteration):  # for whoever asks here it would be the end
+            raise RuntimeError("a request raised StopIteration") from error
+        raise error
 
     def _fill(self) -> None:
         """Read as many requests as may be in flight."""

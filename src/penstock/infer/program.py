@@ -60,7 +60,7 @@ class Program:
         assert isinstance(program, ExportProgram)
         self._held, self._held_names, self.reassigned = stage.held, program.held_names, program.reassigned
         names, results = [f"input:{name}" for name in example.names], self._chain.results(False)
-        self._template = results.template
+        self._template, self._device = results.template, example.tensors[0].device
         self._names = names
         self._used = [names.index(name) for name in program.inputs]
         # what the model hands on as it got it comes from the call itself, all else from the program
@@ -115,7 +115,9 @@ class Program:
 
     def result(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
         """Return what the model returns, from the tensors of a call and what the program made of them."""
-        return rebuild(self._template(), [made[at] if at >= 0 else tensors[-1 - at] for at in self._sources])
+        # what is handed on as it came may have come from the host
+        found = [made[at] if at >= 0 else tensors[-1 - at].to(self._device) for at in self._sources]
+        return rebuild(self._template(), found)
 
 
 def quick_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[object, list[torch.Tensor]]:

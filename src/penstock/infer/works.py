@@ -10,7 +10,9 @@ that come before it have ended, so what was begun is finished.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -28,6 +30,7 @@ from penstock.runtime.streams import Event
 __all__ = ["CLOSED", "Works"]
 
 CLOSED = "the pipeline is closed; make another one"
+_SECONDS_AT_EXIT = 10.0  # that a process waits for requests whose results nobody waits for
 
 
 @dataclass
@@ -77,12 +80,13 @@ class _Part:
                 self._work(ticket)
                 del ticket  # else the last request lives as long as the thread waits
 
-    def end(self) -> None:
-        """Let the threads finish what is there, and wait for them."""
+    def end(self, deadline: float) -> None:
+        """Let the threads finish what is there, and wait for them, until a moment of the monotonic clock."""
         for _ in self.threads:
             self.tickets.put(None)
         for thread in self.threads:
-            thread.join()
+            left = deadline - time.monotonic()
+            thread.join(None if math.isinf(left) else max(0.0, left))
 
 
 class Works:
@@ -130,8 +134,8 @@ class Works:
             self._before.tickets.put(ticket)
         return ticket.future
 
-    def close(self) -> None:
-        """Cancel what has not begun, finish what has, and end all threads."""
+    def close(self, *, timeout: float = math.inf) -> None:
+        """Cancel what has not begun, finish what has, and end all threads; wait for them for some seconds at most."""
         if self._is_own_thread():
             raise UsageError("close: called by a thread of the pipeline itself, which would wait for its own end")
         with self._lock:
@@ -147,15 +151,19 @@ class Works:
                 ticket.future.cancel()
                 ticket.future.set_running_or_notify_cancel()  # tells those who wait for it
         self._free.put(None)
+        deadline = time.monotonic() + timeout
         for part in self._parts:
-            part.end()
+            part.end(deadline)
 
     def let_go(self) -> None:
-        """Close it, from whatever thread."""
+        """Close it, from whatever thread: when nobody holds it, or when the process ends.
+
+        Nothing is under way then, or the process ends and what hangs in the user's code must not keep it.
+        """
         if self._is_own_thread():
             threading.Thread(target=self.close, name="penstock-infer-close", daemon=True).start()
         else:
-            self.close()
+            self.close(timeout=_SECONDS_AT_EXIT)
 
     def _is_own_thread(self) -> bool:
         return any(threading.current_thread() in part.threads for part in self._parts)

@@ -44,6 +44,7 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
     Raises:
         UsageError: for what is neither True nor False nor options of Inductor.
     """
+    let_compile()  # here, for stages may run first in other threads
     if isinstance(compile, bool):
         return Options() if compile else None
     if not isinstance(compile, Mapping):
@@ -82,7 +83,6 @@ def compiled(run: Run, options: Options | None) -> Run:
         return run
     from penstock.model.own_pass import OwnPass  # brings Inductor
 
-    let_compile()
     wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
     apart = _apart(run, options.number)
     made: Any = in_turn(torch.compile(apart, dynamic=False, backend=inductor, options=wanted))

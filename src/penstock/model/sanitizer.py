@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+    is_in_any_mode_without_ignore_compile_internals,
+)
 
 __all__ = ["let_compile", "sanitized", "unsanitized"]
 
@@ -47,10 +53,12 @@ def unsanitized() -> Iterator[None]:
 def let_compile() -> None:
     """Let torch compile where the sanitizer is on: it is kept out meanwhile, and then sees what was compiled."""
     watch = _enabled()
-    if watch is None or watch.dispatch.ignore_compile_internals():
+    if watch is None:
         return
     type(watch.dispatch).ignore_compile_internals = classmethod(lambda cls: True)
-    if _get_current_dispatch_mode() is watch.dispatch:  # torch asked when it was entered, and notes the answer
+    # torch asked when it was entered, in the main thread, and notes the answer
+    is_noted = is_in_any_mode_without_ignore_compile_internals()
+    if is_noted and _get_current_dispatch_mode() is watch.dispatch:
         watch.disable()
         watch.enable()
 

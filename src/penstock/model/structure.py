@@ -138,10 +138,30 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
     if isinstance(item, dict) or (isinstance(item, Mapping) and hasattr(item, "items")):
         keys = list(item)
         return tuple(item[key] for key in keys), lambda parts: _mapping(item, dict(zip(keys, parts, strict=True)))
-    if isinstance(item, (torch.nn.Module, type)) or callable(item) or not hasattr(item, "__dict__"):
+    if isinstance(item, (torch.nn.Module, type)) or callable(item):
         return None
-    keys = list(vars(item))
-    return tuple(vars(item).values()), lambda parts: _object(item, dict(zip(keys, parts, strict=True)))
+    return _take_attributes(item)
+
+
+def _take_attributes(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401
+    """Return the attributes of an object, and how to build another one; None where it has none that are known."""
+    if hasattr(item, "__dict__"):
+        keys = list(vars(item))
+        return tuple(vars(item).values()), lambda parts: _object(item, dict(zip(keys, parts, strict=True)))
+    return _take_slots(item) if dataclasses.is_dataclass(item) else None
+
+
+def _take_slots(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:  # noqa: ANN401
+    """Return the fields of a dataclass that has slots, and how to build another one."""
+    names = [field.name for field in dataclasses.fields(item) if hasattr(item, field.name)]
+
+    def build(parts: list[Any]) -> object:
+        made = copy.copy(item)
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(made, name, part)  # it may be frozen
+        return made
+
+    return tuple(getattr(item, name) for name in names), build
 
 
 def _tuple_builder(kind: Any) -> Callable[[list[Any]], Any] | None:  # noqa: ANN401

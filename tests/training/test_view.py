@@ -299,7 +299,7 @@ def test_a_summary_of_nothing_says_so(tmp_path):
         summary = Summary("done", 179, steps, None, None, 1.0, tmp_path, **more)
         return summary_lines(summary, first_loss=None, speed="", events=None, again=None)[0]
 
-    told = "Nothing was trained: already at step 179, and 3 steps were asked for; give more --steps"
+    told = "Nothing was trained: already at step 179, and 3 steps were asked for; give more steps"
     assert said(3, resumed_from=179) == told
     assert "already at step 179, and 179 steps" in said(179, resumed_from=179)
     assert said(179, resumed_from=100).startswith("Done: 179 of 179 steps, 100 of them before")

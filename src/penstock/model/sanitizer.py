@@ -15,13 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _pop_mode,
-    _push_mode,
-    is_in_any_mode_without_ignore_compile_internals,
-)
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 __all__ = ["let_compile", "sanitized", "unsanitized"]
 
@@ -57,7 +52,7 @@ def let_compile() -> None:
         return
     type(watch.dispatch).ignore_compile_internals = classmethod(lambda cls: True)
     # torch asked when it was entered, in the main thread, and notes the answer
-    is_noted = is_in_any_mode_without_ignore_compile_internals()
+    is_noted = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
     if is_noted and _get_current_dispatch_mode() is watch.dispatch:
         watch.disable()
         watch.enable()

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.errors import UsageError, nearest
 from penstock.schedule.lower import Keep
 
-__all__ = ["check_seconds", "check_words"]
+__all__ = ["check_seconds", "check_switches", "check_words"]
 
 
 def check_words(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
@@ -28,6 +28,25 @@ def check_words(model: object, keep: object, optimizer: object, memory_limit: ob
         raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise UsageError("optimizer: give a function that makes one of a list of parameters, not an optimizer")
+
+
+def check_switches(*, graphs: object, autocast: object, scaler: object, deferred_batch_norm: object) -> None:
+    """Say which of these could not be used; a step would find out late, and say it in torch's words.
+
+    Raises:
+        UsageError: when there are any.
+    """
+    faults = []
+    if not isinstance(graphs, bool) and graphs != "auto":
+        faults.append(f"graphs: {graphs!r:.40} is neither True nor False nor 'auto'")
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        faults.append(f"autocast: give a dtype, as torch.bfloat16; given: {autocast!r:.40}")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        faults.append(f"scaler: give a torch.amp.GradScaler; given: {type(scaler).__name__}")
+    if not isinstance(deferred_batch_norm, bool):
+        faults.append(f"deferred_batch_norm: {deferred_batch_norm!r:.40} is neither True nor False")
+    if faults:
+        raise UsageError("; ".join(faults))
 
 
 def check_seconds(timeout: object) -> float:

@@ -18,7 +18,7 @@ from penstock.model.compiling import Compile, compiled, options_of
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
-from penstock.pipeline.checks import check_seconds, check_words
+from penstock.pipeline.checks import check_seconds, check_switches, check_words
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
 from penstock.pipeline.modes import without_gradients
 from penstock.pipeline.past import Past
@@ -133,6 +133,7 @@ class Pipeline:
         self.devices = check_devices(devices, num_lanes)
         check_loss(loss, weight)
         check_words(model, keep, optimizer, memory_limit)
+        check_switches(graphs=graphs, autocast=autocast, scaler=scaler, deferred_batch_norm=deferred_batch_norm)
         options = options_of(compile)
         request = Request(
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
@@ -144,7 +145,6 @@ class Pipeline:
             self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),
             transport=transport,
         )  # fmt: skip
-        self._timeout = timeout
         weakref.finalize(self, self._company.close)
         decision = decide(request, self._company)
         self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
@@ -173,7 +173,7 @@ class Pipeline:
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
-        self._number, self._is_closed, self._past = 0, False, Past()
+        self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
         self._recording: Recording | None = None
         self.watch: Watch | None = None
         self.training = True

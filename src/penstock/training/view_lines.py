@@ -126,7 +126,7 @@ def summary_lines(
         clock += f"; the processes were started again {times}, and the time is since then"
     if summary.is_done and summary.resumed_from is not None and summary.resumed_from >= summary.steps:
         asked = f"{summary.steps} step{'s were' if summary.steps > 1 else ' was'} asked for"
-        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more --steps"
+        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more steps"
         clock = ""
     elif summary.resumed_from is not None:
         head += f", {summary.resumed_from} of them before"

@@ -1,10 +1,13 @@
-"""The limit of a step: its matrix products and attentions alone, with nothing between them and nobody to wait for.
+"""Limits: the matrix products and attentions of a job alone, with nothing between them and nobody to wait for.
 
-Each stage's are on a stream of its own, all in one CUDA graph. What a pipeline does besides (norms, activations, the
-loss, adding up gradients, handing on) would have to be free, or hidden behind these, to reach it.
+Each stage's, or each tower's, are on a stream of its own, all in one CUDA graph. What is done besides (norms,
+activations, the loss, adding up gradients, handing on) would have to be free, or hidden behind these, to reach it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,26 +28,15 @@ class Limit:
         self._attended = [_random(*shape).requires_grad_() for _ in range(3)]
         self._weights = {s: (_random(*s), _random(s[0])) for s in {*shapes, *heading}}
         self._values = {size: _random(rows, size) for size in {size for shape in self._weights for size in shape}}
-        streams = [torch.cuda.Stream() for _ in range(stages)]
 
-        def run() -> None:
-            now = torch.cuda.current_stream()
-            for number, stream in enumerate(streams):
-                stream.wait_stream(now)
-                with torch.cuda.stream(stream):
-                    for _ in range(micro_batches):
-                        for _ in range(depth // stages):
-                            self._block(shapes)
-                        if number == stages - 1:
-                            self._products(*heading)
-            for stream in streams:
-                now.wait_stream(stream)
+        def stage(number: int) -> None:
+            for _ in range(micro_batches):
+                for _ in range(depth // stages):
+                    self._block(shapes)
+                if number == stages - 1:
+                    self._products(*heading)
 
-        run()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            run()
+        self._graph = _beside([partial(stage, number) for number in range(stages)])
 
     def step(self, batch: Tensor, target: Tensor) -> None:
         del batch, target
@@ -62,6 +54,55 @@ class Limit:
         functional.linear(given, weight, bias)
         made @ weight
         made.T @ given
+
+
+class TowersLimit:
+    """Two towers without their small kernels; it computes nothing of use.
+
+    Of the last block only what all tokens are needed for: the results are those of one token.
+    """
+
+    def __init__(self, towers: list[tuple[int, int, int]], batch: int, *, depth: int = 12) -> None:
+        self._graph = _beside([partial(self._tower, *self._made(*tower, batch, depth)) for tower in towers])
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    @staticmethod
+    def _made(width: int, heads: int, length: int, batch: int, depth: int) -> tuple[list[list[Tensor]], list[Tensor]]:
+        shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+        values = {size: _random(batch * length, size) for size in (width, 4 * width)}
+        products = [[values[s[1]], _random(*s), _random(s[0])] for _ in range(depth) for s in shapes]
+        return products, [_random(batch, heads, length, width // heads) for _ in range(3)]
+
+    @staticmethod
+    @torch.no_grad()
+    def _tower(products: list[list[Tensor]], attended: list[Tensor]) -> None:
+        for at, product in enumerate(products[:-3]):
+            functional.linear(*product)
+            if at % 4 == 0:
+                functional.scaled_dot_product_attention(*attended)
+
+
+def _beside(works: list[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of works that run beside each other, each on a stream of its own."""
+    streams = [torch.cuda.Stream() for _ in works]
+
+    def run() -> None:
+        now = torch.cuda.current_stream()
+        for work, stream in zip(works, streams, strict=True):
+            stream.wait_stream(now)
+            with torch.cuda.stream(stream):
+                work()
+        for stream in streams:
+            now.wait_stream(stream)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 def _random(*shape: int) -> Tensor:

@@ -98,8 +98,8 @@ def trace(model: nn.Module, call: Call) -> Traced:
     except _RefusedError as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
-        where = line_of(error)
-        raise CaptureError(f"torch.export stopped{where and f' {where}'}: {_first_line(error)}") from error
+        where = line_of(error) or "within torch"
+        raise CaptureError(f"torch.export stopped {where}: {_first_line(error)}") from error
     _check(program, call)
     return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"])
 

@@ -424,6 +424,18 @@ def test_what_is_put_in_the_place_of_a_part_is_seen(change, size, device):
     assert graph.obstacle == ""
 
 
+def test_a_call_after_a_weight_was_replaced_leaves_its_mark_once(device):
+    model, x = made("counting", device), batch("counting", 2, device=device)
+    graph = Graph(model, x)
+    for _ in range(3):
+        graph(**x)
+    name, parameter = next(iter(model.named_parameters()))
+    path, _, key = name.rpartition(".")
+    setattr(model.get_submodule(path), key, nn.Parameter(parameter.detach() * 2))
+    graph(**x)
+    assert model.count == 4
+
+
 class Viewing(nn.Module):
     """Relies on where its convolution puts the channels."""
 

@@ -169,10 +169,12 @@ class Graph:
         shape = (form.shape, *self._autocast())
         replay = self._replays.get(shape)
         if replay is not None:
-            made = self._replayed(replay, tensors)
-            # looked at behind the launch, while the GPU works: the graph holds what it reads
-            if self._program.places() == replay.places and self._program.is_current():
-                return self._program.result(tensors, made)
+            # looked at behind the launch, while the GPU works: the graph holds what it reads; but what changes
+            # something that stays may not be run twice
+            if not self._program.reading.changed or self._is_current(replay):
+                made = self._replayed(replay, tensors)
+                if self._is_current(replay):
+                    return self._program.result(tensors, made)
             self._forget()
         if not self._program.is_current():
             self._decide()
@@ -241,6 +243,11 @@ class Graph:
                 maker=self._maker,
                 streams=self._streams,
             )
+
+    def _is_current(self, replay: Replay) -> bool:
+        """Return whether the model is still where and what it was when a graph was captured."""
+        assert self._program is not None
+        return self._program.places() == replay.places and self._program.is_current()
 
     def _replayed(self, replay: Replay, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a graph on the caller's stream, behind the last run on whatever stream that was."""

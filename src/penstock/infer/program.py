@@ -53,8 +53,8 @@ class Program:
     """
 
     def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
-        self._makeup = Makeup(model)
         self._chain = capture(model, example, training=False, path="export").split(())
+        self._makeup = Makeup(model)
         stage = self._chain.stages[0].eval()
         program = stage.program
         assert isinstance(program, ExportProgram)

@@ -463,8 +463,16 @@ def test_wrong_arguments(options, message):
 
 
 def test_requests_can_be_gone_through():
-    with Pipeline(double) as pipe, pytest.raises(UsageError, match="requests: give something to go through"):
-        pipe.map(3)
+    class Dataset:  # as torch's own, without __iter__
+        def __getitem__(self, index):
+            if index == 3:
+                raise IndexError
+            return index
+
+    with Pipeline(double) as pipe:
+        assert list(pipe.map(Dataset())) == [0, 2, 4]
+        with pytest.raises(UsageError, match="requests: give something to go through"):
+            pipe.map(3)
 
 
 def test_errors_is_one_of_two():

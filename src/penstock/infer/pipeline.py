@@ -111,7 +111,7 @@ class Pipeline:
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors: {errors!r} is neither 'raise' nor 'return'")
-        if not isinstance(requests, Iterable):
+        if not any(hasattr(type(requests), name) for name in ("__iter__", "__getitem__")):  # as a Dataset of torch
             raise UsageError(f"requests: give something to go through; given: {type(requests).__name__}")
         return _Results(self, requests, errors)
 

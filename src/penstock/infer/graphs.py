@@ -171,9 +171,10 @@ class Graph:
         if replay is not None:
             # looked at behind the launch, while the GPU works: the graph holds what it reads; but what changes
             # something that stays may not be run twice
-            if not self._program.reading.changed or self._is_current(replay):
+            is_looked_at_first = bool(self._program.reading.changed)
+            if not is_looked_at_first or self._is_current(replay):
                 made = self._replayed(replay, tensors)
-                if self._is_current(replay):
+                if is_looked_at_first or self._is_current(replay):
                     return self._program.result(tensors, made)
             self._forget()
         if not self._program.is_current():

@@ -21,6 +21,7 @@ from penstock.launch.logs import Tail
 from penstock.launch.policy import Policy
 from penstock.launch.reading import read_config, take_flags
 from penstock.launch.writing import example_file, key_table, origins_in, to_toml
+from penstock.torchrun import attempt
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -91,6 +92,13 @@ WRONG = [
     ("steps = 3\nsteps-x = 3\nlr = -1", ("2 things are wrong", "run.toml:2: steps-x", "run.toml:3: lr: must be more")),
     ("max-steps = 3\nsteps = 4", ("run.toml:2: steps: is there twice, the other at",)),
     ("steps = ", ("run.toml: is not TOML",)),
+    # each of these ended in a traceback of tomllib, of int() or of mkdir()
+    ("data_args = {a = " + "[" * 5000 + "]" * 5000 + "}", ("run.toml: its lists or tables are nested more than 100",)),
+    ("model_args." + ".".join("a" * 5000) + " = 1", ("run.toml:1: model_args: is nested more than 100 levels deep",)),
+    ("warmup_steps = " + "9" * 5000, ("run.toml: has an integer that does not fit into 64 bits",)),
+    ("data_args = {a = [0x" + "f" * 5000 + "]}", ("run.toml:1: data_args: has an integer that does not fit into 64",)),
+    ('folder = "a\\u0000b"', ("run.toml:1: folder: must not contain a NUL character; given: 'a\\x00b'",)),
+    ('devices = ["a\\u0000b"]', ("run.toml:1: devices: must not contain a NUL character",)),
 ]  # fmt: skip
 
 
@@ -113,6 +121,9 @@ WRONG_FLAGS = [
     (["--model-args", "width"], "--model-args: give NAME=VALUE, once for each; given: 'width'"),
     (["--no-compile=3"], "--no-compile: takes no value"),
     (["--jsn"], "Did you mean '--json'?"),
+    (["--data-args", "{a = " + "[" * 5000 + "]" * 5000 + "}"], "is not a table, as {width = 128}"),
+    (["--seed", "9" * 30], "--seed: has an integer that does not fit into 64 bits"),
+    (["--folder", "a\0b"], "--folder: must not contain a NUL character"),
 ]
 
 
@@ -121,6 +132,30 @@ def test_what_is_wrong_with_flags_is_said(tmp_path, words, said):
     with pytest.raises(UsageError) as caught:
         config_of(tmp_path, "", *words)
     assert said in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    """Editors on Windows write one; such a file was called "not TOML"."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    given = read_config(path)
+    assert (given.config.steps, given.origins["steps"]) == (7, f"{path}:1")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])
+def test_variables_of_torchrun_must_be_numbers(tmp_path, monkeypatch, name):
+    """WORLD_SIZE=x ended in a traceback of int(); so did the others."""
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(UsageError, match=f"^{name}: this environment variable must be a whole number, .* given: 'x'$"):
+        config_of(tmp_path, "steps = 1")
+    monkeypatch.setenv(name, "1")
+    assert config_of(tmp_path, "steps = 1").config.steps == 1
+
+
+def test_the_number_of_restarts_must_be_a_number(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(UsageError, match="TORCHELASTIC_RESTART_COUNT: this environment variable must be"):
+        attempt()
 
 
 def test_what_all_processes_say_is_shown_once(tmp_path):

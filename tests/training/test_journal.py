@@ -14,14 +14,15 @@ import torch
 
 import penstock
 import processes
-from penstock.errors import UsageError
+from penstock.errors import CheckpointError, UsageError
+from penstock.launch import running
 from penstock.training import tensorboard
 from penstock.training.journal import Journal, Lines, plain_json
 from penstock.training.memory import lane_bytes
 from penstock.training.reading import Reading, Summary
 from penstock.training.tensorboard import TensorBoard
 from pipelines import data, sequence
-from training_runs import StopAt, loader, make
+from training_runs import StopAt, loader, make, train
 
 
 def events(folder):
@@ -256,3 +257,20 @@ def test_lanes_that_are_processes_hold_what_these_do_and_all_know():
     assert first == second
     assert len(first) == 2
     assert all(10 * 2**20 < size < 100 * 2**30 for size in first)
+
+
+def test_a_folder_of_another_models_run_says_what_to_do(tmp_path):
+    """It named the parameters that differ, and left the reader alone with them."""
+    train(tmp_path / "run", steps=1)
+    with pytest.raises(CheckpointError, match=r"another model.*run holds the run of another.*give another folder, or"):
+        train(tmp_path / "run", steps=1, model=sequence(6))
+
+
+def test_a_message_of_megabytes_is_shortened_where_it_is_said(capsys):
+    """An exception with a message of 3 MB made 12 MB of output."""
+    running._tell(ValueError("begin" + "x" * 3_000_000 + "end"), 1)
+    said = capsys.readouterr().err
+    assert len(said) < 21_000
+    assert "ValueError: begin" in said
+    assert "characters left out" in said
+    assert said.endswith("xend\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,7 +13,9 @@ from pydantic import ValidationError
 from penstock.errors import UsageError, nearest
 from penstock.launch.checking import faults_of
 from penstock.launch.config import ALIASES, HINTS, Config
+from penstock.launch.parsing import parse_toml, refusal_of
 from penstock.launch.values import kinds_of, read_value, wanted_of
+from penstock.torchrun import environment_faults
 
 __all__ = ["Given", "read_config", "take_flags"]
 
@@ -96,7 +97,7 @@ def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults
     Raises:
         UsageError: listing all that is wrong.
     """
-    told = list(faults)
+    told = [*faults, *environment_faults()]
     text = "" if path is None else _text_of(path)
     values, origins = _from_file(path, text, told)
     for name, word in flags:
@@ -120,7 +121,7 @@ def _text_of(path: Path) -> str:
             f"{path}: there is no such file{where}.{hint} penstock train --init {path} writes one to begin with"
         )
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with or without a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise UsageError(f"{path}: cannot be read: {reason}") from error
@@ -128,9 +129,9 @@ def _text_of(path: Path) -> str:
 
 def _from_file(path: Path | None, text: str, told: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: is not TOML: {error}") from error
+        found = parse_toml(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for word, value in found.items():
@@ -140,6 +141,8 @@ def _from_file(path: Path | None, text: str, told: list[str]) -> tuple[dict[str,
             told.append(f"{origin}: {word}: there is no such key.{_hint(name) or nearest(name, Config.model_fields)}")
         elif name in values:
             told.append(f"{origin}: {word}: is there twice, the other at {origins[name]}")
+        elif refusal := refusal_of(value):
+            told.append(f"{origin}: {word}: {refusal}")
         else:
             values[name], origins[name] = value, origin
     return values, origins
@@ -160,6 +163,9 @@ def _take_flag(name: str, word: str, values: dict[str, Any], origins: dict[str, 
         value = read_value(name, word)
     except ValueError as error:
         told.append(f"{flag}: {error}")
+        return
+    if refusal := refusal_of(value):
+        told.append(f"{flag}: {refusal}")
         return
     if isinstance(value, dict) and isinstance(values.get(name), dict):
         value = values[name] | value  # settings of a table are given one by one

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Ending", "run_here", "tell_unbegun"]
 
 _MOST_TOLD = 2000  # characters of a message that are written down
+_MOST_SAID = 20_000  # characters that are said at once: a message may hold a whole tensor
 
 
 class _ToldError(BaseException):
@@ -90,6 +91,9 @@ def tell_unbegun() -> None:
 
 
 def _say(text: str) -> None:
+    if (left_out := len(text) - _MOST_SAID) > 0:
+        half = _MOST_SAID // 2
+        text = f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
     with suppress(OSError):  # a terminal that was closed ends no training
         sys.stdout.flush()
         sys.stderr.write(text.rstrip() + "\n")

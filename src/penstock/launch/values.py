@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from penstock.errors import nearest
 from penstock.launch.config import Config
+from penstock.launch.parsing import parse_toml
 
 __all__ = ["kinds_of", "read_value", "wanted_of"]
 
@@ -56,9 +56,9 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
 def _table(word: str) -> dict[str, Any]:
     if word.lstrip().startswith("{"):
         try:
-            return dict(tomllib.loads(f"x = {word}")["x"])
-        except (tomllib.TOMLDecodeError, KeyError):
-            raise ValueError(f"{word!r} is not a table, as {{width = 128}}") from None
+            return dict(parse_toml(f"x = {word}")["x"])
+        except (ValueError, KeyError):
+            raise ValueError(f"{word!r:.80} is not a table, as {{width = 128}}") from None
     name, has_value, value = word.partition("=")
     if not has_value or not name.strip():
         raise ValueError(f"give NAME=VALUE, once for each; given: {word!r}")
@@ -68,8 +68,8 @@ def _table(word: str) -> dict[str, Any]:
 def _free(word: str) -> Any:  # noqa: ANN401 - whatever TOML can hold
     """Return a value as TOML reads it; a text where it is none."""
     try:
-        found = tomllib.loads(f"x = {word}")
-    except tomllib.TOMLDecodeError:
+        found = parse_toml(f"x = {word}")
+    except ValueError:
         return word
     return found["x"] if len(found) == 1 else word
 

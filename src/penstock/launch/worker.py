@@ -26,7 +26,6 @@ def main(words: Sequence[str]) -> int:
     from penstock.torchrun import attempt
 
     rest, flags, faults = take_flags(words, [AGAIN_FLAG, COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG])
-    is_again = AGAIN_FLAG in rest or attempt() > 0
     parents = [int(word.partition("=")[2]) for word in rest if word.startswith(f"{PARENT_FLAG}=")]
     again = next((word.partition("=")[2] for word in rest if word.startswith(f"{COMMAND_FLAG}=")), None)
     paths = [word for word in rest if not word.startswith("--")]
@@ -39,6 +38,7 @@ def main(words: Sequence[str]) -> int:
         return BAD_CONFIG
     try:
         given = read_config(Path(paths[0]), flags, faults)
+        is_again = AGAIN_FLAG in rest or attempt() > 0
         if RESOLVED_FLAG in rest:
             given = replace(given, origins=origins_in(Path(paths[0]).read_text()))
     except PenstockError as error:

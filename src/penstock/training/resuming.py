@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.checkpoint.misfit import MisfitError
 from penstock.errors import UsageError
 from penstock.torchrun import attempt
 from penstock.training.settings import changes, settings_of
@@ -48,7 +49,14 @@ def resume(
         if not is_own or is_again:
             source = "auto"  # it began from there, and has come further since
     before = settings_of(optimizers)
-    restored = checkpoints.restore("newest" if source == "auto" else source)
+    try:
+        restored = checkpoints.restore("newest" if source == "auto" else source)
+    except MisfitError as error:
+        if source != "auto":
+            raise
+        raise MisfitError(
+            f"{error}. {folder} holds the run of another training: give another folder, or remove this one"
+        ) from error
     if restored is not None and (changed := changes(before, settings_of(optimizers))):
         warnings.warn(
             f"the optimizer goes on with the settings of the checkpoint: {'; '.join(changed)}. To change them, set "

@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and what it says to wrong input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_simulate_json_has_the_figures():
     assert row["step_seconds"] == 33.0
     assert row["bubble_over_makespan"] == pytest.approx(3 / 11)
     assert row["peak_saved_stage_micro_batches"] == [4, 3, 2, 1]
+
+
+def test_table_and_charts_count_what_is_held_in_one_unit():
+    """The table said 4 and the chart 8 for one schedule: micro-batches, and stage micro-batches of half a lane."""
+    code, out, _ = penstock("simulate", "--schedule", "zb_v", "--compare", "1f1b,interleaved_1f1b", "--json")
+    assert code == 0
+    assert [row["peak_micro_batches"] for row in json.loads(out)["schedules"]] == [4, 4, 5.5]
+    code, out, _ = penstock("simulate", "--schedule", "zb_v", "--compare", "1f1b,interleaved_1f1b")
+    assert code == 0
+    rows = re.findall(r"^ *(\w+) +[\d.]+ s +[\d.]+ % +[\d.]+ % +([\d.]+)", out, re.M)
+    charts = re.findall(r"^(\w+): step .*, peak held: ([\d.]+) micro-batches of 1/4 of the model$", out, re.M)
+    assert rows == charts == [("zb_v", "4"), ("1f1b", "4"), ("interleaved_1f1b", "5.5")]
+    assert "a micro-batch counts as 1 where 1/4 of the model holds its activations" in out
 
 
 def test_a_lanes_costs_are_shared_by_its_stages():

@@ -5,10 +5,12 @@ import math
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.cli.training import BATCH_SIZE, LENGTH, PROMPT
+from penstock.cli.plain import compare_with_plain
+from penstock.cli.training import BATCH_SIZE, LENGTH, PROMPT, Settings, open_training
 from penstock.errors import PenstockError
 from penstock.launch.gpt import load_text
 from terminals import in_terminal, plain
@@ -32,6 +34,11 @@ def test_it_trains_and_says_so_line_by_line(tmp_path):
     assert losses[-1] < losses[0] < 5
     for words in ("over 2 lanes", "schedule 1f1b", "stage 1 on lane 1", "What it writes", PROMPT, "predicted: step"):
         assert words in out
+    # the demo never said what the same batch takes without a pipeline
+    said = re.search(
+        r"^The plain model takes .* a step with 2 threads; the pipeline takes .* with 1 thread per", out, re.M
+    )
+    assert said is not None
     page = (tmp_path / "new" / "folder" / "timelines.html").read_text()
     assert "1f1b, measured" in page
     assert "1f1b, predicted" in page
@@ -53,9 +60,33 @@ def test_it_trains_with_other_schedules(schedule, tmp_path):
     for step in (figures["measured"], figures["predicted"]):
         assert step["step_seconds"] > 0
         assert 0 <= step["bubble_over_makespan"] < 1
+    assert set(figures["compared"]) == {"plain_seconds", "pipeline_seconds"}
+    assert min(figures["compared"].values()) > 0
     assert len(figures["text"]) == 300
     assert {path.name for path in tmp_path.iterdir()} == {"timelines.html", "measured.json"}
     assert set(figures["written"].values()) == {str(path) for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(("schedule", "has_updates"), [("1f1b", False), ("pipedream_2bw", True)])
+def test_the_plain_step_does_the_work_of_the_pipelines_step(schedule, has_updates):
+    """The same batch, as many threads in total, and an update exactly where the pipeline's step has one."""
+    seen = []
+
+    class Noted(torch.nn.Linear):
+        def forward(self, x):
+            seen.append((len(x), torch.get_num_threads()))
+            return super().forward(x)
+
+    settings = Settings(2, schedule, lanes=2, micro_batches=4)
+    with open_training(settings, progress=lambda *_: None) as training, pytest.MonkeyPatch.context() as patch:
+        model = torch.nn.Sequential(torch.nn.Embedding(100, 8), Noted(8, 100))
+        before = model[1].weight.detach().clone()
+        patch.setattr("penstock.cli.plain.make_gpt", lambda *_, **__: model)
+        found = compare_with_plain(training)
+        assert torch.get_num_threads() == 1
+    assert set(seen) == {(BATCH_SIZE, 2)}
+    assert torch.equal(model[1].weight, before) is not has_updates
+    assert min(found.plain_seconds, found.pipeline_seconds) > 0
 
 
 def test_a_schedule_of_ones_own_brings_its_lanes_and_micro_batches(tmp_path):

@@ -63,6 +63,23 @@ def test_a_data_loader_is_told_above_a_tenth_of_the_steps_that_were_timed(waited
         assert [f.detail for f in report.findings] == ["10.5 % of a step"] * is_told
 
 
+@pytest.mark.parametrize(("count", "words"), [(1, "once in 15 steps"), (2, "twice in 15 steps"), (15, "1 a step")])
+def test_what_is_rarer_than_once_a_step_is_told_by_the_steps(count, words):
+    """It said "0.0667 a step" of what happened once in 15 steps."""
+    report = make_report(seen({(Kind.ITEM, LINE): Entry(count)}, steps=15))
+    assert f"reads a value; {words}" in report.to_text(width=300)
+
+
+def test_the_time_of_a_step_is_the_median_of_steps_that_nobody_watched():
+    """A step of 0.2 ms was said to take 38 ms: one slow step was in the mean of three."""
+    seconds = {Phase.WARM: [9.0], Phase.TIMED: [0.114, 2e-4, 2e-4], Phase.LOOKED: [0.5] * 4}
+    report = make_report(seen(device="", step_seconds=seconds))
+    assert report.step_ms == pytest.approx(0.2)
+    assert "has the watch's in it" not in report.to_text(width=300)
+    report = make_report(seen(device="", step_seconds=seconds | {Phase.TIMED: []}))
+    assert "a step's time has the watch's in it" in report.to_text(width=300)
+
+
 def test_a_host_that_runs_ahead_does_not_make_the_gpu_s_steps_short():
     """The story: waiting 5 ms for data beside 1 ms of asking for work was called starving, of a GPU that was busy."""
     loader = {(Kind.STARVED, LINE): Entry(2, 0.15, 0.15)}

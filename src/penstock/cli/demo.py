@@ -12,6 +12,7 @@ import typer
 from penstock.cli.training import LANES, MICRO_BATCHES
 
 if TYPE_CHECKING:
+    from penstock.cli.plain import Comparison
     from penstock.cli.training import Settings, Training
     from penstock.report.timeline import Timeline
     from penstock.training.reading import Reading
@@ -81,6 +82,7 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
     from penstock.cli import show
     from penstock.cli.live import show_training
     from penstock.cli.options import check_outputs
+    from penstock.cli.plain import compare_with_plain
     from penstock.cli.training import open_training
 
     page, trace = folder / "timelines.html", folder / "measured.json"
@@ -94,6 +96,7 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
                 _introduce(training)
             readings = list(training.run()) if as_json else show_training(training.run(), steps=settings.steps)
             text = training.write()
+            compared = compare_with_plain(training)
     except KeyboardInterrupt:
         typer.echo("Stopped by Ctrl-C; nothing was written.", err=True)
         raise typer.Exit(_STOPPED) from None
@@ -101,9 +104,9 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
     training.timeline.to_chrome(trace)
     if as_json:
         written = {"page": str(page), "trace": str(trace)}
-        typer.echo(json.dumps({**_figures(training, readings, text), "written": written}, indent=2))
+        typer.echo(json.dumps({**_figures(training, readings, text, compared), "written": written}, indent=2))
         return
-    _conclude(training, text)
+    _conclude(training, text, compared)
     show.note(f"\nThe measured step above the predicted one, for any browser: {page}")
     show.note(f"The measured step, for Perfetto: {trace}")
 
@@ -124,8 +127,8 @@ def _introduce(training: Training) -> None:
         typer.echo(f"stage {stage.index} on lane {lanes} ({show_share(stage.share)}): {stage.modules_text}")
 
 
-def _conclude(training: Training, text: str) -> None:
-    """Show what the model writes, what the lanes did, and what was predicted."""
+def _conclude(training: Training, text: str, compared: Comparison) -> None:
+    """Show what the model writes, what the lanes did, what was predicted, and what the plain model takes."""
     from rich.console import Console
     from rich.text import Text
 
@@ -142,9 +145,10 @@ def _conclude(training: Training, text: str) -> None:
     typer.echo(draw_text(training.timeline, width=console.width, color=color))
     predicted = training.explanation.timeline
     typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
+    typer.echo(str(compared))
 
 
-def _figures(training: Training, readings: list[Reading], text: str) -> dict[str, Any]:
+def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:
     from penstock.training.view_figures import Pace
 
     schedule = training.pipe.schedule
@@ -158,6 +162,7 @@ def _figures(training: Training, readings: list[Reading], text: str) -> dict[str
         "tokens_per_second": Pace(readings).tokens_per_second,
         "measured": _step_figures(training.timeline),
         "predicted": _step_figures(training.explanation.timeline),
+        "compared": {"plain_seconds": compared.plain_seconds, "pipeline_seconds": compared.pipeline_seconds},
         "text": text,
     }
 

@@ -31,12 +31,6 @@ class Result:
     timeline: Timeline
     over_limit: bool = False
 
-    @property
-    def peak_mbs(self) -> float:
-        """The most micro-batches a lane holds, each counted whole when all of the lane's stages hold it."""
-        per_lane = max(1, self.schedule.num_stages // self.schedule.num_lanes)
-        return max(self.timeline.peak_saved) / per_lane
-
     def figures(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         timeline, schedule = self.timeline, self.schedule
@@ -52,6 +46,7 @@ class Result:
             "lane_seconds": list(timeline.lane_seconds),
             "bubble_over_makespan": timeline.bubble,
             "bubble_over_longest_lane_span": timeline.span_bubble,
+            "peak_micro_batches": timeline.peak_micro_batches,
             "peak_saved_stage_micro_batches": list(timeline.peak_saved),
             "peak_bytes": list(timeline.peak_bytes),
         }

@@ -120,9 +120,12 @@ def table(results: list[Result]) -> None:
 
 
 def _notes(results: list[Result]) -> list[str]:
+    lanes = {result.schedule.num_lanes for result in results}
+    share = f"1/{lanes.pop()}" if len(lanes) == 1 else "1/lanes"
     lines = [
         "bubble: share without compute, over the makespan and over the longest lane span;",
-        "micro-batches, bytes: what the fullest lane holds at most",
+        "micro-batches, bytes: what the fullest lane holds at most;",
+        f"a micro-batch counts as 1 where {share} of the model holds its activations",
     ]
     for result in results:
         name = printable(result.schedule.name)
@@ -154,7 +157,7 @@ def _cells(result: Result, first: Result, *, has_bytes: bool, has_ratio: bool) -
         show_seconds(timeline.step_seconds),
         show_share(timeline.bubble),
         show_share(timeline.span_bubble),
-        f"{result.peak_mbs:g}",
+        f"{timeline.peak_micro_batches:.3g}",
     ]
     if has_bytes:
         cells.append(show_bytes(max(timeline.peak_bytes)))

@@ -30,6 +30,7 @@ __all__ = [
     "PROMPT",
     "Settings",
     "Training",
+    "make_optimizer",
     "open_training",
 ]
 
@@ -88,7 +89,7 @@ class Training:
         torch.manual_seed(_SEED)
         self.pipe = self._pipeline(progress)
         self.explanation: Explanation = self.pipe.explain()
-        self._optimizers = list(self.pipe.optimizers.values()) or [_make_optimizer(list(self.pipe.parameters()))]
+        self._optimizers = list(self.pipe.optimizers.values()) or [make_optimizer(list(self.pipe.parameters()))]
         self._rates = [
             torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=settings.steps + 1, pct_start=0.1)
             for optimizer in self._optimizers
@@ -105,7 +106,7 @@ class Training:
             lanes=given.lanes if given.is_file else given.lanes or LANES,
             micro_batches=given.micro_batches if given.is_file else given.micro_batches or MICRO_BATCHES,
             schedule=load_csv(given.schedule) if given.is_file else given.schedule,
-            optimizer=_make_optimizer if given.has_updates else None,
+            optimizer=make_optimizer if given.has_updates else None,
             progress=progress,
         )
 
@@ -173,7 +174,8 @@ def open_training(settings: Settings, *, progress: Progress) -> Iterator[Trainin
         torch.set_num_threads(before)
 
 
-def _make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the demo's optimizer of some parameters."""
     import torch
 
     return torch.optim.AdamW(parameters, lr=_RATE, betas=(0.9, 0.95))

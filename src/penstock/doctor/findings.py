@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +60,16 @@ class Seen:
         seconds = sum(self.step_seconds[self.timed]) if self.timed else 0.0
         return max(seconds, self.busy.seconds) if self.busy and self.timed is Phase.TIMED else seconds
 
+    @property
+    def step_seconds_told(self) -> float:
+        """How long a step takes: the median, since one slow step would spoil the mean of few."""
+        if self.timed is None:
+            return 0.0
+        seconds = statistics.median(self.step_seconds[self.timed])
+        if self.busy is not None and self.timed is Phase.TIMED:
+            return max(seconds, self.busy.seconds / self.num_steps(self.timed))
+        return seconds
+
 
 def make_report(seen: Seen) -> Report:
     """Return what is worth saying."""
@@ -69,7 +80,7 @@ def make_report(seen: Seen) -> Report:
     return Report(
         findings=tuple(findings),
         num_steps=seen.num_steps(seen.looked),
-        step_ms=1e3 * seen.whole_seconds / max(1, seen.num_steps(seen.timed)),
+        step_ms=1e3 * seen.step_seconds_told,
         idle_share=seen.busy.idle_seconds / seen.busy.seconds if seen.busy and seen.busy.seconds else None,
         device=seen.device,
         notes=notes,
@@ -162,6 +173,8 @@ def _notes(seen: Seen, unexplained: float) -> tuple[str, ...]:
             "No GPU here, so synchronisations cost nothing; looked for are places that would wait for one, as far as"
             " can be told without it.",
         )
+    if seen.looked is not None and seen.timed is not Phase.TIMED:
+        notes.append("The run was too short to time steps that are not watched: a step's time has the watch's in it.")
     if seen.looked is None:
         notes.append("No step ended: no optimizer's step() was called, nor that of the watch.")
     elif seen.looked is Phase.WARM:

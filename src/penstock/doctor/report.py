@@ -58,7 +58,7 @@ class Report:
     Attributes:
         findings: the costliest first.
         num_steps: steps that were looked at.
-        step_ms: milliseconds of a step, on average; 0 where no step was seen.
+        step_ms: milliseconds of a step, the median; 0 where no step was seen.
         idle_share: of a step, that the GPU had nothing to do; None where it was not measured.
         device: the GPU; empty where there is none, and synchronisations cost nothing.
         notes: what to know besides.
@@ -127,7 +127,7 @@ class Report:
 
     def _headline(self, finding: Finding) -> str:
         what = ABOUT[finding.kind].words
-        often = f"{finding.per_step:.3g} a step" if self.num_steps else _times(finding.count, "time")
+        often = _often(finding) if self.num_steps else _times(finding.count, "time")
         costs = []
         if self.device and finding.blocked_ms:
             costs.append(f"the host spends {finding.blocked_ms:.3g} ms in it")
@@ -137,6 +137,15 @@ class Report:
         if costs:
             parts.append(" and ".join(costs) + (" a step" if self.num_steps else ""))
         return "; ".join(parts)
+
+
+def _often(finding: Finding) -> str:
+    """Return how often something happens; what is rarer than once a step, by the steps that were looked at."""
+    if finding.per_step >= 1:
+        return f"{finding.per_step:.3g} a step"
+    steps = round(finding.count / finding.per_step)
+    times = {1: "once", 2: "twice"}.get(finding.count, f"{finding.count} times")
+    return f"{times} in {steps} steps"
 
 
 def _aside(finding: Finding) -> str:

@@ -49,7 +49,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
 
 def summary(timeline: Timeline) -> str:
     """Return the figures of a timeline as lines of text: two, and a third where its bubble's causes are known."""
-    held = f"peak held: {max(timeline.peak_saved)} stage micro-batches"
+    held = f"peak held: {timeline.peak_micro_batches:.3g} micro-batches of 1/{timeline.num_lanes} of the model"
     if max(timeline.peak_bytes) > 0:
         held += f", {show_bytes(max(timeline.peak_bytes))}"
     name = printable(timeline.name) + (", measured" if timeline.is_measured else "")

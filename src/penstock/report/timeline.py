@@ -154,6 +154,11 @@ class Timeline:
         """The most stage micro-batches that each lane holds at once, from forward to (input-gradient) backward."""
         return tuple(int(memory.held.max(initial=0)) for memory in self.memory)
 
+    @property
+    def peak_micro_batches(self) -> float:
+        """The most that a lane holds, in micro-batches of 1/lanes of the model: one unit for any number of stages."""
+        return max(self.peak_saved) * self.num_lanes / len(self.saved_bytes)
+
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most bytes that each lane's saved and pending values take at once."""

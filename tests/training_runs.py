@@ -67,14 +67,14 @@ def loader(size=24, batch_size=8, *, own=True):
 
 def make(
     folder, *, lanes=2, schedule="1f1b", steps=7, model=None, batches=None, seed=5, momentum=False, callbacks=(),
-    micro_batches=4, loss=nn.functional.mse_loss, analytic="h100", example=None, **asked,
+    micro_batches=4, loss=nn.functional.mse_loss, analytic="h100", example=None, check=True, **asked,
 ):  # fmt: skip
     """Return a trainer of a small model, its pipeline and what it is told."""
     torch.manual_seed(seed)
     model = sequence(8) if model is None else model
     pipe = penstock.Pipeline(
         model, example=data(8)[0] if example is None else example, loss=loss, lanes=lanes, schedule=schedule,
-        micro_batches=micro_batches, timeout=30, analytic=analytic,
+        micro_batches=micro_batches, timeout=30, analytic=analytic, check=check,
     )  # fmt: skip
     make_optimizer = torch.optim.SGD if momentum else torch.optim.AdamW
     optimizer = make_optimizer(pipe.parameters(), lr=0.05, **({"momentum": 0.9} if momentum else {}))

@@ -616,7 +616,7 @@ def test_wrong_batches_are_refused(batch, message):
         (3, "give a tensor, a tuple of arguments or a dict"),
         ((), "no tensor"),
         ({"x": 3}, "no tensor"),
-        (torch.tensor(1.0), "no tensor with a first dimension"),
+        (torch.tensor(1.0), "no tensor with a batch dimension"),
         (torch.empty(0, WIDTH), "no samples"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import penstock
 from penstock.model.capture import capture
 from penstock.runtime.batch_norm import DeferredStatistics
 
@@ -356,3 +357,37 @@ def test_on_cuda(dims, dtype):
     plain(x)
     for name, found in buffers(norm).items():
         torch.testing.assert_close(found, plain.get_buffer(name))
+
+
+class Replaced(nn.Module):
+    """Counts its calls in a buffer that it replaces, and in one that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "1f1b"])
+def test_every_micro_batch_counts_once_where_two_lanes_share_a_stage(path, schedule):
+    """A recompute put copies of the buffers back, and what the other lane had counted meanwhile was lost."""
+    x = data(24)
+    for keep in ("hold", "recompute", "except_last", "offload"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Replaced() for _ in range(4))).double()
+        with penstock.Pipeline(
+            model, example=x, loss=F.mse_loss, lanes=4, micro_batches=12, schedule=schedule, keep=keep,
+            capture_path=path, cuts=["1", "2", "3"],
+        ) as pipe:  # fmt: skip
+            before = [int(layer.calls) for layer in model]
+            for _ in range(2):
+                pipe.step(x, x)
+            counts = {n: int(v) for n, v in pipe.state_dict().items() if n.endswith("num_batches_tracked")}
+            assert set(counts.values()) == {24}, (keep, counts)
+            assert [int(layer.calls) - b for layer, b in zip(model, before, strict=True)] == [24] * 4, keep
+            assert all(int(layer.norm.num_batches_tracked) == 24 for layer in model), keep

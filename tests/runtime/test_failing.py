@@ -185,7 +185,7 @@ def test_another_shape_is_refused_before_any_action():
         for batch, words in (
             ({"x": x}, "missing: y"),
             ({"x": x, "y": x[:, :3]}, "captured as"),
-            ({"x": x, "y": x[:2]}, "first dimension"),
+            ({"x": x, "y": x[:2]}, "dimension 0 is 2"),
         ):
             with pytest.raises(UsageError, match=words):
                 pipe.step(batch)

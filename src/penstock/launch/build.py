@@ -187,6 +187,7 @@ def _pipeline(
         scaler=scaler,
         optimizer=make if has_updates else None,
         memory_limit=memory_limit_of(config),
+        check=config.check,
         graphs=config.graphs,
         compile=config.compile,
         timeout=max(config.timeout, _BUILD_SECONDS),

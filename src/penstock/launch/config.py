@@ -112,6 +112,9 @@ class Config(BaseModel):
     memory_limit: Positive | str | list[Positive | str] | None = _key(
         None, 2, "Bytes a lane has, as 16e9 or 16GiB; or one a lane."
     )
+    check: bool = _key(
+        True, 2, "Compare a few samples, whole and in micro-batches, and refuse a model or a loss where they differ."
+    )
     graphs: bool | Literal["auto"] = _key("auto", 2, "Steps as CUDA graphs: true, false, or auto: wherever that works.")
     compile: bool | Table = _key(
         False,

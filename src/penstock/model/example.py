@@ -13,7 +13,58 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["Call", "arguments_of", "parameter_names", "read_call", "read_example"]
+__all__ = ["BatchLayout", "Call", "arguments_of", "parameter_names", "read_call", "read_example"]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the user says the batch is.
+
+    Attributes:
+        dims: the batch dimension of all tensors, or one per argument; arguments left out have it first.
+        whole: arguments that every micro-batch gets whole.
+    """
+
+    dims: int | Mapping[str, int] = 0
+    whole: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        given = self.dims.items() if isinstance(self.dims, Mapping) else [("", self.dims)]
+        wrong = [dim for _, dim in given if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0]
+        if wrong:
+            raise UsageError(f"batch_dim: give a dimension, 0 or more, or a dict of them; given: {wrong[0]!r:.60}")
+        if isinstance(self.whole, str) or not all(isinstance(name, str) for name in self.whole):
+            raise UsageError(f"whole: give a list of argument names; given: {self.whole!r:.60}")
+
+    def dim_of(self, name: str) -> int | None:
+        """Return the batch dimension of a tensor as far as it is said; None for one that stays whole.
+
+        >>> layout = BatchLayout({"x": 1}, whole=["mask"])
+        >>> layout.dim_of("x"), layout.dim_of("x.0"), layout.dim_of("y"), layout.dim_of("mask")
+        (1, 1, 0, None)
+        """
+        argument = name.split(".", maxsplit=1)[0]
+        if name in self.whole or argument in self.whole:
+            return None
+        if isinstance(self.dims, Mapping):
+            return self.dims.get(name, self.dims.get(argument, 0))
+        return self.dims
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Say which names are no arguments of the call.
+
+        Raises:
+            UsageError: when there are any.
+        """
+        known = {*arguments, *(name.split(".")[0] for name in arguments), "target"}
+        faults = [
+            f"{option}: {name!r} is no argument with a tensor in the example ({', '.join(arguments)})"
+            for option, names in (("batch_dim", self.dims), ("whole", self.whole))
+            for name in (names if not isinstance(names, int) else ())
+            if name not in known
+        ]
+        if faults:
+            raise UsageError("; ".join(faults))
 
 
 @dataclass(frozen=True)
@@ -25,18 +76,28 @@ class Call:
         names: a name for each.
         template: the positional and keyword arguments with slots for the tensors.
         constants: for each argument the template of it.
-        is_batched: which tensors have the batch as their first dimension.
+        batch_dims: for each tensor the dimension of the batch; None where it has none.
         batch_size: how many samples.
-        batch_name: the name of the tensor whose first dimension says so.
+        batch_name: the name of the tensor whose batch dimension says so.
     """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     template: object = field(repr=False)
     constants: Mapping[str, object] = field(repr=False)
-    is_batched: tuple[bool, ...]
+    batch_dims: tuple[int | None, ...]
     batch_size: int
     batch_name: str = ""
+
+    @property
+    def is_batched(self) -> tuple[bool, ...]:
+        """Which tensors have a batch."""
+        return tuple(dim is not None for dim in self.batch_dims)
+
+    @property
+    def batch_dim(self) -> int:
+        """The batch dimension of the tensor that gives the batch size."""
+        return self.batch_dims[self.names.index(self.batch_name)] or 0
 
     def arguments(self, tensors: list[Any] | tuple[Any, ...] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments, with other tensors if given."""
@@ -51,16 +112,21 @@ class Call:
         """Return the call for another number of samples, made by repeating those there are."""
         if batch_size == self.batch_size:
             return self
+        return self.rows([row % self.batch_size for row in range(batch_size)])
 
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            rows = torch.arange(batch_size, device=tensor.device) % self.batch_size
-            return tensor.detach().index_select(0, rows).requires_grad_(tensor.requires_grad)
+    def rows(self, rows: Sequence[int]) -> Call:
+        """Return the call for some of its samples."""
 
-        tensors = tuple(take(t) if own else t for t, own in zip(self.tensors, self.is_batched, strict=True))
-        return replace(self, tensors=tensors, batch_size=batch_size)
+        def take(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            chosen = torch.tensor(rows, device=tensor.device)
+            return tensor.detach().index_select(dim, chosen).requires_grad_(tensor.requires_grad)
+
+        pairs = zip(self.tensors, self.batch_dims, strict=True)
+        tensors = tuple(tensor if dim is None else take(tensor, dim) for tensor, dim in pairs)
+        return replace(self, tensors=tensors, batch_size=len(rows))
 
 
-def read_example(example: object, model: nn.Module | None = None) -> Call:
+def read_example(example: object, model: nn.Module | None = None, layout: BatchLayout | None = None) -> Call:
     """Read how a model is called: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
 
     >>> call = read_example({"x": torch.zeros(4, 2), "scale": 2.0})
@@ -70,13 +136,17 @@ def read_example(example: object, model: nn.Module | None = None) -> Call:
     Args:
         example: the arguments.
         model: whose forward gives the positional ones their names.
+        layout: where the batch is; by default in the first dimension.
 
     Raises:
-        UsageError: when there is no tensor in it, or none with a first dimension.
+        UsageError: when there is no tensor in it, or none with a batch dimension.
     """
     if isinstance(example, Call):
         return example
-    return read_call(*arguments_of(example), parameter_names(model) if model is not None else ())
+    layout = layout or BatchLayout()
+    call = read_call(*arguments_of(example), parameter_names(model) if model is not None else (), layout=layout)
+    layout.check(call.names)
+    return call
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
@@ -89,36 +159,61 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def read_call(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = (), batch_name: str = ""
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str] = (),
+    *,
+    like: Call | None = None,
+    layout: BatchLayout | None = None,
 ) -> Call:
-    """Read the arguments of a call; `names` are those of the positional parameters.
+    """Read the arguments of a call.
 
-    The batch size is that of the tensor called `batch_name`, or else of the first one.
+    Args:
+        args: the positional ones.
+        kwargs: the others.
+        names: of the positional parameters.
+        like: an earlier call, which says where the batch is in each tensor.
+        layout: where the batch is, where there is no earlier call. The first tensor with a batch gives its size.
 
     Raises:
-        UsageError: when there is no tensor in them, or none with a first dimension.
+        UsageError: when there is no tensor in them, or none with a batch dimension.
     """
     positional = {names[i] if i < len(names) else f"input_{i}": arg for i, arg in enumerate(args)}
     tensors, template = flatten((args, dict(kwargs)), apart=True)
     tensor_names = tuple(_tensor_names({**positional, **kwargs}))
     named = dict(zip(tensor_names, tensors, strict=True))
-    first_name = batch_name if batch_name in named else next((n for n, t in named.items() if t.dim() > 0), "")
-    first = named.get(first_name)
-    if first is None or first.dim() == 0:
-        what = "no tensor" if not tensors else "no tensor with a first dimension"
+    dims = _said_dims(tensor_names, like, layout or BatchLayout())
+    first_name = like.batch_name if like is not None and like.batch_name in named else ""
+    if not first_name:
+        has_batch = ((n, dims[n]) for n, t in named.items() if t.dim() > 0)
+        first_name = next((n for n, dim in has_batch if dim is not None and named[n].dim() > dim), "")
+    first, dim = named.get(first_name), dims.get(first_name)
+    if first is None or dim is None or first.dim() <= dim:
+        what = "no tensor" if not tensors else "no tensor with a batch dimension"
         raise UsageError(f"the example holds {what} to take the batch size from")
-    size = int(first.shape[0])
+    size = int(first.shape[dim])
     if size == 0:
-        raise UsageError("the example holds no samples: the first dimension of its first tensor is 0")
+        raise UsageError(f"the example holds no samples: dimension {dim} of {first_name} is 0")
     return Call(
         tensors=tuple(tensors),
         names=tensor_names,
         template=template,
         constants={name: flatten(item, apart=True)[1] for name, item in {**positional, **kwargs}.items()},
-        is_batched=tuple(tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors),
+        batch_dims=tuple(
+            dim if dim is not None and (like is not None or (t.dim() > dim and t.shape[dim] == size)) else None
+            for t, dim in zip(tensors, dims.values(), strict=True)
+        ),
         batch_size=size,
         batch_name=first_name,
     )
+
+
+def _said_dims(names: Sequence[str], like: Call | None, layout: BatchLayout) -> dict[str, int | None]:
+    """Return the batch dimension of each tensor: that of an earlier call, or that of a layout."""
+    if like is None:
+        return {name: layout.dim_of(name) for name in names}
+    known = dict(zip(like.names, like.batch_dims, strict=True))
+    return {name: known.get(name, 0) for name in names}  # an unknown one is refused by the reader of the batch
 
 
 def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...], dict[str, Any]]:

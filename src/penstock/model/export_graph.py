@@ -169,7 +169,7 @@ class _Reader:
         lifted = signature.inputs_to_lifted_tensor_constants
         inputs = iter(self.call.names)
         symbols = set()
-        own = iter(self.call.is_batched)
+        dims = iter(self.call.batch_dims)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -179,7 +179,8 @@ class _Reader:
                 name = f"_constants.{lifted[node.name].replace('.', '_')}"
                 self.name_of[node], self.constants[name] = name, self.program.constants[lifted[node.name]]
             elif node.name in signature.user_inputs:
-                size = node.meta["val"].shape[0] if next(own) else None
+                dim = next(dims)
+                size = None if dim is None else node.meta["val"].shape[dim]
                 symbols |= set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
                 self.symbols = frozenset(symbols)
                 self._add_value(node, f"input:{next(inputs)}", producer=-1, has_grad=False)

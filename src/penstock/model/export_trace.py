@@ -112,37 +112,51 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     """
 
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
-        shapes = tuple({0: size} if own else None for own in call.is_batched)
+        shapes = tuple(None if dim is None else {dim: size} for dim in call.batch_dims)
         tensors = call.resized(batch_size).tensors
         with untouched(reduced.model):
             return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
 
-    unusual = _unusual_size(reduced, call)
+    unusual, another = _unusual_sizes(reduced, call)
     try:
         program = export(unusual, torch.export.Dim("batch"))
-        for node, number in _numbers(program):
-            if number and abs(number) < 2**31 and number % unusual == 0:
-                raise _RefusedError(f"the batch size is written into the trace {_where(node)}")
-        for name, tensor in program.constants.items():
-            if isinstance(tensor, torch.Tensor) and _has_multiple(tensor, unusual):
-                raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})")
+        if _may_hold(program, unusual):  # the batch size, or a number that happens to be a multiple of it
+            _check_equal(program, export(another, torch.export.Dim("batch")))
         return program
     except Exception as error:
         if "Constraints violated" not in str(error):
             raise
         program = export(max(2, call.batch_size), torch.export.Dim.AUTO)
         again = export(max(2, call.batch_size) + 1, torch.export.Dim.AUTO)
-        if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
-            raise _RefusedError("forward does other things for other batch sizes") from None
-        constants = [t for t in program.constants.values() if isinstance(t, torch.Tensor)]
-        others = [t for t in again.constants.values() if isinstance(t, torch.Tensor)]
-        pairs = zip(constants, others, strict=True)
-        if not all(a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):
-            raise _RefusedError("the batch size is written into a tensor of the trace") from None
-        for (node, number), (_, other) in zip(_numbers(program), _numbers(again), strict=True):
-            if number != other:
-                raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
+        _check_equal(program, again)
         return program
+
+
+def _may_hold(program: torch.export.ExportedProgram, unusual: int) -> bool:
+    """Return whether a trace holds a multiple of the batch size that it was made with."""
+    if any(number and abs(number) < 2**31 and number % unusual == 0 for _, number in _numbers(program)):
+        return True
+    return any(isinstance(t, torch.Tensor) and _has_multiple(t, unusual) for t in program.constants.values())
+
+
+def _check_equal(program: torch.export.ExportedProgram, again: torch.export.ExportedProgram) -> None:
+    """Compare two traces, made with different batch sizes.
+
+    Raises:
+        _RefusedError: when they differ, so that the batch size is written into them.
+    """
+    if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
+        raise _RefusedError("forward does other things for other batch sizes") from None
+    constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}
+    for name, tensor in constants.items():
+        other = again.constants.get(name)
+        if not isinstance(other, torch.Tensor) or tensor.shape != other.shape:
+            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+        if not tensor.is_meta and not torch.equal(tensor, other):
+            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+    for (node, number), (_, other_number) in zip(_numbers(program), _numbers(again), strict=True):
+        if number != other_number:
+            raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
 
 
 def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
@@ -154,12 +168,14 @@ def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
     return bool(((numbers != 0) & (numbers.abs() < 2**31) & (torch.remainder(numbers, unusual) == 0)).any())
 
 
-def _unusual_size(reduced: _Reduced, call: Call) -> int:
-    """Return a prime that divides no other dimension of the model and its inputs."""
+def _unusual_sizes(reduced: _Reduced, call: Call) -> tuple[int, int]:
+    """Return two primes that divide no other dimension of the model and its inputs."""
     sizes = {size for tensor in (*reduced.parameters(), *reduced.buffers()) for size in tensor.shape}
-    sizes |= {size for tensor in call.tensors for size in tensor.shape[1:]}
+    for tensor, dim in zip(call.tensors, call.batch_dims, strict=True):
+        sizes |= {size for place, size in enumerate(tensor.shape) if place != dim}
     candidates = (n for n in itertools.count(23, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2)))
-    return next(prime for prime in candidates if not any(size and size % prime == 0 for size in sizes))
+    fitting = (prime for prime in candidates if not any(size and size % prime == 0 for size in sizes))
+    return next(fitting), next(fitting)
 
 
 def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, float]]:
@@ -180,8 +196,8 @@ def _check(program: torch.export.ExportedProgram, call: Call) -> None:
     """Refuse what depends on data, or holds for one batch size only."""
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    for node, name, own in zip(inputs, call.names, call.is_batched, strict=True):
-        if own and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+    for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
+        if dim is not None and not isinstance(node.meta["val"].shape[dim], torch.SymInt):
             raise CaptureError(f"the model's forward holds for this batch size only (seen at input {name})")
     for symbol, bounds in program.range_constraints.items():
         if bounds.upper < 4096:  # higher ones come from kernels that count in 32 bits

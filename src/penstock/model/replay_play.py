@@ -336,7 +336,7 @@ class Play(Walk):
     ) -> Any:  # noqa: ANN401
         """Make a call on holes, once, to learn the shapes of what it returns."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
-        ordinals = dict(self.ordinals)
+        ordinals, num_borrowed = dict(self.ordinals), len(self.borrowed)
         learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
         try:
             with self.switched(on=True):
@@ -344,6 +344,9 @@ class Play(Walk):
         finally:
             self.frames, self.on_marked, self._is_whole = frames, learn, False  # type: ignore[method-assign]
             self.ordinals = ordinals
+            while len(self.borrowed) > num_borrowed:  # the stage may call this module, too, with the real buffers
+                place, key, own = self.borrowed.pop()
+                place[key] = own
         tensors, template = flatten(result)
         return [describe(tensor, given) for tensor in tensors], template
 

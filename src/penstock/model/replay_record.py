@@ -15,12 +15,12 @@ from penstock.model.example import Call
 from penstock.model.export_trace import is_cache
 from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import held_tensors
-from penstock.model.put_back import put_back
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import describe, is_imaginable
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_walk import Mark, Walk, tensors_in
 from penstock.model.structure import flatten
+from penstock.model.untouched import unchanged
 
 __all__ = ["Recording", "Seen", "Unit", "record"]
 
@@ -91,6 +91,7 @@ class Recording:
     watched: tuple[str, ...] = ()
     hooked: frozenset[str] = frozenset()
     draws_python_random: bool = False
+    changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -137,19 +138,21 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     inside = {path: m for path, m in modules.items() if not any(path.startswith(f"{unit}.") for unit in units)}
     recorder = _Recorder(units, {id(tensor): name for name, tensor in held_tensors(shell).items()})
     states = RandomStates()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    versions = {name: (tensor, tensor._version) for name, tensor in held_tensors(model).items()}
     try:
-        result = recorder.run(shell, inside, call)
+        with unchanged(model):
+            result = recorder.run(shell, inside, call)
+            after = held_tensors(shell)
+            changed = {name for name, (t, v) in versions.items() if after.get(name) is not t or t._version != v}
     finally:
         is_random = states.have_others_changed()
         states.restore()
-        for buffer, before in buffers:
-            put_back(buffer, before)
     if recorder.hollow - whole:  # modules that call none of their own: they are units themselves
         return _record_once(model, call, whole | frozenset(recorder.hollow))
     recorder.is_read |= is_random
     recording = recorder.recording(result)
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
+    recording.changed = frozenset(changed)
     recording.hooked = frozenset(
         path for path, module in inside.items() if path not in units and _has_hooks_inside(module)
     )

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.errors import UsageError
+from penstock.errors import CaptureError, UsageError
 from penstock.model.compiling import Options
 from penstock.model.example import Call
 from penstock.model.export_stage import renew
@@ -95,6 +95,7 @@ class ReplayProgram:
         *, held_names: tuple[str, ...], index: int, is_last: bool,
     ) -> None:  # fmt: skip
         self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
+        self.changed = recording.changed.intersection(held_names)  # the buffers that a forward may change
         self.shell = make_shell(model)
         self._known_shapes: dict[Any, Any] = {}
         self._num_outputs = len(recording.outputs)
@@ -184,6 +185,22 @@ class ReplayProgram:
         finally:
             self._tidy(before, held)
         return made
+
+    def as_sent(self, notes: torch.Tensor, made: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the outputs of a forward that was run again, chosen and ordered as the first run sent them.
+
+        With gradients on, autograd keeps more tensors alive than the first run had to send.
+        """
+        tensor_of = {
+            tuple(mark): tensor
+            for marks, tensor in zip(Notes.from_tensor(made[0]).live, made[1:], strict=True)
+            for mark in marks
+        }
+        sent = [[tuple(mark) for mark in marks] for marks in Notes.from_tensor(notes).live]
+        lost = [marks for marks in sent if not any(mark in tensor_of for mark in marks)]
+        if lost:
+            raise CaptureError(f"a forward that was run again took another way; lost: {lost[0]}; take keep='hold'")
+        return (notes, *(next(tensor_of[mark] for mark in marks if mark in tensor_of) for marks in sent))
 
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
         if self.is_last:

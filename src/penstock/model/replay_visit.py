@@ -17,7 +17,7 @@ from penstock.model.replay_functions import is_data_shaped, is_look, is_read
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_walk import Walk, tensors_in
 from penstock.model.structure import flatten, rebuild
-from penstock.model.visit import Visitor
+from penstock.model.visit import RunNode, Visitor
 
 __all__ = ["visit_replay"]
 
@@ -135,8 +135,25 @@ class _VisitWalk(Walk):
         if index is None:
             return self.inside(path, ordinal, call, args, kwargs)
         self.is_in_unit, self.now = True, index
+        before, counted = dict(self.ordinals), self.ordinals
+        before[path] = ordinal
+
+        def visitor(
+            index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
+        ) -> list[torch.Tensor]:
+            """Let the visitor run the call as often as it likes; count it, and the calls inside it, once."""
+
+            def run_once(given: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                nonlocal counted
+                self.ordinals = dict(before)
+                made = run(given, held)
+                counted = dict(self.ordinals)
+                return made
+
+            return self.visitor(index, run_once, inputs, parameters, glue)
+
         try:
             names = self.graph.nodes[index].parameters
-            return run_with(self.visitor, index, self.modules[path], args, kwargs, names=names, held=self.held)
+            return run_with(visitor, index, self.modules[path], args, kwargs, names=names, held=self.held)
         finally:
-            self.is_in_unit = False
+            self.is_in_unit, self.ordinals = False, counted

@@ -25,6 +25,7 @@ from penstock.model.replay_record import Recording, Seen, record
 from penstock.model.replay_stage import ReplayProgram, make_part
 from penstock.model.replay_visit import visit_replay
 from penstock.model.stages import Chain, Results, Stage, make_chain
+from penstock.model.untouched import unchanged
 from penstock.model.visit import Visitor
 
 __all__ = ["Replayed"]
@@ -52,6 +53,12 @@ class Replayed:
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
         return self._graph_of[training]
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether control flow or shapes depend on data or chance: another run may call other modules."""
+        self._graph(self.training)
+        return self._recording_of[self.training].is_read
+
     def split(self, cuts: Sequence[int]) -> Chain:
         """Return the stages between the cuts."""
         self.graph.check_cuts(cuts)
@@ -77,7 +84,7 @@ class Replayed:
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
         call = self.call if batch_size is None else self.call.resized(batch_size)
-        with in_mode(self.model, training=self.training):
+        with in_mode(self.model, training=self.training), unchanged(self.model):
             visit_replay(self.model, self.graph, call, visitor, device=device or main_device(self.model, self.call))
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:

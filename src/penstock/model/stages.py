@@ -222,7 +222,7 @@ class Chain:
         Raises:
             UsageError: when it does not have the example's tensors, or other plain values than the example had.
         """
-        call = read_call(args, kwargs, self._parameter_names, self.example.batch_name)
+        call = read_call(args, kwargs, self._parameter_names, like=self.example)
         faults = list(self._faults(call))
         if faults:
             raise UsageError(f"the batch is not like the example that was captured: {'; '.join(faults)}")
@@ -240,12 +240,13 @@ class Chain:
             one, other = example.constants.get(name), call.constants.get(name)
             yield from (f"another plain value of {place}" for place in differing_constants(one, other, name))
         tensor_of = dict(zip(call.names, call.tensors, strict=True))
-        for name, tensor, own in zip(example.names, example.tensors, example.is_batched, strict=True):
+        for name, tensor, dim in zip(example.names, example.tensors, example.batch_dims, strict=True):
             given = tensor_of[name]
-            if own and given.shape[:1] != (call.batch_size,):
-                yield f"{name}: first dimension {tuple(given.shape[:1])}, but the batch has {call.batch_size} samples"
+            if dim is not None and given.shape[dim : dim + 1] != (call.batch_size,):
+                size = given.shape[dim] if given.dim() > dim else "missing"
+                yield f"{name}: dimension {dim} is {size}, but the batch has {call.batch_size} samples"
             if self.has_fixed_shapes and (
-                given.dtype != tensor.dtype or given.shape[1 if own else 0 :] != tensor.shape[1 if own else 0 :]
+                given.dtype != tensor.dtype or _without(given.shape, dim) != _without(tensor.shape, dim)
             ):
                 yield f"{name}: {given.dtype} {tuple(given.shape)}, captured as {tensor.dtype} {tuple(tensor.shape)}"
 
@@ -264,6 +265,10 @@ class Chain:
         results = self.results(self.training)
         tensors = made if results.takes_all else [values[name] for name in results.names]
         return rebuild(results.template(), tensors)
+
+
+def _without(shape: Sequence[int], dim: int | None) -> list[int]:
+    return [size for place, size in enumerate(shape) if place != dim]
 
 
 def make_chain(

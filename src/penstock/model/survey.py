@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
 
 Progress = Callable[[int, int, str], None]
+_TRIES = 3  # runs with other random numbers, for nodes that the first run skipped
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -53,6 +54,7 @@ class Survey(Generic[T]):
         saved_bytes: memory that the forward keeps for the backward, each piece at the first node that keeps it.
         pending_bytes: memory that the weight gradient needs.
         num_examined: how many nodes differ from all before them.
+        num_nodes: how many nodes the graph has.
     """
 
     found: list[T]
@@ -60,12 +62,12 @@ class Survey(Generic[T]):
     saved_bytes: list[float]
     pending_bytes: list[float]
     num_examined: int
+    num_nodes: int
 
     def sums(self, *columns: Sequence[float] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
         """Return the sum a node of some columns with one number an entry, then of the saved and the pending bytes."""
-        count = max(self.node_of, default=-1) + 1
         every = (*columns, self.saved_bytes, self.pending_bytes)
-        sums = (np.bincount(self.node_of, weights=np.asarray(column), minlength=count) for column in every)
+        sums = (np.bincount(self.node_of, weights=np.asarray(column), minlength=self.num_nodes) for column in every)
         return [cast("NDArray[np.float64]", column) for column in sums]
 
 
@@ -82,30 +84,72 @@ def survey(
     Nodes of one signature with tensors of the same shapes, types and strides are examined once. What a node may change
     (buffers, inputs) is a copy; random generators go on afterwards as if nothing had been drawn.
 
+    A model whose control flow depends on data or chance may skip nodes in this run: see `_fill_gaps`.
+
     Raises:
         UsageError: when the batch size is not positive.
-        GraphError: when the run does not come to all nodes.
+        GraphError: when the run of any other model does not come to all nodes.
     """
     if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
         raise UsageError(f"batch_size: {batch_size} must be at least 1")
     visitor = _Surveyor(captured.graph, examiner, progress)
     with _random_state_kept(device):
         captured.visit(visitor, device=device, batch_size=batch_size)
+        if visitor.missing and getattr(captured, "is_dynamic", False):
+            _fill_gaps(captured, visitor, device=device, batch_size=batch_size)
+        elif visitor.missing:
+            shown = ", ".join(captured.graph.nodes[index].name for index in visitor.missing[:5])
+            raise GraphError(f"a run of the model did not come to all of its nodes; missing: {shown}")
     if visitor.notes:
         more = f" (and {len(visitor.notes) - 3} more)" if len(visitor.notes) > 3 else ""
         shown = "; ".join(visitor.notes[:3])
         warnings.warn(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}", stacklevel=3)
-    seen = {row[0] for row in visitor.rows}
-    unseen = [node.name for index, node in enumerate(captured.graph.nodes) if index not in seen]
-    if unseen:
-        raise GraphError(f"a run of the model did not come to all of its nodes; missing: {', '.join(unseen[:5])}")
     node_of, found, saved_bytes, pending_bytes = (list(column) for column in zip(*visitor.rows, strict=True))
-    return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known))
+    return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known), len(captured.graph.nodes))
 
 
 def distinct_nodes(graph: Graph) -> int:
     """Return about how many nodes a survey will examine."""
-    return len({(node.signature or node.name, *(str(graph.values[v]) for v in node.inputs)) for node in graph.nodes})
+    return len({_kind(graph, node) for node in graph.nodes})
+
+
+def _kind(graph: Graph, node: Node) -> Hashable:
+    return (node.signature or node.name, *(str(graph.values[v]) for v in node.inputs))
+
+
+def _fill_gaps(
+    captured: Captured, visitor: _Surveyor[T], *, device: torch.device | None, batch_size: int | None
+) -> None:
+    """Find the costs of nodes that a run skipped, because control flow depends on data or chance.
+
+    Run again with other random numbers, then take the costs of an equal node, then run with the example itself, which
+    the model was captured with. What is still missing costs nothing, and a warning names it.
+    """
+    visitor.progress = None
+    for _ in range(_TRIES):
+        _visit_missing(captured, visitor, device, batch_size)
+    graph = captured.graph
+    twin_of = {_kind(graph, node): i for i, node in enumerate(graph.nodes) if i not in visitor.missing}
+    for index in visitor.missing:
+        twin = twin_of.get(_kind(graph, graph.nodes[index]))
+        if twin is not None:
+            visitor.rows += [(index, *row[1:]) for row in visitor.rows if row[0] == twin]
+            visitor.seen.add(index)
+    _visit_missing(captured, visitor, device, None)
+    visitor.rows.sort(key=lambda row: row[0])
+    if visitor.missing:
+        names = ", ".join(graph.nodes[index].name for index in visitor.missing[:5])
+        warnings.warn(f"no profiling run called these nodes, their costs count as zero: {names}", stacklevel=4)
+
+
+def _visit_missing(
+    captured: Captured, visitor: _Surveyor[T], device: torch.device | None, batch_size: int | None
+) -> None:
+    """Visit the model once more for the nodes that are missing; forget what the run shows of others."""
+    missing, num_rows = set(visitor.missing), len(visitor.rows)
+    if missing:
+        captured.visit(visitor, device=device, batch_size=batch_size)
+        visitor.rows[num_rows:] = [row for row in visitor.rows[num_rows:] if row[0] in missing]
 
 
 class _Surveyor(Generic[T]):
@@ -115,7 +159,7 @@ class _Surveyor(Generic[T]):
         self.graph, self.examiner, self.progress = graph, examiner, progress
         self.known: dict[Hashable, tuple[T, Saved]] = {}
         self.rows: list[tuple[int, T, float, float]] = []  # node, found, saved bytes, pending bytes
-        self._num_seen = 0
+        self.seen: set[int] = set()
         self.notes: list[str] = []
         self._ledger = Ledger()
         self._own_inputs: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
@@ -140,10 +184,16 @@ class _Surveyor(Generic[T]):
         found, saved = self._examine(node, run, own, held, writes=writes, seconds=seconds)
         saved_bytes, pending_bytes = self._ledger.count(saved, inputs=own, outputs=outputs)
         self.rows.append((index, found, float(saved_bytes), float(pending_bytes)))
-        self._num_seen += not glue
+        if not glue:
+            self.seen.add(index)
         if self.progress is not None:
-            self.progress(self._num_seen, len(self.graph.nodes), node.name)
+            self.progress(len(self.seen), len(self.graph.nodes), node.name)
         return outputs
+
+    @property
+    def missing(self) -> list[int]:
+        """The nodes that no run has come to."""
+        return [index for index in range(len(self.graph.nodes)) if index not in self.seen]
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a value without its history; what no node has made is the caller's, and copied: it may be changed."""
@@ -225,9 +275,10 @@ def _random_state_kept(device: torch.device | None) -> Iterator[None]:
     """Leave all random generators as they were."""
     is_running = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     used = is_running or (device is not None and device.type == "cuda" and torch.cuda.is_available())
-    state = random.getstate()
+    state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
             yield
     finally:
         random.setstate(state)
+        np.random.set_state(numpy_state)

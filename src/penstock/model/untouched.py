@@ -9,15 +9,30 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["OF_TORCH", "untouched"]
+from penstock.model.put_back import put_back
+
+__all__ = ["OF_TORCH", "unchanged", "untouched"]
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
 
 
 @contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what runs of a model's forward leave in it: attributes, and the buffers with their values."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        with untouched(model):
+            yield
+    finally:
+        for buffer, before in buffers:
+            put_back(buffer, before)
+
+
+@contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back what a trace leaves in a model's modules."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     own = [value for _, attributes, _ in before for key, value in attributes.items() if key not in OF_TORCH]
     inside = [(value, value.copy()) for value in own if type(value) in (list, dict, set, deque)]
     # tensors that are neither parameters nor buffers are real to a trace, which changes them as a call would

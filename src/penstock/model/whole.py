@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.model.modes import RandomStates
-from penstock.model.put_back import put_back
 from penstock.model.structure import flatten
+from penstock.model.untouched import unchanged
 
 if TYPE_CHECKING:
     from penstock.model.capture import Captured
@@ -33,7 +33,7 @@ _MEMORY_SHARE = 0.25  # of what is free, that one run may take
 def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: float) -> tuple[float, float] | None:
     """Return the seconds of forward and backward of a micro-batch, on the CPU; None where that cannot be measured.
 
-    Gradients, buffers and random generators stay as they are.
+    Gradients, buffers, attributes and random generators stay as they are.
 
     Args:
         captured: the model, all of it on the CPU.
@@ -46,7 +46,6 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
     if saved_bytes + 2 * sum(p.nbytes for p in parameters) > _MEMORY_SHARE * _free_bytes():
         return None
     states = RandomStates()
-    buffers = [(buffer, buffer.clone()) for buffer in captured.model.buffers()]
     gradients = [(p, p.grad) for p in parameters]
     try:
         chain = captured.split(())
@@ -56,19 +55,18 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
             parameter.grad = torch.zeros_like(parameter)
         rows: list[tuple[float, float]] = []
         begin = time.perf_counter()
-        while len(rows) < _MOST_RUNS:
-            with torch.enable_grad():
-                rows.append(_run(lambda: chain(*args, **kwargs)))
-            if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
-                break
+        with unchanged(captured.model):
+            while len(rows) < _MOST_RUNS:
+                with torch.enable_grad():
+                    rows.append(_run(lambda: chain(*args, **kwargs)))
+                if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
+                    break
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # nodes were measured: they do without
         return None
     finally:
         states.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, before in buffers:
-            put_back(buffer, before)
     kept = rows[1:]  # the first is slower: memory is found, kernels are chosen
     return statistics.median(row[0] for row in kept), statistics.median(row[1] for row in kept)
 

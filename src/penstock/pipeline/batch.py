@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from penstock.errors import UsageError
 from penstock.model.example import Call, arguments_of
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
-from penstock.runtime.batches import cut_batch, cut_thing
-from penstock.runtime.losses import LossFunction, Weight, counts_of, needs_target, shares_of, warn_of_uneven_tokens
+from penstock.pipeline.exactness import Exactness
+from penstock.runtime.batches import batch_dim_of, cut_batch, cut_thing, sizes_of
+from penstock.runtime.loss_weights import Counted
+from penstock.runtime.losses import LossFunction, counts_of, needs_target, shares_of, warn_of_uneven_tokens
 from penstock.runtime.step import Batch
 
 __all__ = ["BatchReader", "Ready"]
@@ -32,6 +35,10 @@ class Ready:
     shares: list[float]
 
 
+def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - called as any weight
+    return counted.count(target)
+
+
 class BatchReader:
     """Reads batches that are like the example.
 
@@ -39,19 +46,17 @@ class BatchReader:
         chain: the stages; knows the example.
         num_mbs: micro-batches of a step.
         loss: the user's.
-        weight: what it averages over.
+        exactness: knows what it averages over.
     """
 
-    def __init__(self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, weight: Weight) -> None:
-        self._chain, self._num_mbs, self._loss, self._weight = chain, num_mbs, loss, weight
-        example = chain.example
-        self._is_batched = dict(zip(example.names, example.is_batched, strict=True))
-        self._left_to_watch = _WATCHED_STEPS if weight is None else 0
+    def __init__(self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, exactness: Exactness) -> None:
+        self._chain, self._num_mbs, self._loss, self._exactness = chain, num_mbs, loss, exactness
+        self._left_to_watch = _WATCHED_STEPS
         self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
 
     def anew(self, num_mbs: int) -> BatchReader:
         """Return one that cuts into so many."""
-        return BatchReader(self._chain, num_mbs, loss=self._loss, weight=self._weight)
+        return BatchReader(self._chain, num_mbs, loss=self._loss, exactness=self._exactness)
 
     def read(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
@@ -79,16 +84,19 @@ class BatchReader:
         except UsageError as error:
             raise UsageError(str(error).replace("the example holds", "the batch holds")) from None
         self._check_types(call)
-        pieces = cut_batch(call, self._num_mbs, [self._is_batched[name] for name in call.names])
-        sizes = pieces.sizes
+        sizes = sizes_of(call.batch_size, self._num_mbs)
+        pieces = cut_batch(call, sizes)
+        dim = self._chain.example.batch_dim
         targets: list[tuple[Any, ...]] = [
             (piece,)
             for thing in target or ()
-            for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes)
+            for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes, dim)
         ] or [()] * len(sizes)
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
-        shares = self._shares(batch, call.batch_size, targets, sizes, groups)
+        if len(sizes) > 1:
+            self._exactness.learn(target, call.batch_size, dim)
+        shares = self._shares(batch, pieces, targets, groups)
         if key is not None and (not self._left_to_watch or len(sizes) == 1):  # one alone counts as it counts
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -97,8 +105,10 @@ class BatchReader:
 
     def _key(self, batch: object, target: object, groups: object) -> object:
         """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
-        is_plain = type(batch) is torch.Tensor and len(self._is_batched) == 1 and all(self._is_batched.values())
-        if not is_plain or groups is not None or self._weight is not None or not isinstance(target, tuple):
+        is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
+        if not is_plain or groups is not None or not isinstance(target, tuple):
+            return None
+        if self._exactness.weight is not None or not self._exactness.is_settled:
             return None
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
@@ -107,7 +117,7 @@ class BatchReader:
 
     def _again(self, batch: Any, target: Any, sizes: list[int], shares: list[float]) -> Ready:  # noqa: ANN401
         """Return a batch like one that was read before."""
-        (name,) = self._is_batched
+        (name,) = self._chain.example.names
         count = len(sizes)
         pieces = [batch] if count == 1 else batch.split(sizes)
         targets: list[tuple[Any, ...]] = [()] * count
@@ -128,30 +138,40 @@ class BatchReader:
             raise UsageError(f"the batch is not like the example that was captured: {'; '.join(wrong)}")
 
     def _checked(self, target: Any, call: Call) -> Any:  # noqa: ANN401 - whatever the loss takes
-        if isinstance(target, torch.Tensor) and target.dim() and target.shape[0] != call.batch_size:
+        if not isinstance(target, torch.Tensor) or not target.dim():
+            return target
+        if batch_dim_of(target, call.batch_size, self._chain.example.batch_dim) is None:
             raise UsageError(f"target: {target.shape[0]} samples, but the batch has {call.batch_size}")
         return target
 
     def _shares(
-        self, batch: object, batch_size: int, targets: Sequence[tuple[Any, ...]], sizes: Sequence[int],
-        groups: Sequence[Sequence[int]] | None,
-    ) -> list[float]:  # fmt: skip
+        self, batch: object, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None
+    ) -> list[float]:
+        sizes, weight = pieces.sizes, self._exactness.weight
         batches: Sequence[Any] = [None] * len(sizes)
-        if callable(self._weight) or self._left_to_watch:
-            batches = cut_thing(batch, batch_size, sizes)
+        if self._exactness.is_settled:
+            self._left_to_watch = 0
+        if callable(weight) or self._left_to_watch:
+            batches = cut_thing(batch, sum(sizes), sizes, self._chain.example.batch_dim)
         plain = [target[0] if target else None for target in targets]
+        if isinstance(weight, Counted):
+            if weight.name:
+                plain = [inputs[weight.name] for inputs in pieces.inputs]
+            weight = partial(_count, weight)
         if self._left_to_watch and len(sizes) > 1:
             if any(tensor.is_cuda for thing in (batch, plain[0]) for tensor in flatten(thing)[0]):
                 self._left_to_watch = min(self._left_to_watch, _WATCHED_ON_GPU)
             self._left_to_watch -= 1
             if warn_of_uneven_tokens(self._loss, batches, plain):
                 self._left_to_watch = 0
-        counts = counts_of(self._weight, batches, plain, sizes)
+        if len(sizes) == 1 and self._exactness.weight is None:
+            return [1.0]
+        counts = counts_of(weight, batches, plain, sizes)
         if groups is None:
-            return shares_of(self._weight, counts)
+            return shares_of(weight, counts)
         shares = [0.0] * len(sizes)
         for group in groups:
             here = [mb for mb in group if mb < len(sizes)]
-            for mb, share in zip(here, shares_of(self._weight, [counts[mb] for mb in here]), strict=True):
+            for mb, share in zip(here, shares_of(weight, [counts[mb] for mb in here]), strict=True):
                 shares[mb] = share
         return shares

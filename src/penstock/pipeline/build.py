@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from penstock.decide import Ask, Progress, Source, explanation_of, name_of
 from penstock.errors import PenstockError, UsageError
 from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
-from penstock.model.example import Call, read_example
+from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.places import with_threads
 from penstock.planning.select import select_recomputed
@@ -64,6 +64,7 @@ class Request:
     device: torch.device
     progress: Progress | None
     num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
+    layout: BatchLayout = field(default_factory=BatchLayout)  # where the batch is in the example's tensors
 
     def ask(self, batch_size: int) -> Ask:
         """Return it as the deciding half takes it, for an example of so many samples."""
@@ -143,12 +144,17 @@ class Decision:
         return compound_chain(self.captured.split(inner), groups, special, Again)
 
 
-def decide(request: Request, company: Company) -> Decision:
+def decide(request: Request, company: Company, check: Callable[[Captured, Schedule], None]) -> Decision:
     """Capture the model, and find cuts and schedule; nothing is measured where nothing is left to choose.
 
     Under torchrun every process captures, and the first one chooses for all.
+
+    Args:
+        request: what the user asks for.
+        company: the lanes.
+        check: called with the captured model before anything is measured; raises where it must not be cut.
     """
-    call = read_example(request.example, _called(request.model))
+    call = read_example(request.example, _called(request.model), request.layout)
     ask = request.ask(call.batch_size)
     first = ask.check()
     (request.progress or _tell_nobody)("capture", 0, 1)
@@ -159,6 +165,7 @@ def decide(request: Request, company: Company) -> Decision:
         path=request.capture_path,
         num_stages=first.num_stages,
     )
+    check(captured, first)
     telling = _Telling(request, captured, ask, call.batch_size)
     explain = telling.explain
 

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.capture import plain_module
+from penstock.model.capture import Captured, plain_module
 from penstock.model.compiling import Compile, compiled, options_of
+from penstock.model.example import BatchLayout
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import check_seconds, check_switches, check_words
+from penstock.pipeline.exactness import Exactness
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
+from penstock.pipeline.model_face import ModelFace
 from penstock.pipeline.modes import without_gradients
 from penstock.pipeline.past import Past
 from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
@@ -47,7 +50,7 @@ _NOTHING = object()  # no target was given, which is not the target None
 _MAKES_SEED = 1 << 62
 
 
-class Pipeline:
+class Pipeline(ModelFace):
     """A model that is trained in stages, by lanes that work at the same time.
 
     In one process a lane is a worker thread; under torchrun it is a process. Loss and gradients are those of the
@@ -72,8 +75,12 @@ class Pipeline:
         cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
         keep: what stages do with saved values: "hold", "recompute", "except_last" or "offload"; one, or one a stage.
             "fit" recomputes only the nodes that must be, for lanes to stay within `memory_limit`.
-        weight: what the loss averages over in a micro-batch, `weight(batch, target)`, where that is not its samples,
-            as the tokens that are not ignored; "sum" for a loss that adds up.
+        weight: what the loss averages over in a micro-batch, `weight(batch, target)`; "sum" for a loss that adds up.
+            By default it is read off torch's own losses, and found out by trial for others.
+        batch_dim: the dimension of the batch: one number, or a dict with one per argument.
+        whole: names of arguments that every micro-batch gets whole.
+        check: compare a few samples of the example, whole and in parts, and refuse a model or a loss whose
+            micro-batches do not add up to the batch.
         autocast: a dtype to run forwards in; by default as the autocast around `step`.
         scaler: a torch.amp.GradScaler for losses of 16 bits; `step` scales by it and all lanes see the same overflow.
         optimizer: for schedules that update weights within the step: makes an optimizer of a stage's parameters.
@@ -114,6 +121,9 @@ class Pipeline:
         cuts: Sequence[int | str] = (),
         keep: Keep | Literal["fit"] | Sequence[Keep] = "hold",
         weight: Weight = None,
+        batch_dim: int | Mapping[str, int] = 0,
+        whole: Sequence[str] = (),
+        check: bool = True,
         autocast: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -139,14 +149,20 @@ class Pipeline:
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
             memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
-            threads_per_lane(self.devices),
+            threads_per_lane(self.devices), BatchLayout(batch_dim, whole),
         )  # fmt: skip
         self._company: Company = found_company(
             self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),
             transport=transport,
         )  # fmt: skip
         weakref.finalize(self, self._company.close)
-        decision = decide(request, self._company)
+        exactness = Exactness(loss, weight)
+
+        def check_exactness(captured: Captured, schedule: Schedule) -> None:
+            if check and schedule.num_mbs > 1:
+                exactness.check(captured.split(()), captured.model)
+
+        decision = decide(request, self._company, check_exactness)
         self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
         if keep == "fit" and self.schedule.versions is not None:
             raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
@@ -154,7 +170,7 @@ class Pipeline:
         for chain in self._chains:
             chain.compile_stages(options)
         self._loss = compiled(loss, options)
-        self._weight, self._cast, self._scaler = weight, partial(autocast_of, autocast, self.devices[0]), scaler
+        self._cast, self._scaler = partial(autocast_of, autocast, self.devices[0]), scaler
         self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
         self._company.give_streams(self._weights.together())
         self._setup = Setup(
@@ -172,7 +188,7 @@ class Pipeline:
         self._graphs = GraphSteps(
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
-        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, weight=weight)
+        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness)
         self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
         self._recording: Recording | None = None
         self.watch: Watch | None = None
@@ -232,7 +248,9 @@ class Pipeline:
         made = self._company.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
             return None
-        joined = join_results([made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes)
+        joined = join_results(
+            [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes, self._chains[0].example.batch_dim
+        )
         return rebuild(self._chains[0].results(self.training).template(), joined)
 
     __call__ = forward
@@ -307,12 +325,6 @@ class Pipeline:
         finally:
             self.train(before)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients of parameters that several lanes hold unsummed until the first step outside."""
-        with self._weights.unsynchronised():
-            yield
-
     @property
     def lanes(self) -> tuple[int, ...]:
         """The lanes that run in this process: all of them, or under torchrun one."""
@@ -327,35 +339,6 @@ class Pipeline:
     def timeout(self, seconds: float) -> None:
         self._company.wait_at_most(check_seconds(seconds))
         self._timeout = seconds
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes that run here, each once."""
-        yield from self._weights.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the lanes that run here under the model's own names, each once."""
-        yield from self._weights.named_parameters()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        self._weights.zero_grad(set_to_none=set_to_none)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all stages is at most so much; return the norm as it was."""
-        return self._weights.clip_grad_norm_(max_norm, norm_type)
-
-    @property
-    def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
-        """The optimizers of stages, where the schedule updates weights within the step."""
-        return self._weights.optimizers
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers of the lanes that run here, under the model's own names."""
-        return self._weights.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load the model's own state dict, or a lane's part of it; names that other lanes hold are passed over."""
-        self._weights.load_state_dict(state, strict=strict)
 
     @contextmanager
     def record(self, *, memory: bool = False) -> Iterator[Recording]:

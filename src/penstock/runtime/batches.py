@@ -11,7 +11,7 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.step import Batch
 
-__all__ = ["cut_batch", "cut_thing", "join_results", "move_to", "sizes_of"]
+__all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_results", "move_to", "sizes_of"]
 
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
@@ -24,28 +24,37 @@ def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
     return [batch_size // count + (index < batch_size % count) for index in range(count)]
 
 
-def cut_batch(call: Call, num_mbs: int, is_batched: Sequence[bool]) -> Batch:
+def cut_batch(call: Call, sizes: Sequence[int]) -> Batch:
     """Return a call of the model as micro-batches; tensors without a batch go to all of them whole."""
-    sizes = sizes_of(call.batch_size, num_mbs)
     columns = {
-        name: torch.split(tensor, sizes) if own else (tensor,) * len(sizes)
-        for name, tensor, own in zip(call.names, call.tensors, is_batched, strict=True)
+        name: (tensor,) * len(sizes) if dim is None else torch.split(tensor, list(sizes), dim)
+        for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
     }
     return Batch([{name: pieces[mb] for name, pieces in columns.items()} for mb in range(len(sizes))], sizes)
 
 
-def cut_thing(thing: object, batch_size: int, sizes: Sequence[int]) -> list[Any]:
-    """Return a target, or whatever holds tensors, as one for each micro-batch; what has no batch goes to all whole."""
-    if isinstance(thing, torch.Tensor) and thing.dim() and thing.shape[0] == batch_size:
-        return list(torch.split(thing, list(sizes)))
+def cut_thing(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """Return a target, or whatever holds tensors, as one for each micro-batch; what has no batch goes to all whole.
+
+    The batch is in dimension `dim` where a tensor has that size there, else in the first.
+    """
     tensors, template = flatten(thing, apart=True)
     if not tensors:
         return [thing] * len(sizes)
-    pieces = [
-        torch.split(tensor, list(sizes)) if tensor.dim() and tensor.shape[0] == batch_size else (tensor,) * len(sizes)
-        for tensor in tensors
-    ]
+    pieces = []
+    for tensor in tensors:
+        own = batch_dim_of(tensor, batch_size, dim)
+        pieces.append((tensor,) * len(sizes) if own is None else torch.split(tensor, list(sizes), own))
     return [rebuild(template, [piece[mb] for piece in pieces]) for mb in range(len(sizes))]
+
+
+def batch_dim_of(tensor: torch.Tensor, size: int, dim: int) -> int | None:
+    """Return the dimension of a tensor that has the batch's size: `dim`, else the first; None where neither has.
+
+    >>> batch_dim_of(torch.zeros(5, 3), 3, 1), batch_dim_of(torch.zeros(3), 3, 1), batch_dim_of(torch.zeros(4), 3, 0)
+    (1, 0, None)
+    """
+    return next((d for d in dict.fromkeys((dim, 0)) if tensor.dim() > d and tensor.shape[d] == size), None)
 
 
 def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever holds tensors
@@ -56,16 +65,18 @@ def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever
     return rebuild(template, [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors])
 
 
-def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
+def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
     """Return the results of all micro-batches as those of the batch.
 
-    What has the micro-batch as its first dimension is joined, a number without dimensions averaged by samples, and
-    what does not follow the batch is taken from the first.
+    What has the micro-batch as a dimension (`dim`, else the first) is joined, a number without dimensions
+    averaged by samples, and what does not follow the batch is taken from the first.
     """
     joined = []
     for pieces in zip(*results, strict=True):
-        if all(piece.dim() and piece.shape[0] == size for piece, size in zip(pieces, sizes, strict=True)):
-            joined.append(torch.cat(list(pieces)))
+        dims = {batch_dim_of(piece, size, dim) for piece, size in zip(pieces, sizes, strict=True)}
+        own = dims.pop() if len(dims) == 1 else None
+        if own is not None:
+            joined.append(torch.cat(list(pieces), own))
         elif pieces[0].dim() == 0 and pieces[0].is_floating_point():
             shares = [piece * (size / sum(sizes)) for piece, size in zip(pieces, sizes, strict=True)]
             joined.append(torch.stack(shares).sum())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -61,8 +63,11 @@ class Setup:
         self._made: dict[tuple[bool, bool], list[Executor]] = {}
         self._lowered: dict[bool, Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
-        self._locks: dict[int, threading.Lock] = {}
+        self._locks: dict[int, AbstractContextManager[Any]] = {}  # a recompute takes its own twice
         self._adding = Adding()
+        for chain in self.chains[1:]:  # a buffer that one way replaces is replaced on the others
+            for stage in chain.stages:
+                stage.held.share(self.chains[0].stages[0].held.shared)
         self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
         if self.defers_batch_norm:
             for lane in self.transports:
@@ -132,9 +137,11 @@ class Setup:
         lock = None
         is_shared = len({way[stage.index] for way in self.schedule.ways}) > 1
         if self.is_compiled and len(self.transports) > 1:
-            lock = self._locks.setdefault(-1, threading.Lock())
+            lock = self._locks.setdefault(-1, threading.RLock())
+        elif self._shares_buffers(stage):
+            lock = self._locks.setdefault(-2, threading.RLock())
         elif is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
-            lock = self._locks.setdefault(stage.index, threading.Lock())
+            lock = self._locks.setdefault(stage.index, threading.RLock())
         return StageRun(
             stage,
             wiring,
@@ -145,6 +152,17 @@ class Setup:
             host=self._host[lane],
             adding=self._adding if self.is_compiled and self.schedule.versions is None else None,
             is_alone=not self.is_compiled or self._is_alone(stage),
+        )
+
+    def _shares_buffers(self, stage: Stage) -> bool:
+        """Return whether a stage on another lane here changes a buffer that this one changes, too."""
+        own: frozenset[str] = getattr(stage.program, "changed", frozenset())
+        lanes = {way[stage.index] for way in self.schedule.ways}
+        return bool(own) and any(
+            own & getattr(stage_on(self.chains, self.schedule, lane, index).program, "changed", frozenset())
+            for lane in self.transports
+            for index in self.schedule.stages_of(lane)
+            if index != stage.index and lanes != {lane}
         )
 
     def _is_alone(self, stage: Stage) -> bool:

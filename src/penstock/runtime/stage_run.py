@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,9 +40,10 @@ class Record:
         loss: of the last stage.
         pending: the weight gradients that are put off.
         saved: what the backward needs, where it goes to host memory.
+        sent: the first output of a forward that will be run again; by replay it lists what was sent.
     """
 
-    __slots__ = ("buffers", "given", "is_pending", "leaves", "loss", "made", "pending", "saved", "version")
+    __slots__ = ("buffers", "given", "is_pending", "leaves", "loss", "made", "pending", "saved", "sent", "version")
 
     def __init__(self, leaves: dict[int, Values]) -> None:
         self.leaves = leaves
@@ -51,6 +52,7 @@ class Record:
         self.loss: torch.Tensor | None = None
         self.pending: Pending | None = None
         self.saved: Saved | None = None
+        self.sent: Any = None
         self.buffers: dict[str, torch.Tensor] | None = None
         self.version = 0
         self.is_pending = False  # the input gradient has run, the weight gradient has not
@@ -79,7 +81,7 @@ class StageRun:
         wiring: how values come and go.
         device: where it runs.
         keep: what to do with saved values.
-        lock: held while a forward runs, where two lanes share the stage's buffers.
+        lock: held while a forward runs, where two lanes share the stage's buffers; may be taken twice by one lane.
         statistics: of batch norm, where they are put off to the end of the step.
         adding: whose gradients are added at the end of a backward; None: autograd adds them.
         is_alone: no other lane runs a stage with the same parameters.
@@ -100,6 +102,7 @@ class StageRun:
         self.into: tuple[Edge, ...] = wiring.into[self.index]
         self.out_of: tuple[Edge, ...] = wiring.out_of[self.index]
         self._rest_from = next((edge.source for edge in self.into if edge.has_rest), None)
+        self._sends_rest = any(edge.has_rest for edge in self.out_of)
         self._num_named = {edge.source: len(edge.names) for edge in self.into}
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
         self._again: Again | None = stage.runner
@@ -125,11 +128,12 @@ class StageRun:
         elif recomputes and self._waits_for_recompute():
             pass
         elif recomputes:
-            before = self._copy_buffers()
-            with torch.no_grad():
+            with self._lock, torch.no_grad():
+                before = self._copy_buffers()
                 self._compute(step, mb, record)
-            if self._changing is None:
-                self._note_changes(before)
+                if self._changing is None:
+                    self._note_changes(before)
+            record.sent = record.made[0] if self._sends_rest else None
             record.buffers = {name: before[name] for name in self._changing or ()}
         else:
             self._compute_for_backward(step, mb, record, is_split=is_split)
@@ -144,18 +148,15 @@ class StageRun:
 
     def recompute(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
         """Run the forward again, now with what the backward needs; random numbers and buffers as they were."""
-        after: dict[str, torch.Tensor] = {}
-        if record.buffers:
-            after = self._copy_buffers()
-            self._put_buffers(record.buffers)
         if self._statistics is not None:
             self._statistics.collecting = False
         try:
-            self._compute_for_backward(step, mb, record, is_split=is_split)
+            with self._buffers_of(record):
+                self._compute_for_backward(step, mb, record, is_split=is_split)
+            if record.sent is not None:
+                record.made = cast(Any, self.stage.program).as_sent(record.sent, record.made)
         finally:
-            record.buffers = None
-            if after:
-                self._put_buffers(after)
+            record.buffers = record.sent = None
             if self._statistics is not None:
                 self._statistics.collecting = True
 
@@ -324,8 +325,22 @@ class StageRun:
         return {name: self.stage.held.get(name).detach().clone() for name in names}
 
     def _note_changes(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Remember which buffers a forward changed."""
+        """Note which buffers a forward changed."""
         self._changing = [name for name, old in before.items() if not torch.equal(self.stage.held.get(name), old)]
+
+    @contextmanager
+    def _buffers_of(self, record: Record) -> Iterator[None]:
+        """Run with the buffers as they were before a forward, then put the same tensors back: other lanes hold them."""
+        if not record.buffers:
+            yield
+            return
+        with self._lock:  # no other lane runs a forward meanwhile
+            present = {name: self.stage.held.get(name) for name in record.buffers}
+            self._put_buffers(record.buffers)
+            try:
+                yield
+            finally:
+                self._put_buffers(present)
 
     def _put_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -7,7 +7,7 @@ from penstock.planning.v_shapes import v_half, v_min, zb_v
 from penstock.planning.zb_limited import zb_1p, zb_2p
 from penstock.schedule.chimera import chimera
 from penstock.schedule.dualpipe import dualpipe, dualpipe_v
-from penstock.schedule.gpipe import gpipe
+from penstock.schedule.gpipe import gpipe, zb_gpipe
 from penstock.schedule.interleaved import interleaved_1f1b
 from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.one_f_one_b import build_1f1b
@@ -26,6 +26,7 @@ _CUT_IN_HALF = "Qi et al. 2025 (Cut-in-half DualPipe)"
 
 CATALOG: tuple[Entry, ...] = (
     Entry("gpipe", gpipe, "all forwards, then all backwards", "Huang et al. 2019", 1),
+    Entry("zb_gpipe", zb_gpipe, "gpipe that sends input gradients first: for a loss over the whole batch", "", 1),
     Entry("1f1b", build_1f1b, "one forward, one backward in turn: memory of lanes, not of micro-batches", _2BW, 1),
     Entry("interleaved_1f1b", interleaved_1f1b, "1f1b over several stages a lane: less bubble", _MEGATRON),
     Entry("looped_bfs", looped_bfs, "every micro-batch through a stage before the lane's next", "Lamy-Poirier 2023"),

@@ -263,6 +263,22 @@ def explanation_of(name: str, model: Model, captured: Captured, profile: Profile
         has_links=ask.cluster is not None,
         num_given_cuts=len(ask.cuts),
         num_elements_of={name: tensor.numel() for name, tensor in held_tensors(module).items()},
+        notes=_batch_norm_note(module, int(profile.batch_size), schedule.num_mbs),
+    )
+
+
+def _batch_norm_note(module: nn.Module, size: int, num_mbs: int) -> tuple[str, ...]:
+    """Say what batch norm sees: it is the one layer whose results follow the micro-batches."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    count = sum(isinstance(layer, _BatchNorm) for layer in module.modules())
+    if not count or num_mbs == 1:
+        return ()
+    layers = "layer normalises" if count == 1 else "layers normalise"
+    return (
+        f"batch norm: {count} {layers} each micro-batch of {size} samples by its own mean and variance, as gradient "
+        "accumulation does; the plain model takes those of the whole batch. deferred_batch_norm=True keeps running "
+        "statistics of the whole batch",
     )
 
 

@@ -33,6 +33,13 @@ def test_gpipe_takes_what_its_closed_form_says(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), COUNTS)
+def test_zb_gpipe_takes_what_its_closed_form_says(p, m):
+    time = step("zb_gpipe", p, m, Costs(forward=F, input_grad=I, weight_grad=W, transfer=C))
+    assert time.step_seconds == pytest.approx(m * (F + I + W) + (p - 1) * (F + I + 2 * C))
+    assert time.peak_saved == (m,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), COUNTS)
 def test_gpipe_with_uneven_stages_takes_what_its_closed_form_says(p, m):
     rng = np.random.default_rng(p * 100 + m)
     f, b = rng.uniform(1, 3, p), rng.uniform(1, 5, p)

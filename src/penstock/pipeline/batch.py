@@ -33,6 +33,7 @@ class Ready:
     batch: Batch
     targets: list[tuple[Any, ...]]
     shares: list[float]
+    target_dims: tuple[int | None, ...] = ()  # for each tensor of the target, in which dimension it was cut
 
 
 def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - called as any weight
@@ -71,7 +72,8 @@ class BatchReader:
         Raises:
             UsageError: when the batch is not like the example.
         """
-        key = self._key(batch, target, groups)
+        is_due = bool(target is not None and self._num_mbs > 1 and self._exactness.is_due())
+        key = None if is_due else self._key(batch, target, groups)
         if key in self._known:
             return self._again(batch, target, *self._known[key])
         if self._loss is not None and target == () and needs_target(self._loss):
@@ -94,21 +96,30 @@ class BatchReader:
         ] or [()] * len(sizes)
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
-        if len(sizes) > 1:
-            self._exactness.learn(target, call.batch_size, dim)
+        if is_due and len(sizes) > 1:
+            self._exactness.learn(call, target, dim)
         shares = self._shares(batch, pieces, targets, groups)
         if key is not None and (not self._left_to_watch or len(sizes) == 1):  # one alone counts as it counts
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = (list(sizes), shares)
-        return Ready(pieces, targets, shares)
+        return Ready(pieces, targets, shares, self._target_dims(target, call.batch_size))
+
+    def _target_dims(self, target: tuple[Any, ...], batch_size: int) -> tuple[int | None, ...]:
+        dim = self._chain.example.batch_dim
+        return tuple(batch_dim_of(tensor, batch_size, dim) for tensor in flatten(target, apart=True)[0])
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether losses of micro-batches are added up, not averaged."""
+        return self._exactness.weight == "sum"
 
     def _key(self, batch: object, target: object, groups: object) -> object:
         """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
         is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
         if not is_plain or groups is not None or not isinstance(target, tuple):
             return None
-        if self._exactness.weight is not None or not self._exactness.is_settled:
+        if self._exactness.weight is not None:
             return None
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
@@ -124,7 +135,9 @@ class BatchReader:
         for thing in target:
             is_cut = count > 1 and thing.dim() and thing.shape[0] == sum(sizes)
             targets = [(piece,) for piece in thing.split(sizes)] if is_cut else [(thing,)] * count
-        return Ready(Batch([{name: piece} for piece in pieces], sizes), targets, shares)
+        return Ready(
+            Batch([{name: piece} for piece in pieces], sizes), targets, shares, self._target_dims(target, sum(sizes))
+        )
 
     def _check_types(self, call: Call) -> None:
         tensor_of = dict(zip(call.names, call.tensors, strict=True))
@@ -149,7 +162,7 @@ class BatchReader:
     ) -> list[float]:
         sizes, weight = pieces.sizes, self._exactness.weight
         batches: Sequence[Any] = [None] * len(sizes)
-        if self._exactness.is_settled:
+        if self._exactness.is_checked or weight is not None:
             self._left_to_watch = 0
         if callable(weight) or self._left_to_watch:
             batches = cut_thing(batch, sum(sizes), sizes, self._chain.example.batch_dim)

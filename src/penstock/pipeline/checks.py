@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from penstock.errors import UsageError, nearest
+from penstock.schedule.actions import Kind
 from penstock.schedule.lower import Keep
+from penstock.schedule.schedule import Schedule
 
-__all__ = ["check_seconds", "check_switches", "check_words"]
+__all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words"]
+
+LossOver = Literal["micro_batch", "batch"]
 
 
 def check_words(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
@@ -58,3 +62,32 @@ def check_seconds(timeout: object) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageError(f"timeout: must be more than 0 seconds; given: {timeout!r}")
     return float(timeout)
+
+
+def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weight: object) -> None:
+    """Say why a loss cannot be computed over the whole batch.
+
+    Raises:
+        UsageError: when it cannot.
+    """
+    words = get_args(LossOver)
+    if loss_over not in words:
+        raise UsageError(f"loss_over: {loss_over!r:.40} is not one of {', '.join(words)}")
+    if loss_over == "micro_batch":
+        return
+    if loss is None:
+        raise UsageError(
+            'loss_over: "batch" needs loss=, a function of the outputs and the target of the whole batch; a loss that '
+            "the model computes itself sees one micro-batch"
+        )
+    if weight is not None:
+        raise UsageError('weight: has no effect with loss_over="batch", which sees the whole batch; leave it out')
+    last = schedule.num_stages - 1
+    lane = schedule.ways[0][last]
+    kinds = [action.kind for action in schedule.lanes[lane] if action.stage == last]
+    backward = next((at for at, kind in enumerate(kinds) if kind in (Kind.B, Kind.I)), len(kinds))
+    if len(schedule.ways) > 1 or schedule.versions is not None or Kind.F in kinds[backward:]:
+        raise UsageError(
+            f'loss_over: "batch" needs a schedule in which the last stage runs all its forwards before its first '
+            f"backward, and {schedule.name} does not: take zb_gpipe, gpipe or looped_bfs"
+        )

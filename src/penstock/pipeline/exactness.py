@@ -1,13 +1,15 @@
 """Exactness: find out, on a few samples, whether micro-batches add up to the batch, and how their losses count.
 
-Nothing here knows the plain model's mathematics: it runs the captured model on a few samples of the example, whole and
+Nothing here knows the plain model's mathematics. It runs the captured model on a few samples of the example, whole and
 in two parts, and compares. Random numbers and batch norm, which may differ by design, are set aside (`Still`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,23 +23,25 @@ from penstock.model.put_back import put_back
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
 from penstock.model.untouched import untouched
-from penstock.runtime.batches import cut_thing, join_results
+from penstock.runtime.batches import batch_dim_of, cut_thing, join_dim_of, join_results
 from penstock.runtime.loss_weights import (
     IGNORED,
     Counted,
-    FoundWeight,
     candidates,
-    deviation,
     known_weight,
     loss_tolerance,
+    shares_with,
     tolerance,
 )
-from penstock.runtime.losses import LossFunction, Weight, find_loss
+from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
 from penstock.runtime.still import Still
 
 __all__ = ["Exactness"]
 
-_ROWS = 5  # samples that are tried: two together and the others, for batch norm refuses one alone
+_ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
+_LABELS = ("label", "target")  # words in the names of inputs that hold labels
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,18 @@ class _Run:
     def output(self) -> Any:  # noqa: ANN401 - as the model
         return rebuild(self.template, self.tensors)
 
+    def leaves(self) -> _Run:
+        """Return the same with tensors that gradients can be asked for."""
+        return replace(self, tensors=[t.detach().requires_grad_(t.is_floating_point()) for t in self.tensors])
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A loss, and its gradients with respect to the model's outputs where it has any."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+
 
 class _UnknownError(Exception):
     """Nothing can be compared: the model draws numbers that cannot be set aside, or fails by itself."""
@@ -68,16 +84,27 @@ class Exactness:
     Args:
         loss: the user's.
         weight: what the user says that it averages over.
+        over_batch: the loss sees the whole batch at once.
+
+    Attributes:
+        weight: what the loss averages over, as far as it is known.
+        is_settled: nothing is left to find out.
     """
 
-    def __init__(self, loss: LossFunction | None, weight: Weight) -> None:
-        self._loss = loss
+    def __init__(self, loss: LossFunction | None, weight: Weight, *, over_batch: bool = False) -> None:
+        self._loss, self._given, self._over_batch = loss, weight, over_batch
         self.weight: Weight | Counted = weight
-        self.is_settled = weight is not None
-        if not self.is_settled:
+        self.is_settled = True
+        if weight is None and not over_batch:
             self.is_settled, self.weight = known_weight(loss)
+        self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
         self._sizes: list[int] = []
-        self._outputs: _Run | None = None
+        self._runs: list[_Run] = []  # of the whole, and of its parts
+        self._exact: list[Any] | None = None  # weights under which all targets so far were exact
+        self._num_learnt = 0
+        self._next_look = 1
+
+    # ---- the model
 
     def check(self, chain: Chain, model: nn.Module) -> None:
         """Compare a few samples of the example, whole and in parts.
@@ -96,119 +123,246 @@ class Exactness:
         states = RandomStates()
         try:
             with _leaving_no_trace(chain, model), torch.no_grad():
-                self._look(chain, call)
+                self._look(chain, call, model)
         except _UnknownError:
-            self._outputs = None
+            self._runs = []
         finally:
             states.restore()
 
-    def _look(self, chain: Chain, call: Call) -> None:
+    def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
         few = call.rows(list(range(min(_ROWS, call.batch_size))))
         self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
-        if self._loss is None and not self.is_settled:
+        if self._loss is None:
             self._find_inner_weight(chain, few)
             return
         try:
-            whole, parts = _run(chain, few), self._parts(chain, few)
+            whole = _run(chain, few)
         except UsageError as error:
-            if few.batch_size == call.batch_size or 1 in self._sizes or _fails(chain, call):
+            if few.batch_size == call.batch_size or _fails(chain, call):
+                raise _UnknownError from error  # the model fails by itself: the step will say so
+            raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
+        try:
+            parts = [_run(chain, part) for part in _parts(few, self._sizes)]
+        except UsageError as error:
+            if min(self._sizes) == 1:  # many models refuse a batch of one sample
                 raise _UnknownError from error
-            raise self._refusal(chain, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
+            raise self._refusal(model, call, f"a part of the example fails: {error}") from error
         joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
-        off = _largest_difference(whole.tensors, joined)
+        off = _largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
         if off:
-            raise self._refusal(chain, call, off)
-        self._outputs = whole
-
-    def _parts(self, chain: Chain, few: Call) -> list[_Run]:
-        rows, middle = list(range(few.batch_size)), self._sizes[0]
-        return [_run(chain, few.rows(rows[:middle])), _run(chain, few.rows(rows[middle:]))]
+            raise self._refusal(model, call, off)
+        self._runs = [whole, *parts]
+        if any(one.shape != other.shape for one, other in zip(whole.tensors, joined, strict=True)):
+            self.is_settled = False  # an output mixes samples: what the loss does with it is looked at
+        if self._given is not None or self._over_batch:
+            self.is_settled = False  # what the user says is looked at, too
 
     # ---- losses that the model computes itself
 
     def _find_inner_weight(self, chain: Chain, few: Call) -> None:
-        """Find over what the model's own loss averages, by a batch whose labels are partly ignored."""
-        name = next((n for n in few.names if n.split(".")[-1] == "labels"), "")
-        for call in _with_ignored(few, name):
+        """Find over what the model's own loss averages, by batches whose labels are partly ignored."""
+        names = _label_names(few)
+        exact: list[Any] | None = None
+        for call in _with_ignored(few, names):
             try:
-                runs = [_run(chain, call), *self._parts(chain, call)]
-                whole, *parts = (find_loss(run.output, None, ()) for run in runs)
+                runs = [_run(chain, one) for one in (call, *_parts(call, self._sizes))]
+                losses = [find_loss(run.output, None, ()) for run in runs]
             except (UsageError, _UnknownError):
                 continue
-            if not all(loss.isfinite() for loss in (whole, *parts)):
+            if not all(loss.isfinite() for loss in losses):
                 continue
-            labels = self._labels(call, name)
-            found = _exact(candidates(None, name), whole, parts, labels, self._sizes)
-            if not found:
-                raise UsageError(_COUPLED)
-            self.weight, self.is_settled = found[0], True
-            return
+            choices = self._choices(names, [], []) if exact is None else exact
+            parts = _parts(call, self._sizes)
+            found = {
+                choice: _score(self._shares(choice, parts, [()] * len(parts)), [_Scored(loss, []) for loss in losses])
+                for choice in choices
+            }
+            now = _best(found, losses[0].dtype)
+            if exact is None and not now:
+                raise UsageError(self._coupled(losses))
+            exact = now or exact
+        if exact:
+            self.weight, self.is_settled = exact[0], True
 
-    def _labels(self, call: Call, name: str) -> list[Any]:
-        if not name:
-            return [None, None]
-        place = call.names.index(name)
-        dim = call.batch_dims[place]
-        return list(torch.split(call.tensors[place], self._sizes, dim)) if dim is not None else [None, None]
+    def _choices(
+        self, names: Sequence[str], target: Sequence[torch.Tensor], left_out: Sequence[tuple[int, torch.Tensor | None]]
+    ) -> list[Any]:
+        if self._given is not None:
+            return [self._given]
+        return [self.weight] if self._is_known else list(candidates(names, target, left_out))
+
+    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[tuple[Any, ...]]) -> list[float] | None:  # noqa: ANN401
+        """Return what the loss of each part counts under a choice; None where nothing counts."""
+        plain = [target[0] if target else None for target in targets]
+        if callable(choice):
+            batches = [_as_given(part) for part in parts]
+            try:
+                return shares_of(choice, counts_of(choice, batches, plain, self._sizes))
+            except UsageError:
+                return None
+        if isinstance(choice, Counted) and choice.name:
+            plain = [part.tensors[part.names.index(choice.name)] for part in parts]
+        return shares_with(choice, self._sizes, plain)
 
     # ---- losses of the user's own
 
-    def learn(self, target: tuple[Any, ...], batch_size: int, dim: int) -> None:
-        """Find over what the user's loss averages, from the first target.
+    @property
+    def is_checked(self) -> bool:
+        """Whether the loss is known, or will be compared: nobody need be warned of it."""
+        return self.is_settled or bool(self._runs)
+
+    def is_due(self) -> bool:
+        """Count a target; return whether it is to be looked at."""
+        if self.is_settled or not self._runs or self._loss is None:
+            return False
+        self._num_learnt += 1
+        return self._num_learnt >= self._next_look
+
+    def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
+        """Find over what the user's loss averages, from a target.
+
+        Later targets are looked at, too, ever more rarely: a mask may leave nothing out in one batch, and much in the
+        next.
 
         Raises:
             UsageError: when losses of micro-batches cannot add up to that of the batch.
         """
-        if self.is_settled or self._outputs is None or self._loss is None:
+        self._next_look *= 2
+        if any(t.is_cuda for t in flatten(target)[0]) and self._num_learnt > _MOST_ON_GPU:
             return
-        run, sizes = self._outputs, self._sizes
-        self.is_settled, self._outputs = True, None
-        rows = [sum(sizes), batch_size - sum(sizes)] if batch_size > sum(sizes) else [batch_size]
-        few = [_moved(cut_thing(thing, batch_size, rows, dim)[0], run.device) for thing in target]
-        outputs = [
-            run,
-            *(_Run(list(part), run.template) for part in zip(*_split(run.tensors, sizes, dim), strict=True)),
-        ]
-        exact: list[FoundWeight] | None = None
-        for given in _ignoring(few):
-            pieces = [tuple(p) for p in zip(*(cut_thing(t, sum(sizes), sizes, dim) for t in given), strict=True)]
-            pieces = pieces or [()] * len(sizes)
-            losses = _losses(self._loss, outputs, [tuple(given), *pieces])
-            if losses is None:
-                continue
-            labels = [piece[0] if piece else None for piece in pieces]
-            choices = candidates(self._loss) if exact is None else exact
-            now = _exact(choices, losses[0], losses[1:], labels, sizes)
-            if exact is None and not now:
-                raise UsageError(_COUPLED)
-            exact = now or exact
-        if exact:
-            self.weight = exact[0]
-
-    def _refusal(self, chain: Chain, call: Call, facts: str) -> UsageError:
-        others = [n for n, dim in zip(call.names, call.batch_dims, strict=True) if dim is not None]
-        others.remove(call.batch_name)
-        helps = [name for name in others if _is_exact_with_whole(chain, call, name, self._sizes)]
-        if helps:
-            advice = f"whole={helps} makes it exact: every micro-batch then gets {', '.join(helps)} whole"
-        else:
-            shape = tuple(call.tensors[call.names.index(call.batch_name)].shape)
-            advice = (
-                f"is dimension {call.batch_dim} of {call.batch_name} {shape} the batch? batch_dim= says which is, and "
-                "whole=[...] which arguments every micro-batch gets whole"
+        size = call.batch_size
+        if size < sum(self._sizes):
+            return
+        chosen = [number * size // sum(self._sizes) for number in range(sum(self._sizes))]
+        few = [_moved(_rows_of(thing, size, chosen, dim), self._runs[0].device) for thing in target]
+        given = call.map(lambda tensor: tensor.to(self._runs[0].device)).rows(chosen)
+        parts = _parts(given, self._sizes)
+        reason = ""
+        for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
+            pieces = [
+                tuple(p) for p in zip(*(cut_thing(t, sum(self._sizes), self._sizes, dim) for t in changed), strict=True)
+            ]
+            pieces = pieces or [()] * len(self._sizes)
+            reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
+        if self._exact is None and self._num_learnt == 1 and reason:
+            warnings.warn(
+                f"the loss could not be compared with that of micro-batches: {reason}. If it is no mean over samples, "
+                "weight= says over what it averages; check=False turns this check off",
+                stacklevel=6,
             )
+        if self._exact:
+            self.weight = None if self._over_batch else self._exact[0]
+
+    def _narrow(
+        self, target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]], parts: Sequence[Call], dim: int
+    ) -> str:
+        """Keep the weights under which a target is exact, too; return why it could not be compared.
+
+        Raises:
+            UsageError: when none is left.
+        """
+        assert self._loss is not None
+        still = Still()
+        runs, targets = list(self._runs), [target, *pieces]
+        if self._over_batch:
+            joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
+            runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
+        scored = _scored(self._loss, runs, targets, still)
+        if isinstance(scored, str):
+            return scored
+        losses = [one.loss for one in scored]
+        if self._over_batch:
+            off = {"batch": _score([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
+            if not _best(off, losses[0].dtype):
+                raise UsageError(_OVER_BATCH)
+            self._exact = ["batch"]
+            return ""
+        tensors = flatten(target, apart=True)[0]
+        choices = self._choices(_label_names(parts[0]), tensors, still.left_out) if self._exact is None else self._exact
+        off = {
+            choice: _score(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
+            for choice in choices
+        }
+        now = _best(off, losses[0].dtype)
+        if not now:
+            raise UsageError(self._coupled(losses))
+        self._exact = now
+        return ""
+
+    # ---- messages
+
+    def _coupled(self, losses: Sequence[torch.Tensor]) -> str:
+        whole, *parts = (float(loss) for loss in losses)
+        by_samples = sum(size * part for size, part in zip(self._sizes, parts, strict=True)) / sum(self._sizes)
+        count = sum(self._sizes)
+        facts = f"the loss of {count} samples is {whole:.6g}, the mean over two parts of them is {by_samples:.6g}"
+        if self._given is not None:
+            return f"the loss of the batch is not that of its micro-batches under weight=: {facts}. {_CHECK_OFF}"
+        inside = (
+            "The model computes its loss itself: let it return the outputs, and give loss= and loss_over='batch'"
+            if self._loss is None
+            else "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
+        )
+        return f"{_COUPLED}: {facts}. {inside}; weight= says over how much a micro-batch's loss averages. {_CHECK_OFF}"
+
+    def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
         return UsageError(
-            f"micro-batches would not compute what the whole batch does: {facts}; {advice}. check=False turns this "
-            "check off"
+            f"micro-batches would not compute what the whole batch does: {facts}; {_advice(model, call)}. {_CHECK_OFF}"
         )
 
 
+_CHECK_OFF = "check=False turns this check off"
 _COUPLED = (
-    "the loss of the batch is not a weighted sum of the losses of its micro-batches (tried: a mean over samples, a "
-    "mean over the labels that are not ignored, a sum). It couples samples, as contrastive losses, a root of a mean or "
-    "a masked mean do: give weight=, a function weight(batch, target) that returns over how much the loss of a "
-    "micro-batch averages, or train with micro_batches=1. check=False turns this check off"
+    "the loss of the batch is not a weighted sum of the losses of its micro-batches; tried were a mean over samples, "
+    "over labels that are not ignored and over masks in the target, and a sum. It couples samples, as contrastive "
+    "losses, a root of a mean or a standard deviation do"
 )
+_OVER_BATCH = (
+    "loss_over='batch': the loss of the joined outputs of micro-batches is not that of the outputs of the whole batch: "
+    f"an output that the loss reads is no value per sample; let the model return values per sample. {_CHECK_OFF}"
+)
+
+
+def _advice(model: nn.Module, call: Call) -> str:
+    """Return which option makes the example exact, found by trying them on the plain model."""
+    for name, dim in zip(call.names, call.batch_dims, strict=True):
+        if dim is None or name == call.batch_name:
+            continue
+        place = call.names.index(name)
+        dims = (*call.batch_dims[:place], None, *call.batch_dims[place + 1 :])
+        if _is_exact(model, replace(call, batch_dims=dims)):
+            return f"whole=[{name!r}] makes it exact: every micro-batch then gets {name} whole"
+    first = call.tensors[call.names.index(call.batch_name)]
+    for dim in range(min(3, first.dim())):
+        dims = tuple(dim if t.dim() > dim and t.shape[dim] == first.shape[dim] else None for t in call.tensors)
+        if dim != call.batch_dim and _is_exact(model, replace(call, batch_dims=dims, batch_size=int(first.shape[dim]))):
+            return f"batch_dim={dim} makes it exact: dimension {dim} of {call.batch_name} is then the batch"
+    return (
+        f"is dimension {call.batch_dim} of {call.batch_name} {tuple(first.shape)} the batch? batch_dim= says which is, "
+        "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
+        "model that mixes the samples of a batch sees micro-batches instead: check=False accepts that"
+    )
+
+
+def _is_exact(model: nn.Module, call: Call) -> bool:
+    """Return whether the plain model is exact in parts of a call."""
+    if call.batch_size < 2 or isinstance(model, nn.ModuleList):
+        return False
+
+    def run(given: Call) -> list[torch.Tensor]:
+        args, kwargs = given.arguments()
+        return flatten(model(*args, **kwargs))[0]
+
+    few = call.rows(list(range(min(_ROWS, call.batch_size))))
+    sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
+    try:
+        with Still() as still:
+            whole, parts = run(few), [run(part) for part in _parts(few, sizes)]
+        joined = join_results(parts, sizes, call.batch_dim)
+    except Exception:  # the user's code: it need not take every cut
+        return False
+    same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
+    return same and not still.is_random and not _largest_difference(whole, joined)
 
 
 @contextlib.contextmanager
@@ -230,28 +384,86 @@ def _leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
             put_back(tensor, values)
 
 
-def _losses(
-    loss: LossFunction, outputs: Sequence[_Run], targets: Sequence[tuple[Any, ...]]
-) -> list[torch.Tensor] | None:
-    """Return the loss of each output; None where one fails, is no number, or differs from call to call.
+def _scored(
+    loss: LossFunction, outputs: Sequence[_Run], targets: Sequence[tuple[Any, ...]], still: Still
+) -> list[_Scored] | str:
+    """Return the loss of each output; or why that cannot be compared.
 
     A loss that is a module keeps its buffers, and random numbers are drawn as if nothing had been.
     """
     states = RandomStates()
     buffers = [(b, b.detach().clone()) for b in loss.buffers()] if isinstance(loss, nn.Module) else []
-    pairs = list(zip(outputs, targets, strict=True))
+    pairs = [(run.leaves(), target) for run, target in zip(outputs, targets, strict=True)]
     try:
-        with torch.no_grad():
+        with torch.enable_grad(), still:
             found = [find_loss(run.output, loss, target) for run, target in [*pairs, pairs[0]]]
-    except Exception:
-        return None  # a loss need not take labels that are ignored; the step says what else is wrong
+            scored = [
+                _Scored(value.detach(), _gradients(value, run)) for value, (run, _) in zip(found, pairs, strict=False)
+            ]
+    except Exception as error:  # the user's code: it need not take labels that are ignored; the step says what is wrong
+        return f"{type(error).__name__}: {error}"[:200]
     finally:
         for buffer, values in buffers:
             put_back(buffer, values)
         states.restore()
-    *losses, again = found
-    is_sure = all(bool(loss.isfinite()) for loss in losses) and bool(torch.equal(again, losses[0]))
-    return losses if is_sure else None
+    if still.is_random or not torch.equal(found[-1].detach(), scored[0].loss):
+        return "it draws random numbers"
+    if not all(bool(one.loss.isfinite()) for one in scored):
+        return "it is not finite"
+    return scored
+
+
+def _gradients(loss: torch.Tensor, run: _Run) -> list[torch.Tensor | None]:
+    wanted = [tensor for tensor in run.tensors if tensor.requires_grad]
+    if not loss.requires_grad or not wanted:
+        return []
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in run.tensors]
+
+
+def _score(
+    shares: Sequence[float] | None, scored: Sequence[_Scored], *, dim: int = 0, sizes: Sequence[int] = ()
+) -> float:
+    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these."""
+    if shares is None:
+        return float("inf")
+    whole, *parts = scored
+    joined = sum(share * float(part.loss) for share, part in zip(shares, parts, strict=True) if share)
+    scale = max(1e-30, *(abs(float(one.loss)) for one in scored))
+    off = abs(float(whole.loss) - joined) / scale
+    for number, gradient in enumerate(whole.gradients):
+        pieces = [part.gradients[number] for part in parts if part.gradients]
+        if gradient is None and not any(piece is not None for piece in pieces):
+            continue
+        if gradient is None or len(pieces) < len(parts) or any(piece is None for piece in pieces):
+            return float("inf")
+        weighed = [share * piece for share, piece in zip(shares, pieces, strict=True) if piece is not None]
+        off = max(off, _distance(gradient, weighed, dim, sizes))
+    return off
+
+
+def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
+    """Return how far the gradient of an output is from those of its parts; 0 where that cannot be told."""
+    own = join_dim_of(parts, sizes, dim)
+    if own is None and all(part.shape == whole.shape for part in parts):
+        joined = torch.stack(list(parts)).sum(0)  # one value for the whole batch: gradients add up
+    elif own is None:
+        return 0.0
+    else:
+        joined = torch.cat(list(parts), own)
+    if joined.shape != whole.shape:
+        return 0.0
+    return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
+
+
+def _best(off: Mapping[Any, float], dtype: torch.dtype) -> list[Any]:
+    """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
+
+    Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
+    how much further off they are than the best.
+    """
+    most = max(10 * min(off.values()), 16 * torch.finfo(dtype).eps)
+    return [choice for choice, much in off.items() if much <= min(most, loss_tolerance(dtype))]
 
 
 def _run(chain: Chain, call: Call) -> _Run:
@@ -281,13 +493,20 @@ def _fails(chain: Chain, call: Call) -> bool:
     return False
 
 
-def _largest_difference(whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor]) -> str:
+def _parts(call: Call, sizes: Sequence[int]) -> list[Call]:
+    bounds = [0, *itertools.accumulate(sizes)]
+    return [call.rows(list(range(start, stop))) for start, stop in itertools.pairwise(bounds)]
+
+
+def _largest_difference(
+    whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], *, with_numbers: bool = False
+) -> str:
     """Return what differs most between results of a whole and of its parts; nothing where they are equal."""
     worst, said = 0.0, ""
     for number, (one, other) in enumerate(zip(whole, joined, strict=True)):
-        if one.shape != other.shape or not one.dtype.is_floating_point or one.dim() == 0:
+        if one.shape != other.shape or (one.dim() == 0 and not with_numbers):
             continue
-        if one.dtype not in (torch.float32, torch.float64):  # rounding may decide which way such a model takes
+        if one.dtype not in (torch.float32, torch.float64):  # rounding may decide which way a model of 16 bits takes
             continue
         off = float((one - other).norm() / one.norm().clamp(min=1e-30))
         if off > tolerance(one.dtype) and off > worst:
@@ -295,24 +514,18 @@ def _largest_difference(whole: Sequence[torch.Tensor], joined: Sequence[torch.Te
     return said
 
 
-def _is_exact_with_whole(chain: Chain, call: Call, name: str, sizes: Sequence[int]) -> bool:
-    """Return whether the example is exact when one argument stays whole."""
-    place = call.names.index(name)
-    dims = (*call.batch_dims[:place], None, *call.batch_dims[place + 1 :])
-    few = replace(call, batch_dims=dims).rows(list(range(sum(sizes))))
-    try:
-        whole = _run(chain, few)
-        rows = list(range(sum(sizes)))
-        parts = [_run(chain, few.rows(part)) for part in (rows[: sizes[0]], rows[sizes[0] :])]
-    except (UsageError, _UnknownError):
-        return False
-    joined = join_results([part.tensors for part in parts], sizes, call.batch_dim)
-    return not _largest_difference(whole.tensors, joined)
+def _label_names(call: Call) -> list[str]:
+    """Return the inputs that may hold labels."""
+    return [
+        name
+        for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
+        if dim is not None and tensor.dtype in _WHOLE_NUMBERS and any(word in name.lower() for word in _LABELS)
+    ]
 
 
-def _with_ignored(call: Call, name: str) -> Iterator[Call]:
-    """Yield a call with labels of its last sample ignored, where it has labels; then the call as it is."""
-    if name:
+def _with_ignored(call: Call, names: Sequence[str]) -> Iterator[Call]:
+    """Yield a call with labels of its last sample ignored, for each input with labels; then the call as it is."""
+    for name in names:
         place = call.names.index(name)
         changes = list(_ignoring([call.tensors[place]])) if call.batch_dims[place] == 0 else []
         for (changed,) in reversed(changes):
@@ -321,10 +534,10 @@ def _with_ignored(call: Call, name: str) -> Iterator[Call]:
 
 
 def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield a target with no label ignored, and once more with labels of its last sample ignored."""
+    """Yield a target as it is; then, if it is of labels, with none ignored, and with those of a sample ignored."""
+    yield list(target)
     labels = target[0] if len(target) == 1 else None
-    if not isinstance(labels, torch.Tensor) or labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
-        yield list(target)
+    if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS:
         return
     labels = labels.where(labels != IGNORED, 0)
     yield [labels]
@@ -335,22 +548,21 @@ def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         yield [changed]
 
 
-def _exact(
-    choices: Iterable[FoundWeight], whole: torch.Tensor, parts: Sequence[torch.Tensor], labels: Sequence[Any],
-    sizes: Sequence[int],
-) -> list[FoundWeight]:  # fmt: skip
-    """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
-
-    Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
-    how much further off they are than the best.
-    """
-    off = {choice: deviation(choice, whole, parts, labels, sizes) for choice in choices}
-    most = max(10 * min(off.values()), 16 * torch.finfo(whole.dtype).eps)
-    return [choice for choice, much in off.items() if much <= min(most, loss_tolerance(whole.dtype))]
+def _as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
+    """Return a call as the batch that a weight function is called with."""
+    args, kwargs = call.arguments()
+    return kwargs if kwargs else args[0] if len(args) == 1 else args
 
 
-def _split(tensors: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> list[list[torch.Tensor]]:
-    return [cut_thing(tensor, sum(sizes), sizes, dim) for tensor in tensors]
+def _rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - whatever holds tensors
+    """Return some samples of a target; what has no batch stays whole."""
+    tensors, template = flatten(thing, apart=True)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        own = batch_dim_of(tensor, size, dim)
+        return tensor if own is None else tensor.index_select(own, torch.tensor(rows, device=tensor.device))
+
+    return rebuild(template, [take(tensor) for tensor in tensors])
 
 
 def _moved(thing: Any, device: torch.device) -> Any:  # noqa: ANN401 - whatever holds tensors

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from penstock.model.example import BatchLayout
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
-from penstock.pipeline.checks import check_seconds, check_switches, check_words
+from penstock.pipeline.checks import LossOver, check_loss_over, check_seconds, check_switches, check_words
 from penstock.pipeline.exactness import Exactness
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
 from penstock.pipeline.model_face import ModelFace
@@ -28,9 +29,11 @@ from penstock.pipeline.past import Past
 from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
 from penstock.pipeline.weights import Weights
+from penstock.report.format import show_bytes
+from penstock.runtime.batch_loss import BatchLoss
 from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
-from penstock.runtime.losses import LossFunction, Weight, check_loss, find_loss, total_loss
+from penstock.runtime.losses import LossFunction, Weight, check_loss, read_loss, total_loss, total_metrics
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.lower import Keep, check_keep
@@ -68,7 +71,7 @@ class Pipeline(ModelFace):
         example: how the model is called with a batch: a tensor, a tuple of arguments or a dict of keyword arguments.
         loss: `loss(output, target)`; None where the model returns its loss, or an output with `.loss`.
         micro_batches: so many a step; by default four a lane, as far as the example has samples.
-        schedule: a name, a Schedule, a CSV file, or "auto".
+        schedule: a name, a Schedule, a CSV file, or "auto"; by default 1f1b, and zb_gpipe for a loss over the batch.
         devices: one a lane, in one process; by default all GPUs, else lanes of the CPU.
         lanes: how many; by default as devices or processes, else 2.
         stages_per_lane: for schedules that leave it open.
@@ -77,6 +80,8 @@ class Pipeline(ModelFace):
             "fit" recomputes only the nodes that must be, for lanes to stay within `memory_limit`.
         weight: what the loss averages over in a micro-batch, `weight(batch, target)`; "sum" for a loss that adds up.
             By default it is read off torch's own losses, and found out by trial for others.
+        loss_over: what one call of the loss sees: a "micro_batch", or the "batch": the outputs of all micro-batches at
+            once, for losses that couple samples. The outputs of the whole batch are then held together.
         batch_dim: the dimension of the batch: one number, or a dict with one per argument.
         whole: names of arguments that every micro-batch gets whole.
         check: compare a few samples of the example, whole and in parts, and refuse a model or a loss whose
@@ -114,13 +119,14 @@ class Pipeline(ModelFace):
         example: object,
         loss: LossFunction | None = None,
         micro_batches: int | None = None,
-        schedule: str | Schedule | PathLike[str] = "1f1b",
+        schedule: str | Schedule | PathLike[str] | None = None,
         devices: Sequence[torch.device | str | int] | None = None,
         lanes: int | None = None,
         stages_per_lane: int | None = None,
         cuts: Sequence[int | str] = (),
         keep: Keep | Literal["fit"] | Sequence[Keep] = "hold",
         weight: Weight = None,
+        loss_over: LossOver = "micro_batch",
         batch_dim: int | Mapping[str, int] = 0,
         whole: Sequence[str] = (),
         check: bool = True,
@@ -139,6 +145,8 @@ class Pipeline(ModelFace):
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
+        if schedule is None:
+            schedule = "zb_gpipe" if loss_over == "batch" else "1f1b"
         num_lanes = choose_lanes(lanes, devices, schedule)
         self.devices = check_devices(devices, num_lanes)
         check_loss(loss, weight)
@@ -156,9 +164,10 @@ class Pipeline(ModelFace):
             transport=transport,
         )  # fmt: skip
         weakref.finalize(self, self._company.close)
-        exactness = Exactness(loss, weight)
+        exactness = Exactness(loss, weight, over_batch=loss_over == "batch")
 
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
+            check_loss_over(loss_over, schedule, loss=loss, weight=weight)
             if check and schedule.num_mbs > 1:
                 exactness.check(captured.split(()), captured.model)
 
@@ -189,16 +198,33 @@ class Pipeline(ModelFace):
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness)
+        self._loss_over: LossOver = loss_over
         self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
         self._recording: Recording | None = None
         self.watch: Watch | None = None
         self.training = True
         self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
 
-    def step(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
+    @overload
+    def step(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
+
+    @overload
+    def step(
+        self, batch: object, target: object = ..., *, metrics: Literal[True]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+    def step(
+        self, batch: object, target: object = _NOTHING, *, metrics: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run forward and backward of all micro-batches; return the loss of the batch.
 
         Gradients are added to those that are there, as `loss.backward()` would.
+
+        Args:
+            batch: as the example.
+            target: what the loss is called with behind the output.
+            metrics: also return the single numbers that the loss function returns beside the loss, by name. Those of
+                the micro-batches are averaged, or added up, as their losses are.
 
         Raises:
             UsageError: when the batch is not like the example; nothing was run.
@@ -220,16 +246,28 @@ class Pipeline(ModelFace):
             self._past.note(batch, step)
             self._setup.end_step(self._company, is_done=is_done)
         self._weights.agree_on_buffers()
-        return self._total(step, ready.shares)
+        loss = self._total(step, ready.shares)
+        return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
+
+    @overload
+    def evaluate(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(
+        self, batch: object, target: object = ..., *, metrics: Literal[True]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
     @without_gradients
-    def evaluate(self, batch: object, target: object = _NOTHING) -> torch.Tensor:
-        """Return the loss of a batch in evaluation; gradients and the mode stay as they are."""
+    def evaluate(
+        self, batch: object, target: object = _NOTHING, *, metrics: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
         ready = self._read(batch, _given(target))
         with self._in_mode(False):
             step = self._step(ready, Mode(False, False, self._cast()))
             self._run(step)
-        return self._total(step, ready.shares)
+        loss = self._total(step, ready.shares)
+        return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
 
     @without_gradients
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
@@ -273,16 +311,24 @@ class Pipeline(ModelFace):
         results = self._chains[0].results(mode.is_training)
         loss, shares = self._loss, ready.shares
 
-        def finish(tensors: Sequence[Any], mb: int, target: tuple[Any, ...]) -> torch.Tensor | None:
+        def finish(
+            tensors: Sequence[Any], mb: int, target: tuple[Any, ...]
+        ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
             if outputs is not None:
                 outputs[mb] = [tensor.detach() for tensor in tensors]
-                return None
+                return None, {}
             if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
-                return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(()))
-            return find_loss(rebuild(results.template(), tensors), loss, target)
+                return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(())), {}
+            return read_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
         step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch)
+        if self._loss_over == "batch" and outputs is None:
+            step.scales = [1.0] * len(shares)
+            step.over_batch = BatchLoss(
+                ready.batch.sizes, self._chains[0].example.batch_dim, ready.target_dims,
+                lambda tensors, target: read_loss(rebuild(results.template(), tensors), loss, target),
+            )  # fmt: skip
         step.measures_memory = self._recording is not None and self._recording.measures_memory
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
@@ -303,7 +349,16 @@ class Pipeline(ModelFace):
 
     def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
+        if step.over_batch is not None:
+            (loss,) = losses.values()
+            return loss.clone()
         return total_loss(losses, shares, step.batch.sizes, is_updated_within=self.schedule.versions is not None)
+
+    def _total_metrics(self, step: Step, shares: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Return the metrics of the batch; all lanes have told them with their losses."""
+        if step.over_batch is not None:
+            return {name: value.double() for found in step.metrics.values() for name, value in found.items()}
+        return total_metrics(step.metrics, shares, is_sum=self._reader.is_sum)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all stages into training."""
@@ -358,7 +413,16 @@ class Pipeline(ModelFace):
 
     def explain(self) -> Explanation:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
-        return self._decision.explain()
+        found = self._decision.explain()
+        if self._loss_over == "micro_batch":
+            return found
+        size, count = int(found.profile.batch_size), self.schedule.num_mbs
+        held = sum(found.graph.values[value].bytes_at(size) for value in found.graph.outputs) * count
+        note = (
+            f"loss over the whole batch: the last lane also holds the outputs of all {count} micro-batches and their "
+            f"gradients, {show_bytes(2 * held)} in all, and what the loss itself saves"
+        )
+        return replace(found, notes=(*found.notes, note))
 
     def close(self) -> None:
         """Stop the lanes; a pipeline that is left alone does so by itself."""

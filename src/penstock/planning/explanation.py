@@ -40,6 +40,7 @@ class Explanation:
         has_links: transfers were given a speed; else they take no time.
         num_given_cuts: how many of the cuts were asked for.
         num_elements_of: how many numbers each parameter holds.
+        notes: what else to know, a sentence each.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Explanation:
     has_links: bool = False
     num_given_cuts: int = 0
     num_elements_of: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def graph(self) -> Graph:
@@ -242,6 +244,7 @@ class Explanation:
             "speedup_over_one_lane": self.speedup,
             "bubble_over_makespan": timeline.bubble,
             "bubble_over_longest_lane_span": timeline.span_bubble,
+            "notes": list(self.notes),
         }
 
     def to_json(self, *, indent: int | None = 2) -> str:

@@ -260,3 +260,4 @@ def _figures(explanation: Explanation) -> Iterable[str]:
         f"{show_share(timeline.span_bubble)} over the longest lane span"
         f"{'' if explanation.has_links else '; transfers take no time, for no links were given'}"
     )
+    yield from explanation.notes

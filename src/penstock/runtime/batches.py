@@ -11,7 +11,7 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.step import Batch
 
-__all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_results", "move_to", "sizes_of"]
+__all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_dim_of", "join_results", "move_to", "sizes_of"]
 
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
@@ -65,6 +65,21 @@ def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever
     return rebuild(template, [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors])
 
 
+def join_dim_of(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> int | None:
+    """Return the dimension along which parts of a result, one per micro-batch, can be joined; None where there is none.
+
+    >>> join_dim_of([torch.zeros(2, 4), torch.zeros(1, 4)], [2, 1], 0)
+    0
+    >>> join_dim_of([torch.eye(2), torch.eye(1)], [2, 1], 0)  # one row for each pair of samples
+    """
+    dims = {batch_dim_of(piece, size, dim) for piece, size in zip(pieces, sizes, strict=True)}
+    own = dims.pop() if len(dims) == 1 else None
+    if own is None:
+        return None
+    rests = {(*piece.shape[:own], *piece.shape[own + 1 :]) for piece in pieces}
+    return own if len(rests) == 1 else None
+
+
 def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
     """Return the results of all micro-batches as those of the batch.
 
@@ -73,8 +88,7 @@ def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]
     """
     joined = []
     for pieces in zip(*results, strict=True):
-        dims = {batch_dim_of(piece, size, dim) for piece, size in zip(pieces, sizes, strict=True)}
-        own = dims.pop() if len(dims) == 1 else None
+        own = join_dim_of(pieces, sizes, dim)
         if own is not None:
             joined.append(torch.cat(list(pieces), own))
         elif pieces[0].dim() == 0 and pieces[0].is_floating_point():

@@ -161,8 +161,9 @@ class Capture:
             self._targets[mb] = [self._like(tensor) for tensor in found]
             targets.append(rebuild(template, self._targets[mb]))
         self._step = replace(
-            step, batch=Batch(inputs, step.batch.sizes), targets=targets, seeds=self._scales, losses={}, tapes=None
-        )
+            step, batch=Batch(inputs, step.batch.sizes), targets=targets, seeds=self._scales, losses={}, metrics={},
+            tapes=None, over_batch=None if step.over_batch is None else step.over_batch.anew(),
+        )  # fmt: skip
         return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.doing)]
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,7 +203,8 @@ class Capture:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else None
-        loss = step.losses.get(i.mb) if i.kind in _DRAWING and run.is_last else None
+        is_end = i.kind in _DRAWING and run.is_last
+        loss, metrics = (step.losses.get(i.mb), step.metrics.get(i.mb)) if is_end else (None, None)
         freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
         for slot in freed:
             self._stock.give(slot)
@@ -210,7 +212,7 @@ class Capture:
         for event in events:
             event.record(torch.cuda.current_stream(self._device))
         draws = run if i.kind in _DRAWING and run.has_drawn else None
-        self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, events=events, draws=draws), i)
+        self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws), i)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -309,14 +311,15 @@ class _Loads:
 class _Play:
     """Replays one action."""
 
-    __slots__ = ("_draws", "_events", "_loads", "_loss", "_of", "_replay")
+    __slots__ = ("_draws", "_events", "_loads", "_loss", "_metrics", "_of", "_replay")
 
     def __init__(
         self, of: Capture, replay: Replay, *, loads: _Loads | None,
-        loss: torch.Tensor | None, events: Sequence[Event], draws: StageRun | None,
+        loss: torch.Tensor | None, metrics: dict[str, torch.Tensor] | None, events: Sequence[Event],
+        draws: StageRun | None,
     ) -> None:  # fmt: skip
         self._of, self._replay, self._loads, self._loss = of, replay, loads, loss
-        self._events, self._draws = events, draws
+        self._events, self._draws, self._metrics = events, draws, metrics
 
     def __call__(self, i: Instruction) -> None:
         streams = self._of.streams
@@ -327,5 +330,7 @@ class _Play:
         self._replay()
         if self._loss is not None:
             self._of.at_hand.losses[i.mb] = self._loss
+        if self._metrics is not None:
+            self._of.at_hand.metrics[i.mb] = self._metrics
         for event in self._events:
             event.record(streams.compute)  # type: ignore[union-attr]  # there are events on GPUs only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,47 +11,60 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.model.structure import flatten
+
 __all__ = [
     "IGNORED",
     "Counted",
     "FoundWeight",
     "candidates",
-    "deviation",
     "known_weight",
     "loss_tolerance",
+    "shares_with",
     "tolerance",
 ]
 
 IGNORED = -100  # the label that torch's cross entropy and the models of transformers leave out
+_MOST_PLACES = 4  # tensors of a target in which is counted
 _AVERAGING = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """A loss that averages over the labels that are not ignored, each by the weight of its class.
+    """What a loss averages over: what is counted in one tensor of its target, or of the batch.
 
     Attributes:
-        name: the input of the model that holds the labels; "" where they are the target.
+        name: the input of the model in which to count; "" for the target.
+        place: which tensor of the target.
+        how: count labels that are "kept", numbers that are "nonzero", or take their "sum".
         ignored: the label that is left out.
         is_shifted: the first label of each row is left out, as causal language models do.
         class_weight: the weight of each class.
     """
 
     name: str = ""
+    place: int = 0
+    how: Literal["kept", "nonzero", "sum"] = "kept"
     ignored: int = IGNORED
     is_shifted: bool = False
     class_weight: torch.Tensor | None = None
 
-    def count(self, labels: Any) -> Any:  # noqa: ANN401 - a tensor, or what is no label at all
-        """Return over how much the loss of these labels averages.
+    def count(self, target: Any) -> Any:  # noqa: ANN401 - whatever the loss takes; a number, or a tensor of one
+        """Return over how much the loss averages.
 
         >>> Counted().count(torch.tensor([[1, 2, -100]])).item()
         2
         >>> Counted(is_shifted=True).count(torch.tensor([[1, 2, -100]])).item()
         1
+        >>> Counted(place=1, how="sum").count((torch.zeros(3), torch.tensor([1.0, 0.0, 0.5]))).item()
+        1.5
         """
-        if not isinstance(labels, torch.Tensor):
+        tensors = [target] if isinstance(target, torch.Tensor) else flatten(target, apart=True)[0]
+        if self.place >= len(tensors):
             return 1
+        labels = tensors[self.place]
+        if self.how != "kept":
+            return labels.double().sum() if self.how == "sum" else (labels != 0).sum()
         if labels.is_floating_point():  # probabilities: the mean is over the samples
             return labels.numel()
         if self.is_shifted:
@@ -60,6 +74,15 @@ class Counted:
             return kept.sum()
         weights = self.class_weight.detach().to(labels.device, torch.float64)
         return (weights[labels.where(kept, 0)] * kept).sum()
+
+    @property
+    def words(self) -> str:
+        """Say it."""
+        where = f"the input {self.name}" if self.name else "the target" + (f" {self.place}" if self.place else "")
+        if self.how != "kept":
+            return f"the sum of {where}" if self.how == "sum" else f"what is not zero in {where}"
+        shifted = ", the first of each row left out" if self.is_shifted else ""
+        return f"the labels of {where} that are not {self.ignored}{shifted}"
 
 
 FoundWeight = Counted | Literal["sum"] | None
@@ -90,30 +113,41 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
     return True, Counted(ignored=IGNORED if ignored is None else int(ignored), class_weight=weight)
 
 
-def candidates(loss: object, label_name: str = "") -> Iterator[FoundWeight]:
-    """Yield what a loss may average over, the usual first."""
-    ignored = getattr(loss, "ignore_index", None)
-    ignored = ignored if isinstance(ignored, int) else IGNORED
+def candidates(
+    names: Sequence[str], target: Sequence[torch.Tensor], left_out: Sequence[tuple[int, torch.Tensor | None]]
+) -> Iterator[FoundWeight]:
+    """Yield what a loss may average over, the usual first.
+
+    Args:
+        names: inputs of the model that may hold labels.
+        target: the tensors of the target.
+        left_out: of means over classes that were seen to run: the ignored label and the weights of the classes.
+    """
     yield None
-    yield Counted(label_name, ignored)
-    yield Counted(label_name, ignored, is_shifted=True)
+    weights = {id(weight): weight for _, weight in left_out if weight is not None}
+    seen = [(ignored, weight) for weight in (*weights.values(), None) for ignored, _ in (*left_out, (IGNORED, None))]
+    distinct = list({(ignored, id(weight)): (ignored, weight) for ignored, weight in seen}.values())
+    whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    places = [(name, 0) for name in names]
+    places += [("", place) for place, tensor in enumerate(target[:_MOST_PLACES]) if tensor.dtype in whole]
+    for (name, place), (ignored, weight) in itertools.product(places, distinct):
+        yield Counted(name, place, ignored=ignored, class_weight=weight)
+        yield Counted(name, place, ignored=ignored, is_shifted=True, class_weight=weight)
     yield "sum"
+    for place, _ in enumerate(target[:_MOST_PLACES]):
+        yield Counted("", place, "nonzero")
+        yield Counted("", place, "sum")
 
 
-def deviation(
-    weight: FoundWeight, whole: torch.Tensor, parts: Sequence[torch.Tensor], labels: Sequence[Any], sizes: Sequence[int]
-) -> float:
-    """Return how far the weighted losses of the parts are from the loss of the whole, relative to it."""
+def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]) -> list[float] | None:
+    """Return what the loss of each part counts, in parts of so many samples; None where nothing counts."""
+    if weight == "sum":
+        return [1.0] * len(sizes)
     counts = [float(size) for size in sizes]
     if isinstance(weight, Counted):
         counts = [float(weight.count(label)) for label in labels]
     total = sum(counts)
-    if weight != "sum" and not total:
-        return float("inf")
-    shares = [1.0 if weight == "sum" else count / total for count in counts]
-    joined = sum(share * float(part) for share, part in zip(shares, parts, strict=True) if share)
-    scale = max(1e-30, *(abs(float(loss)) for loss in (whole, *parts)))
-    return abs(float(whole) - joined) / scale
+    return [count / total for count in counts] if total and min(counts) >= 0 else None
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -122,5 +156,5 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def loss_tolerance(dtype: torch.dtype) -> float:
-    """Return the same for losses, which are means and so more exact."""
+    """Return the same for losses and their gradients, which few operations come from."""
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 3e-2)

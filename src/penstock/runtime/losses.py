@@ -18,8 +18,10 @@ __all__ = [
     "counts_of",
     "find_loss",
     "needs_target",
+    "read_loss",
     "shares_of",
     "total_loss",
+    "total_metrics",
     "warn_of_uneven_tokens",
 ]
 
@@ -38,7 +40,19 @@ def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) 
         loss: `loss(output, target)`; None where the output is the loss, or holds it.
         target: nothing, or one thing.
     """
+    return read_loss(output, loss, target)[0]
+
+
+def read_loss(
+    output: object, loss: LossFunction | None, target: Sequence[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss, and the single numbers that are returned beside it by name: see `_metrics`.
+
+    Raises:
+        UsageError: when there is no loss.
+    """
     found: Any = output if loss is None else loss(output, *target)
+    metrics = _metrics(found)
     if not isinstance(found, torch.Tensor):
         for inner in (getattr(found, "loss", None), _first(found)):
             if isinstance(inner, torch.Tensor):
@@ -49,7 +63,50 @@ def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) 
         said = "the model returns" if loss is None else "loss(output, target) returns"
         do = "give loss=, or let the model return .loss" if loss is None else "reduce it, as .mean() does"
         raise UsageError(f"no loss: {said} {what}, and a loss is a tensor of one number: {do}")
-    return found.reshape(()) if found.dim() else found
+    return found.reshape(()) if found.dim() else found, metrics
+
+
+def _metrics(found: object) -> dict[str, torch.Tensor]:
+    """Return the single numbers beside a loss: of a mapping or a dataclass, or of one that follows the loss.
+
+    >>> _metrics((torch.ones(()), {"accuracy": 0.5})), _metrics({"loss": torch.ones(()), "logits": torch.ones(2)})
+    ({'accuracy': tensor(0.5000, dtype=torch.float64)}, {})
+    """
+    if isinstance(found, (tuple, list)):
+        found = next((item for item in found[1:] if isinstance(item, Mapping)), None)
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        str(name): _one_number(value)
+        for name, value in found.items()
+        if name != "loss"
+        and (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+    }
+
+
+def _one_number(value: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(())
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def total_metrics(
+    metrics: Mapping[int, Mapping[str, torch.Tensor]], shares: Sequence[float], *, is_sum: bool
+) -> dict[str, torch.Tensor]:
+    """Return the metrics of the batch, from those of its micro-batches: added up as the losses are."""
+    names = dict.fromkeys(name for mb in sorted(metrics) for name in metrics[mb])
+    total = {}
+    for name in names:
+        mbs = [mb for mb in sorted(metrics) if name in metrics[mb] and shares[mb]]
+        if not mbs:
+            continue
+        whole = 1.0 if is_sum else sum(shares[mb] for mb in mbs)
+        device = metrics[mbs[0]][name].device
+        total[name] = sum(
+            (metrics[mb][name].to(device).double() * (shares[mb] / whole) for mb in mbs[1:]),
+            metrics[mbs[0]][name].double() * (shares[mbs[0]] / whole),
+        )
+    return total
 
 
 def total_loss(

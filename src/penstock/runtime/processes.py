@@ -205,14 +205,24 @@ class ProcessCompany:
         ends = sorted({schedule.home(schedule.num_stages - 1, mb) for mb in range(step.batch.num_mbs)})
         name = f"losses {step.number}"
         if self.lane in ends:
-            told = {mb: [float(loss), str(loss.dtype).removeprefix("torch.")] for mb, loss in step.losses.items()}
+            told = {
+                mb: [
+                    float(loss),
+                    str(loss.dtype).removeprefix("torch."),
+                    {name: float(value) for name, value in step.metrics.get(mb, {}).items()},
+                ]
+                for mb, loss in step.losses.items()
+            }
             for other in self._links.peers:
                 self._transport.tell(other, name, told)
         found = dict(step.losses)
         for lane in ends:
             if lane != self.lane:
-                for mb, (loss, dtype) in self._transport.hear(lane, name).items():
+                for mb, (loss, dtype, metrics) in self._transport.hear(lane, name).items():
                     found[int(mb)] = torch.tensor(loss, dtype=getattr(torch, dtype))
+                    step.metrics[int(mb)] = {
+                        key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()
+                    }
         return found
 
     def share_outputs(

@@ -125,7 +125,7 @@ class StageRun:
         if not step.mode.has_backward:
             with torch.no_grad():
                 self._compute(step, mb, record)
-        elif recomputes and self._waits_for_recompute():
+        elif recomputes and step.over_batch is None and self._waits_for_recompute():
             pass
         elif recomputes:
             with self._lock, torch.no_grad():
@@ -137,7 +137,27 @@ class StageRun:
             record.buffers = {name: before[name] for name in self._changing or ()}
         else:
             self._compute_for_backward(step, mb, record, is_split=is_split)
+        if self.is_last and step.over_batch is not None:
+            self._add_to_batch(step, mb, record)
         return record
+
+    def _add_to_batch(self, step: Step, mb: int, record: Record) -> None:
+        """Hand the results over to the loss of the whole batch; once all are there, run that loss and its backward."""
+        batch = step.over_batch
+        assert batch is not None
+        if not batch.add(mb, self._results(step, mb, record), move_to(self.device, step.targets[mb])):
+            return
+        has_backward = step.mode.has_backward
+        with torch.set_grad_enabled(has_backward), self._around(step, mb), step.mode.cast(self.device):
+            loss, metrics = batch.compute()
+        step.losses[mb] = loss.detach()
+        if metrics:
+            step.metrics[mb] = metrics
+        if has_backward:
+            self._losses = [1, int(loss.requires_grad)]
+            if loss.requires_grad:
+                torch.autograd.backward(loss, _seed(step, mb, loss))
+            batch.share()
 
     def _waits_for_recompute(self) -> bool:
         """Return whether a forward that is run again need not run before: nobody waits for what a last stage makes.
@@ -187,9 +207,11 @@ class StageRun:
             self._again.begin(partial(self._part, step, mb, record.pending))
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
-            if self.is_last:
+            if self.is_last and step.over_batch is None:
                 target = move_to(self.device, step.targets[mb])
-                record.loss = step.finish(self._results(step, mb, record), mb, target)
+                record.loss, metrics = step.finish(self._results(step, mb, record), mb, target)
+                if metrics:
+                    step.metrics[mb] = metrics
 
     def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
         """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""
@@ -279,6 +301,13 @@ class StageRun:
                 self._losses[1] += 1
                 outputs.append(record.loss)
                 seeds.append(_seed(step, mb, record.loss))
+        if self.is_last and step.over_batch is not None:
+            for value, gradient in zip(
+                self._results(step, mb, record), step.over_batch.gradients_of(mb), strict=True
+            ):  # fmt: skip
+                if gradient is not None and value.requires_grad:
+                    outputs.append(value)
+                    seeds.append(gradient)
         if self._adding is not None and record.loss is not None:
             self._adding.look(record.loss, self.stage.parameters())
         record.made, record.loss = (), None

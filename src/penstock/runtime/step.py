@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from penstock.runtime.watch import Watch
 
+if TYPE_CHECKING:
+    from penstock.runtime.batch_loss import BatchLoss
+
 __all__ = ["Batch", "Mode", "Step"]
 
-# Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none).
-Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], torch.Tensor | None]
+# Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none),
+# and what the loss function returned beside it.
+Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], tuple[torch.Tensor | None, dict[str, torch.Tensor]]]
 
 
 class Tapes(Protocol):
@@ -79,13 +83,15 @@ class Step:
         finish: from results to a loss.
         targets: for each micro-batch nothing, or one thing.
         scales: for each micro-batch what its loss counts in the gradient.
+        over_batch: takes the results of all micro-batches, where one loss is computed of all; `finish` is not called.
         factor: on top of that, of all losses alike: a gradient scaler's, which only the device knows.
         seeds: scales times factor as a tensor, where it may change after what reads it was captured.
         seed: random numbers of a stage and micro-batch follow from it.
         measures_memory: forwards count what they save, whatever their keep policy.
         tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
         watch: is told of every action.
-        losses: for each micro-batch its loss, once it is known.
+        losses: for each micro-batch its loss, once it is known; the loss over the batch, under the last one to come.
+        metrics: for each micro-batch what the loss returned beside it.
     """
 
     number: int
@@ -101,3 +107,5 @@ class Step:
     tapes: Mapping[int, Tapes] | None = None
     watch: Watch | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    over_batch: BatchLoss | None = None

@@ -24,6 +24,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         is_random: an operation ran whose random numbers it cannot replace; results cannot be compared.
+        left_out: for each mean over classes that ran, the label that it ignores and the weights of the classes.
 
     >>> with Still():
     ...     torch.nn.functional.dropout(torch.ones(2), p=0.5).tolist()
@@ -33,6 +34,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_random = False
+        self.left_out: list[tuple[int, torch.Tensor | None]] = []
 
     def __torch_dispatch__(
         self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -42,6 +44,9 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation runs its functions out of sight
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
+        if name in ("nll_loss_forward", "nll_loss2d_forward"):
+            given = dict(zip(_names(func), args, strict=False)) | kwargs
+            self.left_out.append((int(given["ignore_index"]), given["weight"]))
         if name in _MEANS and _is_drawn(name, args, kwargs):
             return _MEANS[name](*args, **kwargs)
         if "batch_norm" in name and "backward" not in name:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.faults.ops import OpFinder, is_finite
-from penstock.pipeline.before import Before
+from penstock.pipeline.before import undisturbed
 from penstock.runtime.step import Mode, Step
 from penstock.schedule.actions import Action, Kind
 
@@ -96,7 +95,7 @@ def locate(pipe: Pipeline, batch: object, target: object = _NO_TARGET) -> Place 
     finder = _Finder(pipe, ran)
     given = () if target is _NO_TARGET else (target,)
     has_backward = pipe.schedule.versions is None
-    with _undisturbed(pipe):
+    with undisturbed(pipe):
         ready = pipe._read(batch, given, groups=pipe._weights.groups)
         step = pipe._step(
             ready, Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
@@ -214,19 +213,3 @@ class _Finder:
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may hold its infinities on purpose: nothing learns from it, and it has no NaN."""
     return not tensor.requires_grad and not bool(torch.isnan(tensor).any())
-
-
-@contextmanager
-def _undisturbed(pipe: Pipeline) -> Iterator[None]:
-    """Run something inside; gradients, buffers and random states are afterwards as they were."""
-    gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
-    before = Before(pipe)
-    before.keep()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        before.put_back()

@@ -14,6 +14,7 @@ from penstock.model.example import Call, arguments_of
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness import Exactness
+from penstock.pipeline.split import Split, split_batch
 from penstock.runtime.batches import batch_dim_of, cut_batch, cut_thing, sizes_of
 from penstock.runtime.loss_weights import Counted
 from penstock.runtime.losses import LossFunction, counts_of, needs_target, shares_of, warn_of_uneven_tokens
@@ -48,16 +49,20 @@ class BatchReader:
         num_mbs: micro-batches of a step.
         loss: the user's.
         exactness: knows what it averages over.
+        split: cuts batches, where the user does that.
     """
 
-    def __init__(self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, exactness: Exactness) -> None:
+    def __init__(
+        self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, exactness: Exactness, split: Split | None
+    ) -> None:
         self._chain, self._num_mbs, self._loss, self._exactness = chain, num_mbs, loss, exactness
+        self._split = split
         self._left_to_watch = _WATCHED_STEPS
         self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
 
     def anew(self, num_mbs: int) -> BatchReader:
         """Return one that cuts into so many."""
-        return BatchReader(self._chain, num_mbs, loss=self._loss, exactness=self._exactness)
+        return BatchReader(self._chain, num_mbs, loss=self._loss, exactness=self._exactness, split=self._split)
 
     def read(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
@@ -80,12 +85,9 @@ class BatchReader:
             raise UsageError(
                 "target: the loss takes one; give it behind the batch: step(batch, target), evaluate(batch, target)"
             )
-        args, kwargs = arguments_of(batch, "batch")
-        try:
-            call = self._chain.read(*args, **kwargs)
-        except UsageError as error:
-            raise UsageError(str(error).replace("the example holds", "the batch holds")) from None
-        self._check_types(call)
+        if self._split is not None:
+            return self._read_split(batch, target, groups, is_due=is_due)
+        call = self._read_call(batch)
         sizes = sizes_of(call.batch_size, self._num_mbs)
         pieces = cut_batch(call, sizes)
         dim = self._chain.example.batch_dim
@@ -104,6 +106,34 @@ class BatchReader:
                 self._known.clear()
             self._known[key] = (list(sizes), shares)
         return Ready(pieces, targets, shares, self._target_dims(target, call.batch_size))
+
+    def _read_call(self, batch: object) -> Call:
+        args, kwargs = arguments_of(batch, "batch")
+        try:
+            call = self._chain.read(*args, **kwargs)
+        except UsageError as error:
+            raise UsageError(str(error).replace("the example holds", "the batch holds")) from None
+        self._check_types(call)
+        return call
+
+    def _read_split(
+        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None, *, is_due: bool
+    ) -> Ready:
+        """Return a batch in the micro-batches that the user makes of it."""
+        assert self._split is not None
+        if self._num_mbs == 1:  # nothing is to be cut
+            made = [(batch, target or ())]
+        else:
+            made = split_batch(self._split, batch, target, self._num_mbs)
+        calls, targets = [self._read_call(piece) for piece, _ in made], [own for _, own in made]
+        sizes = [call.batch_size for call in calls]
+        pieces = Batch([dict(zip(call.names, call.tensors, strict=True)) for call in calls], sizes)
+        if target is None:
+            return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
+        if is_due and len(sizes) > 1:
+            self._exactness.learn_split(calls, target, targets)
+        shares = self._shares(batch, pieces, targets, groups, batches=[piece for piece, _ in made])
+        return Ready(pieces, targets, shares, self._target_dims(target, sum(sizes)))
 
     def _target_dims(self, target: tuple[Any, ...], batch_size: int) -> tuple[int | None, ...]:
         dim = self._chain.example.batch_dim
@@ -158,13 +188,15 @@ class BatchReader:
         return target
 
     def _shares(
-        self, batch: object, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None
-    ) -> list[float]:
+        self, batch: object, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None,
+        *, batches: Sequence[Any] = (),
+    ) -> list[float]:  # fmt: skip
         sizes, weight = pieces.sizes, self._exactness.weight
-        batches: Sequence[Any] = [None] * len(sizes)
+        is_cut = bool(batches)
+        batches = batches or [None] * len(sizes)
         if self._exactness.is_checked or weight is not None:
             self._left_to_watch = 0
-        if callable(weight) or self._left_to_watch:
+        if not is_cut and (callable(weight) or self._left_to_watch):
             batches = cut_thing(batch, sum(sizes), sizes, self._chain.example.batch_dim)
         plain = [target[0] if target else None for target in targets]
         if isinstance(weight, Counted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from penstock.model.put_back import is_alike, put_back
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Before", "loss_module"]
+__all__ = ["Before", "loss_module", "undisturbed"]
 
 
 class _Holder(Protocol):
@@ -83,6 +84,22 @@ def loss_module(loss: object) -> nn.Module | None:
     """Return the user's loss, behind the compiler where it is compiled; None where it is no module."""
     own = getattr(loss, "_orig_mod", loss)
     return own if isinstance(own, nn.Module) else None
+
+
+@contextmanager
+def undisturbed(pipe: Pipeline) -> Iterator[None]:
+    """Run something inside; gradients, buffers and random states are afterwards as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
+    before = Before(pipe)
+    before.keep()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        before.put_back()
 
 
 class _OfModule:

@@ -23,6 +23,7 @@ from penstock.model.compound import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.places import with_threads
+from penstock.pipeline.split import Split, split_batch
 from penstock.planning.select import select_recomputed
 from penstock.runtime.again import Again
 from penstock.runtime.company import Company
@@ -65,6 +66,25 @@ class Request:
     progress: Progress | None
     num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
     layout: BatchLayout = field(default_factory=BatchLayout)  # where the batch is in the example's tensors
+    split: Split | None = None  # cuts batches in the user's own way
+
+    def read(self) -> tuple[Call, int]:
+        """Return the call to capture, and how many samples the example has.
+
+        Batches that the user splits are captured by their first micro-batch: nobody else knows how to make one smaller.
+        """
+        example, model = self.example, _called(self.model)
+        if self.split is None:
+            call = read_example(example, model, self.layout)
+            return call, call.batch_size
+        count = self.schedule.num_mbs if isinstance(self.schedule, Schedule) else self.micro_batches
+        pieces = split_batch(self.split, example, None, count or _PER_LANE * self.lanes)
+        calls = [read_example(piece, model, self.layout) for piece, _ in pieces]
+        # only one tensor tells the samples: others may happen to have as many rows
+        first = calls[0]
+        dims = tuple(first.batch_dim if name == first.batch_name else None for name in first.names)
+        calls[0] = replace(first, batch_dims=dims)
+        return calls[0], max(len(calls), sum(call.batch_size for call in calls))
 
     def ask(self, batch_size: int) -> Ask:
         """Return it as the deciding half takes it, for an example of so many samples."""
@@ -154,19 +174,19 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
         company: the lanes.
         check: called with the captured model before anything is measured; raises where it must not be cut.
     """
-    call = read_example(request.example, _called(request.model), request.layout)
-    ask = request.ask(call.batch_size)
+    call, batch_size = request.read()
+    ask = request.ask(batch_size)
     first = ask.check()
     (request.progress or _tell_nobody)("capture", 0, 1)
     captured = capture(
         request.model,
         _at_home(call, request.model),
         training=True,
-        path=request.capture_path,
+        path="replay" if request.split is not None and request.capture_path == "auto" else request.capture_path,
         num_stages=first.num_stages,
     )
     check(captured, first)
-    telling = _Telling(request, captured, ask, call.batch_size)
+    telling = _Telling(request, captured, ask, batch_size)
     explain = telling.explain
 
     def choose() -> dict[str, Any]:
@@ -195,7 +215,7 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
         telling.predicted,
         None if chosen["recomputed"] is None else _ranges(chosen["recomputed"]),
     )
-    return replace(decision, finer=partial(_finer, decision, request, call.batch_size))
+    return replace(decision, finer=partial(_finer, decision, request, batch_size))
 
 
 def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | None:
@@ -204,7 +224,7 @@ def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | 
     No process asks another: all come to the same.
     """
     schedule = decision.schedule
-    if not isinstance(request.schedule, str) or request.schedule.endswith(".csv"):
+    if not isinstance(request.schedule, str) or request.schedule.endswith(".csv") or request.split is not None:
         return None
     # a profile that was given is of larger micro-batches
     request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=decision.cuts, profile=None)
@@ -226,6 +246,8 @@ class _Telling:
     def __init__(self, request: Request, captured: Captured, ask: Ask, batch_size: int) -> None:
         self._request, self._captured, self._ask = request, captured, ask
         self._size = -(-batch_size // min(batch_size, ask.first().num_mbs))
+        if request.split is not None:
+            self._size = captured.call.batch_size
         self._kept: Explanation | None = None
 
     def explain(self) -> Explanation:

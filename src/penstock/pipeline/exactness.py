@@ -6,32 +6,40 @@ in two parts, and compares. Random numbers and batch norm, which may differ by d
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.example import Call
+from penstock.model.example import Call, arguments_of
 from penstock.model.modes import RandomStates
-from penstock.model.put_back import put_back
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
-from penstock.model.untouched import untouched
-from penstock.runtime.batches import batch_dim_of, cut_thing, join_dim_of, join_results
+from penstock.pipeline.scoring import (
+    Run,
+    Scored,
+    UnknownError,
+    best_of,
+    call_fails,
+    distance_of,
+    largest_difference,
+    leaving_no_trace,
+    parts_of,
+    run_call,
+    score_losses,
+)
+from penstock.pipeline.split import Split, split_batch
+from penstock.runtime.batches import batch_dim_of, cut_thing, join_results
 from penstock.runtime.loss_weights import (
     IGNORED,
     Counted,
     candidates,
     known_weight,
-    loss_tolerance,
     shares_with,
-    tolerance,
 )
 from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
 from penstock.runtime.still import Still
@@ -42,38 +50,6 @@ _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one a
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the model made of a call: its tensors, and the object around them."""
-
-    tensors: list[torch.Tensor]
-    template: object
-
-    @property
-    def device(self) -> torch.device:
-        return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
-
-    @property
-    def output(self) -> Any:  # noqa: ANN401 - as the model
-        return rebuild(self.template, self.tensors)
-
-    def leaves(self) -> _Run:
-        """Return the same with tensors that gradients can be asked for."""
-        return replace(self, tensors=[t.detach().requires_grad_(t.is_floating_point()) for t in self.tensors])
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A loss, and its gradients with respect to the model's outputs where it has any."""
-
-    loss: torch.Tensor
-    gradients: list[torch.Tensor | None]
-
-
-class _UnknownError(Exception):
-    """Nothing can be compared: the model draws numbers that cannot be set aside, or fails by itself."""
 
 
 class Exactness:
@@ -99,32 +75,37 @@ class Exactness:
             self.is_settled, self.weight = known_weight(loss)
         self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
         self._sizes: list[int] = []
-        self._runs: list[_Run] = []  # of the whole, and of its parts
+        self._runs: list[Run] = []  # of the whole, and of its parts
         self._exact: list[Any] | None = None  # weights under which all targets so far were exact
         self._num_learnt = 0
         self._next_look = 1
 
     # ---- the model
 
-    def check(self, chain: Chain, model: nn.Module) -> None:
+    def check(self, chain: Chain, model: nn.Module, *, example: object = None, split: Split | None = None) -> None:
         """Compare a few samples of the example, whole and in parts.
 
         Args:
             chain: the captured model, where it can run.
             model: the user's, which stays as it is.
+            example: the user's, for batches that the user splits.
+            split: cuts these.
 
         Raises:
             UsageError: when parts do not add up to the whole; says which option makes it exact.
         """
         call = chain.example
         homes = {tensor.device for stage in chain.stages for tensor in stage.held.tensors()}
-        if call.batch_size < 2 or len(homes) > 1 or torch.device("meta") in homes:
+        if (call.batch_size < 2 and split is None) or len(homes) > 1 or torch.device("meta") in homes:
             return
         states = RandomStates()
         try:
-            with _leaving_no_trace(chain, model), torch.no_grad():
-                self._look(chain, call, model)
-        except _UnknownError:
+            with leaving_no_trace(chain, model), torch.no_grad():
+                if split is None:
+                    self._look(chain, call, model)
+                else:
+                    self._look_at_split(chain, example, split)
+        except UnknownError:
             self._runs = []
         finally:
             states.restore()
@@ -133,22 +114,22 @@ class Exactness:
         few = call.rows(list(range(min(_ROWS, call.batch_size))))
         self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
         if self._loss is None:
-            self._find_inner_weight(chain, few)
+            self._find_inner_weight(chain, _with_ignored(few, _label_names(few)), _label_names(few))
             return
         try:
-            whole = _run(chain, few)
+            whole = run_call(chain, few)
         except UsageError as error:
-            if few.batch_size == call.batch_size or _fails(chain, call):
-                raise _UnknownError from error  # the model fails by itself: the step will say so
+            if few.batch_size == call.batch_size or call_fails(chain, call):
+                raise UnknownError from error  # the model fails by itself: the step will say so
             raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
         try:
-            parts = [_run(chain, part) for part in _parts(few, self._sizes)]
+            parts = [run_call(chain, part) for part in parts_of(few, self._sizes)]
         except UsageError as error:
             if min(self._sizes) == 1:  # many models refuse a batch of one sample
-                raise _UnknownError from error
+                raise UnknownError from error
             raise self._refusal(model, call, f"a part of the example fails: {error}") from error
         joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
-        off = _largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
+        off = largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
         if off:
             raise self._refusal(model, call, off)
         self._runs = [whole, *parts]
@@ -157,27 +138,58 @@ class Exactness:
         if self._given is not None or self._over_batch:
             self.is_settled = False  # what the user says is looked at, too
 
+    def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
+        """Compare the whole example with the micro-batches that the user makes of it."""
+        args, kwargs = arguments_of(example)
+        whole = chain.read(*args, **kwargs)
+        pieces = [arguments_of(piece) for piece, _ in split_batch(split, example, None, 2)]
+        parts = [chain.read(*args, **kwargs) for args, kwargs in pieces]
+        self._sizes = [part.batch_size for part in parts]
+        if sum(self._sizes) != whole.batch_size:
+            raise UsageError(
+                f"split: its micro-batches have {sum(self._sizes)} samples together, and the batch has "
+                f"{whole.batch_size}. {_CHECK_OFF}"
+            )
+        if len(parts) < 2:
+            raise UnknownError
+        if self._loss is None:
+            self._find_inner_weight(chain, [(whole, parts)], _label_names(whole))
+            return
+        try:
+            runs = [run_call(chain, one) for one in (whole, *parts)]
+        except UsageError as error:
+            raise UsageError(
+                f"split: the model fails on what it makes of the example: {error}. {_CHECK_OFF}"
+            ) from error
+        joined = join_results([run.tensors for run in runs[1:]], self._sizes, chain.example.batch_dim)
+        off = largest_difference(runs[0].tensors, joined, with_numbers=self._over_batch)
+        if off:
+            raise UsageError(f"split: its micro-batches do not compute what the whole batch does: {off}. {_CHECK_OFF}")
+        self._runs, self.is_settled = runs, self._is_known
+
     # ---- losses that the model computes itself
 
-    def _find_inner_weight(self, chain: Chain, few: Call) -> None:
-        """Find over what the model's own loss averages, by batches whose labels are partly ignored."""
-        names = _label_names(few)
+    def _find_inner_weight(
+        self, chain: Chain, calls: Iterable[tuple[Call, Sequence[Call]]], names: Sequence[str]
+    ) -> None:
+        """Find over what the model's own loss averages, by calls and their parts."""
         exact: list[Any] | None = None
-        for call in _with_ignored(few, names):
+        for call, parts in calls:
             try:
-                runs = [_run(chain, one) for one in (call, *_parts(call, self._sizes))]
+                runs = [run_call(chain, one) for one in (call, *parts)]
                 losses = [find_loss(run.output, None, ()) for run in runs]
-            except (UsageError, _UnknownError):
+            except (UsageError, UnknownError):
                 continue
             if not all(loss.isfinite() for loss in losses):
                 continue
             choices = self._choices(names, [], []) if exact is None else exact
-            parts = _parts(call, self._sizes)
             found = {
-                choice: _score(self._shares(choice, parts, [()] * len(parts)), [_Scored(loss, []) for loss in losses])
+                choice: distance_of(
+                    self._shares(choice, parts, [()] * len(parts)), [Scored(loss, []) for loss in losses]
+                )
                 for choice in choices
             }
-            now = _best(found, losses[0].dtype)
+            now = best_of(found, losses[0].dtype)
             if exact is None and not now:
                 raise UsageError(self._coupled(losses))
             exact = now or exact
@@ -236,7 +248,7 @@ class Exactness:
         chosen = [number * size // sum(self._sizes) for number in range(sum(self._sizes))]
         few = [_moved(_rows_of(thing, size, chosen, dim), self._runs[0].device) for thing in target]
         given = call.map(lambda tensor: tensor.to(self._runs[0].device)).rows(chosen)
-        parts = _parts(given, self._sizes)
+        parts = parts_of(given, self._sizes)
         reason = ""
         for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
             pieces = [
@@ -244,11 +256,26 @@ class Exactness:
             ]
             pieces = pieces or [()] * len(self._sizes)
             reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
+        self._conclude(reason)
+
+    def learn_split(self, parts: Sequence[Call], target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]]) -> None:
+        """Find it from a target that the user has split, where its parts are as large as those of the example.
+
+        Raises:
+            UsageError: when losses of micro-batches cannot add up to that of the batch.
+        """
+        if [part.batch_size for part in parts] != self._sizes:
+            return
+        self._next_look *= 2
+        self._conclude(self._narrow(target, pieces, parts, parts[0].batch_dim))
+
+    def _conclude(self, reason: str) -> None:
+        """Take the weight that was found; warn if the first target could not be compared."""
         if self._exact is None and self._num_learnt == 1 and reason:
             warnings.warn(
                 f"the loss could not be compared with that of micro-batches: {reason}. If it is no mean over samples, "
                 "weight= says over what it averages; check=False turns this check off",
-                stacklevel=6,
+                stacklevel=7,
             )
         if self._exact:
             self.weight = None if self._over_batch else self._exact[0]
@@ -267,23 +294,23 @@ class Exactness:
         if self._over_batch:
             joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
             runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
-        scored = _scored(self._loss, runs, targets, still)
+        scored = score_losses(self._loss, runs, targets, still)
         if isinstance(scored, str):
             return scored
         losses = [one.loss for one in scored]
         if self._over_batch:
-            off = {"batch": _score([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
-            if not _best(off, losses[0].dtype):
+            off = {"batch": distance_of([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
+            if not best_of(off, losses[0].dtype):
                 raise UsageError(_OVER_BATCH)
             self._exact = ["batch"]
             return ""
         tensors = flatten(target, apart=True)[0]
         choices = self._choices(_label_names(parts[0]), tensors, still.left_out) if self._exact is None else self._exact
         off = {
-            choice: _score(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
+            choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices
         }
-        now = _best(off, losses[0].dtype)
+        now = best_of(off, losses[0].dtype)
         if not now:
             raise UsageError(self._coupled(losses))
         self._exact = now
@@ -357,161 +384,12 @@ def _is_exact(model: nn.Module, call: Call) -> bool:
     sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
     try:
         with Still() as still:
-            whole, parts = run(few), [run(part) for part in _parts(few, sizes)]
+            whole, parts = run(few), [run(part) for part in parts_of(few, sizes)]
         joined = join_results(parts, sizes, call.batch_dim)
     except Exception:  # the user's code: it need not take every cut
         return False
     same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
-    return same and not still.is_random and not _largest_difference(whole, joined)
-
-
-@contextlib.contextmanager
-def _leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
-    """Put back the buffers and attributes that runs change."""
-    buffers = [
-        (stage.held, name, stage.held.get(name), stage.held.get(name).detach().clone())
-        for stage in chain.stages
-        for name in stage.held
-        if not isinstance(stage.held.get(name), nn.Parameter)
-    ]
-    try:
-        with untouched(model):
-            yield
-    finally:
-        for held, name, tensor, values in buffers:
-            if held.get(name) is not tensor:
-                held.set(name, tensor)
-            put_back(tensor, values)
-
-
-def _scored(
-    loss: LossFunction, outputs: Sequence[_Run], targets: Sequence[tuple[Any, ...]], still: Still
-) -> list[_Scored] | str:
-    """Return the loss of each output; or why that cannot be compared.
-
-    A loss that is a module keeps its buffers, and random numbers are drawn as if nothing had been.
-    """
-    states = RandomStates()
-    buffers = [(b, b.detach().clone()) for b in loss.buffers()] if isinstance(loss, nn.Module) else []
-    pairs = [(run.leaves(), target) for run, target in zip(outputs, targets, strict=True)]
-    try:
-        with torch.enable_grad(), still:
-            found = [find_loss(run.output, loss, target) for run, target in [*pairs, pairs[0]]]
-            scored = [
-                _Scored(value.detach(), _gradients(value, run)) for value, (run, _) in zip(found, pairs, strict=False)
-            ]
-    except Exception as error:  # the user's code: it need not take labels that are ignored; the step says what is wrong
-        return f"{type(error).__name__}: {error}"[:200]
-    finally:
-        for buffer, values in buffers:
-            put_back(buffer, values)
-        states.restore()
-    if still.is_random or not torch.equal(found[-1].detach(), scored[0].loss):
-        return "it draws random numbers"
-    if not all(bool(one.loss.isfinite()) for one in scored):
-        return "it is not finite"
-    return scored
-
-
-def _gradients(loss: torch.Tensor, run: _Run) -> list[torch.Tensor | None]:
-    wanted = [tensor for tensor in run.tensors if tensor.requires_grad]
-    if not loss.requires_grad or not wanted:
-        return []
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in run.tensors]
-
-
-def _score(
-    shares: Sequence[float] | None, scored: Sequence[_Scored], *, dim: int = 0, sizes: Sequence[int] = ()
-) -> float:
-    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these."""
-    if shares is None:
-        return float("inf")
-    whole, *parts = scored
-    joined = sum(share * float(part.loss) for share, part in zip(shares, parts, strict=True) if share)
-    scale = max(1e-30, *(abs(float(one.loss)) for one in scored))
-    off = abs(float(whole.loss) - joined) / scale
-    for number, gradient in enumerate(whole.gradients):
-        pieces = [part.gradients[number] for part in parts if part.gradients]
-        if gradient is None and not any(piece is not None for piece in pieces):
-            continue
-        if gradient is None or len(pieces) < len(parts) or any(piece is None for piece in pieces):
-            return float("inf")
-        weighed = [share * piece for share, piece in zip(shares, pieces, strict=True) if piece is not None]
-        off = max(off, _distance(gradient, weighed, dim, sizes))
-    return off
-
-
-def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
-    """Return how far the gradient of an output is from those of its parts; 0 where that cannot be told."""
-    own = join_dim_of(parts, sizes, dim)
-    if own is None and all(part.shape == whole.shape for part in parts):
-        joined = torch.stack(list(parts)).sum(0)  # one value for the whole batch: gradients add up
-    elif own is None:
-        return 0.0
-    else:
-        joined = torch.cat(list(parts), own)
-    if joined.shape != whole.shape:
-        return 0.0
-    return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
-
-
-def _best(off: Mapping[Any, float], dtype: torch.dtype) -> list[Any]:
-    """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
-
-    Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
-    how much further off they are than the best.
-    """
-    most = max(10 * min(off.values()), 16 * torch.finfo(dtype).eps)
-    return [choice for choice, much in off.items() if much <= min(most, loss_tolerance(dtype))]
-
-
-def _run(chain: Chain, call: Call) -> _Run:
-    """Run the model on a call.
-
-    Raises:
-        UsageError: when it fails.
-        _UnknownError: when it draws random numbers that cannot be set aside.
-    """
-    still = Still()
-    try:
-        with still:
-            output = chain.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
-    except Exception as error:
-        raise UsageError(f"{type(error).__name__}: {error}"[:400]) from error
-    if still.is_random:
-        raise _UnknownError
-    tensors, template = flatten(output)
-    return _Run([tensor.detach() for tensor in tensors], template)
-
-
-def _fails(chain: Chain, call: Call) -> bool:
-    try:
-        _run(chain, call)
-    except UsageError:
-        return True
-    return False
-
-
-def _parts(call: Call, sizes: Sequence[int]) -> list[Call]:
-    bounds = [0, *itertools.accumulate(sizes)]
-    return [call.rows(list(range(start, stop))) for start, stop in itertools.pairwise(bounds)]
-
-
-def _largest_difference(
-    whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], *, with_numbers: bool = False
-) -> str:
-    """Return what differs most between results of a whole and of its parts; nothing where they are equal."""
-    worst, said = 0.0, ""
-    for number, (one, other) in enumerate(zip(whole, joined, strict=True)):
-        if one.shape != other.shape or (one.dim() == 0 and not with_numbers):
-            continue
-        if one.dtype not in (torch.float32, torch.float64):  # rounding may decide which way a model of 16 bits takes
-            continue
-        off = float((one - other).norm() / one.norm().clamp(min=1e-30))
-        if off > tolerance(one.dtype) and off > worst:
-            worst, said = off, f"output {number} differs by {off:.2g} of its norm"
-    return said
+    return same and not still.is_random and not largest_difference(whole, joined)
 
 
 def _label_names(call: Call) -> list[str]:
@@ -523,14 +401,17 @@ def _label_names(call: Call) -> list[str]:
     ]
 
 
-def _with_ignored(call: Call, names: Sequence[str]) -> Iterator[Call]:
-    """Yield a call with labels of its last sample ignored, for each input with labels; then the call as it is."""
+def _with_ignored(call: Call, names: Sequence[str]) -> Iterator[tuple[Call, list[Call]]]:
+    """Yield a call and its parts: with labels of its last sample ignored, for each input with labels; then as it is."""
+    half = call.batch_size // 2
+    sizes = [half, call.batch_size - half]
     for name in names:
         place = call.names.index(name)
         changes = list(_ignoring([call.tensors[place]])) if call.batch_dims[place] == 0 else []
         for (changed,) in reversed(changes):
-            yield replace(call, tensors=(*call.tensors[:place], changed, *call.tensors[place + 1 :]))
-    yield call
+            one = replace(call, tensors=(*call.tensors[:place], changed, *call.tensors[place + 1 :]))
+            yield one, parts_of(one, sizes)
+    yield call, parts_of(call, sizes)
 
 
 def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
 from penstock.pipeline.checks import LossOver, check_loss_over, check_seconds, check_switches, check_words
+from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness import Exactness
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
 from penstock.pipeline.model_face import ModelFace
@@ -28,6 +30,7 @@ from penstock.pipeline.modes import without_gradients
 from penstock.pipeline.past import Past
 from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
+from penstock.pipeline.split import Split
 from penstock.pipeline.weights import Weights
 from penstock.report.format import show_bytes
 from penstock.runtime.batch_loss import BatchLoss
@@ -84,6 +87,9 @@ class Pipeline(ModelFace):
             once, for losses that couple samples. The outputs of the whole batch are then held together.
         batch_dim: the dimension of the batch: one number, or a dict with one per argument.
         whole: names of arguments that every micro-batch gets whole.
+        split: for batches that are no plain stacks: `split(batch, target, count)` returns at most `count` pairs
+            (batch, target), one per micro-batch. The model is then captured by replay, and loss weights by samples
+            count the first batch dimension of each.
         check: compare a few samples of the example, whole and in parts, and refuse a model or a loss whose
             micro-batches do not add up to the batch.
         autocast: a dtype to run forwards in; by default as the autocast around `step`.
@@ -129,6 +135,7 @@ class Pipeline(ModelFace):
         loss_over: LossOver = "micro_batch",
         batch_dim: int | Mapping[str, int] = 0,
         whole: Sequence[str] = (),
+        split: Split | None = None,
         check: bool = True,
         autocast: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -157,7 +164,7 @@ class Pipeline(ModelFace):
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
             memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
-            threads_per_lane(self.devices), BatchLayout(batch_dim, whole),
+            threads_per_lane(self.devices), BatchLayout(batch_dim, whole), split,
         )  # fmt: skip
         self._company: Company = found_company(
             self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),
@@ -169,7 +176,7 @@ class Pipeline(ModelFace):
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
             check_loss_over(loss_over, schedule, loss=loss, weight=weight)
             if check and schedule.num_mbs > 1:
-                exactness.check(captured.split(()), captured.model)
+                exactness.check(captured.split(()), captured.model, example=example, split=split)
 
         decision = decide(request, self._company, check_exactness)
         self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
@@ -197,7 +204,7 @@ class Pipeline(ModelFace):
         self._graphs = GraphSteps(
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
-        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness)
+        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split)
         self._loss_over: LossOver = loss_over
         self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
         self._recording: Recording | None = None
@@ -294,14 +301,15 @@ class Pipeline(ModelFace):
     __call__ = forward
 
     def _read(
-        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
-    ) -> Ready:
+        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None,
+        *, reader: BatchReader | None = None,
+    ) -> Ready:  # fmt: skip
         """Return a batch that can run; tell the other processes if this one cannot."""
         if self._is_closed:
             raise UsageError("the pipeline is closed; make another one")
         try:
             self._weights.check()
-            return self._reader.read(batch, target, groups=groups)
+            return (reader or self._reader).read(batch, target, groups=groups)
         except Exception as error:
             self._number += 1
             self._company.refuse(self._number, error)
@@ -410,6 +418,20 @@ class Pipeline(ModelFace):
             yield recording
         finally:
             self._recording = None
+
+    def check(self, batch: object, target: object = _NOTHING) -> Comparison:
+        """Compare a batch in micro-batches with the same batch whole: the loss and every gradient.
+
+        Prints what differs most, and returns it. Dropout is off and batch norm uses its running statistics. Gradients,
+        buffers and random states stay as they are. Under torchrun all processes call it, and the first prints.
+
+        Raises:
+            UsageError: when the batch is not like the example, or the schedule updates weights within the step.
+        """
+        found = compare(self, batch, _given(target))
+        if 0 in self.lanes:
+            sys.stdout.write(f"{found}\n")
+        return found
 
     def explain(self) -> Explanation:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""

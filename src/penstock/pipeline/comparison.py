@@ -1,0 +1,188 @@
+"""Comparison: a batch in micro-batches beside the same batch whole, losses and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.model.example import arguments_of
+from penstock.model.modes import in_mode
+from penstock.model.untouched import untouched
+from penstock.pipeline.before import undisturbed
+from penstock.runtime.losses import find_loss
+from penstock.runtime.step import Mode
+
+if TYPE_CHECKING:
+    from penstock.pipeline.batch import BatchReader
+    from penstock.pipeline.pipeline import Pipeline
+
+__all__ = ["Comparison", "Difference", "compare"]
+
+_SHOWN = 8
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}  # by rounding alone; 16 bits: 3e-2
+_TINY = 1e-3  # a gradient smaller than this share of the largest is compared with that share: it may be rounding
+
+Found = tuple[float, dict[str, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the gradient of one parameter is off.
+
+    Attributes:
+        name: of the parameter.
+        relative: the norm of the difference, divided by that of the gradient.
+        dtype: of the gradient.
+    """
+
+    name: str
+    relative: float
+    dtype: str
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains it."""
+        return self.relative <= _TOLERANCES.get(self.dtype, 3e-2)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `Pipeline.check` found. Print it for a table.
+
+    Attributes:
+        loss: in micro-batches.
+        whole_loss: of the batch as a whole.
+        reference: what the whole batch was run with.
+        differences: one per parameter, the largest first.
+    """
+
+    loss: float
+    whole_loss: float
+    reference: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def loss_difference(self) -> float:
+        """The difference of the losses, divided by the loss of the whole batch."""
+        return abs(self.loss - self.whole_loss) / max(abs(self.whole_loss), 1e-30)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether loss and all gradients agree but for rounding."""
+        dtype = self.differences[0].dtype if self.differences else "float32"
+        return Difference("loss", self.loss_difference, dtype).is_rounding and all(
+            difference.is_rounding for difference in self.differences
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'exact but for rounding' if self.is_exact else 'NOT EXACT'}: micro-batches beside {self.reference}, in "
+            "evaluation (no dropout, batch norm by its running statistics)",
+            f"loss: {self.loss:.8g} in micro-batches, {self.whole_loss:.8g} whole ({self.loss_difference:.2g} off)",
+        ]
+        if self.differences:
+            lines.append(f"gradients of {len(self.differences)} parameters; the largest differences:")
+            shown = self.differences[:_SHOWN]
+            width = max(len(difference.name) for difference in shown)
+            lines += [
+                f"  {d.name:<{width}}  {d.relative:.2g} of its norm{'' if d.is_rounding else '  <- more than rounding'}"
+                for d in shown
+            ]
+        if not self.is_exact:
+            lines.append(
+                "weight= says over what the loss averages, loss_over='batch' lets it see all micro-batches at once; "
+                "batch_dim=, whole= and split= say how a batch is cut"
+            )
+        return "\n".join(lines)
+
+
+def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Comparison:
+    """Run a batch in micro-batches and whole, in evaluation; compare losses and gradients.
+
+    The whole batch goes through the plain model where this process holds all of it on one device, else through the
+    pipeline as a single micro-batch. Gradients, buffers and random states stay as they are. Under torchrun all call it.
+
+    Raises:
+        UsageError: for schedules that update weights within the step.
+    """
+    if pipe.schedule.versions is not None:
+        raise UsageError(
+            f"check: {pipe.schedule.name} updates weights within the step, so no step equals the plain one"
+        )
+    with undisturbed(pipe):
+        loss, found = _run(pipe, pipe._reader, batch, target)
+        plain = _plain(pipe, batch, target)
+        if plain is None:
+            reference = "the whole batch as a single micro-batch of the pipeline"
+            whole_loss, wanted = _run(pipe, pipe._reader.anew(1), batch, target)
+        else:
+            reference = "the plain model on the whole batch"
+            whole_loss, wanted = plain()
+    everyone = pipe._company.gather([asdict(one) for one in _differences(found, wanted)])
+    rows = {row["name"]: Difference(**row) for lane in everyone for row in lane}
+    differences = sorted(rows.values(), key=lambda one: -one.relative)
+    return Comparison(loss, whole_loss, reference, tuple(differences))
+
+
+def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, ...]) -> Found:
+    """Run one step in evaluation, with gradients; return the loss and the gradients by name."""
+    _forget_gradients(pipe)
+    ready = pipe._read(batch, target, reader=reader)
+    with pipe._in_mode(False):
+        step = pipe._step(ready, Mode(False, True, pipe._cast()))
+        try:
+            with pipe._weights.gathering(is_scaled=False):
+                pipe._run(step, is_recorded=False)
+        finally:
+            pipe._setup.end_step(pipe._company, is_done=False)
+        loss = pipe._total(step, ready.shares)
+    return float(loss), _gradients(pipe)
+
+
+def _plain(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Callable[[], Found] | None:
+    """Return what runs the plain model; None where it is not here as a whole."""
+    model = pipe._decision.captured.model
+    own = {id(parameter) for parameter in pipe.parameters()}
+    is_whole = len(pipe.lanes) == pipe.schedule.num_lanes and len(set(pipe.devices)) == 1
+    if not is_whole or isinstance(model, torch.nn.ModuleList) or any(id(p) not in own for p in model.parameters()):
+        return None
+
+    def run() -> Found:
+        _forget_gradients(pipe)
+        args, kwargs = arguments_of(batch, "batch")
+        with in_mode(model, training=False), untouched(model), Mode(False, True, pipe._cast()).cast(pipe.devices[0]):
+            loss = find_loss(model(*args, **kwargs), pipe._loss, target)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        return float(loss.detach()), _gradients(pipe)
+
+    return run
+
+
+def _forget_gradients(pipe: Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+def _gradients(pipe: Pipeline) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else p.grad.detach().clone() for n, p in pipe.named_parameters()}
+
+
+def _differences(
+    found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]
+) -> list[Difference]:  # fmt: skip
+    norms = [float(gradient.norm()) for gradient in wanted.values() if gradient is not None]
+    least = max(_TINY * max(norms, default=0.0), 1e-30)
+    rows = []
+    for name, want in wanted.items():
+        got = found[name]
+        known = want if want is not None else got
+        if known is None:
+            continue
+        off = (torch.zeros_like(known) if got is None else got) - (torch.zeros_like(known) if want is None else want)
+        scale = max(least, 0.0 if want is None else float(want.norm()))
+        rows.append(Difference(name, float(off.norm()) / scale, str(known.dtype).removeprefix("torch.")))
+    return rows

@@ -1,0 +1,223 @@
+"""Scoring: run a captured model and a loss on a few samples, and tell how far parts are from the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.example import Call
+from penstock.model.modes import RandomStates
+from penstock.model.put_back import put_back
+from penstock.model.stages import Chain
+from penstock.model.structure import flatten, rebuild
+from penstock.model.untouched import untouched
+from penstock.runtime.batches import join_dim_of
+from penstock.runtime.loss_weights import loss_tolerance, tolerance
+from penstock.runtime.losses import LossFunction, find_loss
+from penstock.runtime.still import Still
+
+__all__ = [
+    "Run",
+    "Scored",
+    "UnknownError",
+    "best_of",
+    "call_fails",
+    "distance_of",
+    "largest_difference",
+    "leaving_no_trace",
+    "parts_of",
+    "run_call",
+    "score_losses",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the model made of a call: its tensors, and the object around them."""
+
+    tensors: list[torch.Tensor]
+    template: object
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+
+    @property
+    def output(self) -> Any:  # noqa: ANN401 - as the model
+        """What the model returned."""
+        return rebuild(self.template, self.tensors)
+
+    def leaves(self) -> Run:
+        """Return the same with tensors that gradients can be asked for."""
+        return replace(self, tensors=[t.detach().requires_grad_(t.is_floating_point()) for t in self.tensors])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A loss, and its gradients with respect to the model's outputs where it has any."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+
+
+class UnknownError(Exception):
+    """Nothing can be compared: the model draws numbers that cannot be set aside, or fails by itself."""
+
+
+@contextlib.contextmanager
+def leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
+    """Put back the buffers and attributes that runs change."""
+    buffers = [
+        (stage.held, name, stage.held.get(name), stage.held.get(name).detach().clone())
+        for stage in chain.stages
+        for name in stage.held
+        if not isinstance(stage.held.get(name), nn.Parameter)
+    ]
+    try:
+        with untouched(model):
+            yield
+    finally:
+        for held, name, tensor, values in buffers:
+            if held.get(name) is not tensor:
+                held.set(name, tensor)
+            put_back(tensor, values)
+
+
+def score_losses(
+    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], still: Still
+) -> list[Scored] | str:
+    """Return the loss of each output; or why that cannot be compared.
+
+    A loss that is a module keeps its buffers, and random numbers are drawn as if nothing had been.
+    """
+    states = RandomStates()
+    buffers = [(b, b.detach().clone()) for b in loss.buffers()] if isinstance(loss, nn.Module) else []
+    pairs = [(run.leaves(), target) for run, target in zip(outputs, targets, strict=True)]
+    try:
+        with torch.enable_grad(), still:
+            found = [find_loss(run.output, loss, target) for run, target in [*pairs, pairs[0]]]
+            scored = [
+                Scored(value.detach(), _gradients(value, run)) for value, (run, _) in zip(found, pairs, strict=False)
+            ]
+    except Exception as error:  # the user's code: it need not take labels that are ignored; the step says what is wrong
+        return f"{type(error).__name__}: {error}"[:200]
+    finally:
+        for buffer, values in buffers:
+            put_back(buffer, values)
+        states.restore()
+    if still.is_random or not torch.equal(found[-1].detach(), scored[0].loss):
+        return "it draws random numbers"
+    if not all(bool(one.loss.isfinite()) for one in scored):
+        return "it is not finite"
+    return scored
+
+
+def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
+    wanted = [tensor for tensor in run.tensors if tensor.requires_grad]
+    if not loss.requires_grad or not wanted:
+        return []
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in run.tensors]
+
+
+def distance_of(
+    shares: Sequence[float] | None, scored: Sequence[Scored], *, dim: int = 0, sizes: Sequence[int] = ()
+) -> float:
+    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these."""
+    if shares is None:
+        return float("inf")
+    whole, *parts = scored
+    joined = sum(share * float(part.loss) for share, part in zip(shares, parts, strict=True) if share)
+    scale = max(1e-30, *(abs(float(one.loss)) for one in scored))
+    off = abs(float(whole.loss) - joined) / scale
+    for number, gradient in enumerate(whole.gradients):
+        pieces = [part.gradients[number] for part in parts if part.gradients]
+        if gradient is None and not any(piece is not None for piece in pieces):
+            continue
+        if gradient is None or len(pieces) < len(parts) or any(piece is None for piece in pieces):
+            return float("inf")
+        weighed = [share * piece for share, piece in zip(shares, pieces, strict=True) if piece is not None]
+        off = max(off, _distance(gradient, weighed, dim, sizes))
+    return off
+
+
+def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
+    """Return how far the gradient of an output is from those of its parts; 0 where that cannot be told."""
+    own = join_dim_of(parts, sizes, dim)
+    if own is None and all(part.shape == whole.shape for part in parts):
+        joined = torch.stack(list(parts)).sum(0)  # one value for the whole batch: gradients add up
+    elif own is None:
+        return 0.0
+    else:
+        joined = torch.cat(list(parts), own)
+    if joined.shape != whole.shape:
+        return 0.0
+    return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
+
+
+def best_of(off: Mapping[Any, float], dtype: torch.dtype) -> list[Any]:
+    """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
+
+    Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
+    how much further off they are than the best.
+    """
+    most = max(10 * min(off.values()), 16 * torch.finfo(dtype).eps)
+    return [choice for choice, much in off.items() if much <= min(most, loss_tolerance(dtype))]
+
+
+def run_call(chain: Chain, call: Call) -> Run:
+    """Run the model on a call.
+
+    Raises:
+        UsageError: when it fails.
+        UnknownError: when it draws random numbers that cannot be set aside.
+    """
+    still = Still()
+    try:
+        with still:
+            output = chain.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
+    except Exception as error:
+        raise UsageError(f"{type(error).__name__}: {error}"[:400]) from error
+    if still.is_random:
+        raise UnknownError
+    tensors, template = flatten(output)
+    return Run([tensor.detach() for tensor in tensors], template)
+
+
+def call_fails(chain: Chain, call: Call) -> bool:
+    """Return whether the model fails on a call."""
+    try:
+        run_call(chain, call)
+    except UsageError:
+        return True
+    return False
+
+
+def parts_of(call: Call, sizes: Sequence[int]) -> list[Call]:
+    """Return a call in parts of so many samples."""
+    bounds = [0, *itertools.accumulate(sizes)]
+    return [call.rows(list(range(start, stop))) for start, stop in itertools.pairwise(bounds)]
+
+
+def largest_difference(
+    whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], *, with_numbers: bool = False
+) -> str:
+    """Return what differs most between results of a whole and of its parts; nothing where they are equal."""
+    worst, said = 0.0, ""
+    for number, (one, other) in enumerate(zip(whole, joined, strict=True)):
+        if one.shape != other.shape or (one.dim() == 0 and not with_numbers):
+            continue
+        if one.dtype not in (torch.float32, torch.float64):  # rounding may decide which way a model of 16 bits takes
+            continue
+        off = float((one - other).norm() / one.norm().clamp(min=1e-30))
+        if off > tolerance(one.dtype) and off > worst:
+            worst, said = off, f"output {number} differs by {off:.2g} of its norm"
+    return said

@@ -395,3 +395,19 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(penstock.errors.OutputError, match="cannot be used as a run folder"):
         train(tmp_path / "file")
+
+
+def with_error(output, target):
+    loss = nn.functional.mse_loss(output, target)
+    return {"loss": loss, "error": (output - target).abs().mean()}
+
+
+def test_what_a_loss_returns_beside_the_loss_is_logged_and_validated(tmp_path):
+    """It was dropped."""
+    train(tmp_path, loss=with_error, steps=3, log_every=1, validation=loader(), validate_every=3, view=False)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    logged = [line["metrics"]["error"] for line in lines if line["event"] == "log"]
+    assert len(logged) == 3
+    assert all(0 < error < 10 for error in logged)
+    (validated,) = [line["metrics"]["error"] for line in lines if line["event"] == "evaluate"]
+    assert 0 < validated < 10

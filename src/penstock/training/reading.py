@@ -29,6 +29,7 @@ class Reading:
         num_tokens: in its batch, where they are counted.
         timeline: of the last step that was recorded.
         lane_bytes: what each lane's device holds, where that is known.
+        metrics: what the loss returned beside the loss, by name.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Reading:
     num_tokens: int | None = None
     timeline: Timeline | None = None
     lane_bytes: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:
@@ -72,6 +74,8 @@ class Reading:
             found["bubble"] = self.timeline.bubble
         if self.lane_bytes:
             found["lane_bytes"] = list(self.lane_bytes)
+        if self.metrics:
+            found["metrics"] = dict(self.metrics)
         return found
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.report.timeline import Timeline
 
-__all__ = ["Made", "Stepper"]
+__all__ = ["Made", "Stepper", "mean_metrics"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class Made:
         loss: the mean of its batches.
         gradient_norm: over all lanes, before clipping; None where the schedule updates weights within the step.
         timeline: of its last batch, where it was recorded.
+        metrics: what the loss returns beside the loss, by name: the mean of its batches.
     """
 
     loss: float
     gradient_norm: float | None
     timeline: Timeline | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_finite_loss(self) -> bool:
@@ -89,17 +91,18 @@ class Stepper:
 
     def run(self, batches: Sequence[tuple[Any, ...]], *, is_recorded: bool) -> Made:
         """Run forward and backward of an update's batches, each (batch,) or (batch, target); clip the gradients."""
-        pipe, last, losses, timeline = self._pipe, len(batches) - 1, [], None
+        pipe, last, made, timeline = self._pipe, len(batches) - 1, [], None
         for number, given in enumerate(batches):
             with pipe.no_sync() if number < last else nullcontext():
                 if is_recorded and number == last:
                     with pipe.record() as recording:
-                        losses.append(pipe.step(*given))
+                        made.append(pipe.step(*given, metrics=True))
                     timeline = recording.timeline
                 else:
-                    losses.append(pipe.step(*given))
+                    made.append(pipe.step(*given, metrics=True))
+        losses, metrics = [loss for loss, _ in made], mean_metrics([(1, found) for _, found in made])
         if self.optimizer is None:
-            return Made(_mean(losses), None, timeline)
+            return Made(_mean(losses), None, timeline, metrics)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if len(batches) > 1:
@@ -107,7 +110,7 @@ class Stepper:
                 if parameter.grad is not None:
                     parameter.grad.div_(len(batches))
         norm = pipe.clip_grad_norm_(math.inf if self._clip is None else self._clip)
-        return Made(_mean(losses), float(norm), timeline)
+        return Made(_mean(losses), float(norm), timeline, metrics)
 
     def update(self, before: Callable[[], None]) -> None:
         """Change the weights, and then the learning rate; `before` is called first."""
@@ -152,3 +155,16 @@ class Stepper:
 
 def _mean(losses: Sequence[torch.Tensor]) -> float:
     return math.fsum(float(loss) for loss in losses) / len(losses)
+
+
+def mean_metrics(found: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> dict[str, float]:
+    """Return the mean of each metric over the batches that have it, each batch by its weight.
+
+    >>> mean_metrics([(1, {"a": torch.tensor(1.0)}), (3, {"a": torch.tensor(2.0), "b": torch.tensor(4.0)})])
+    {'a': 1.75, 'b': 4.0}
+    """
+    means = {}
+    for name in dict.fromkeys(name for _, metrics in found for name in metrics):
+        rows = [(weight, float(metrics[name])) for weight, metrics in found if name in metrics]
+        means[name] = math.fsum(weight * value for weight, value in rows) / sum(weight for weight, _ in rows)
+    return means

@@ -67,6 +67,8 @@ class TensorBoard(Callback):
         for name, value in figures.items():
             if name in _NAMES:
                 self._add(_NAMES[name], value, trainer.step)
+        for name, value in figures.get("metrics", {}).items():
+            self._add(f"train/{name}", value, trainer.step)
         rates = figures.get("lr", ())
         for number, rate in enumerate(rates if isinstance(rates, (list, tuple)) else [rates]):
             self._add("train/lr" if not number else f"train/lr_{number}", rate, trainer.step)
@@ -76,6 +78,8 @@ class TensorBoard(Callback):
     def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
         """Write what a validation found."""
         self._add("validation/loss", figures["validation_loss"], trainer.step)
+        for name, value in figures.get("metrics", {}).items():
+            self._add(f"validation/{name}", value, trainer.step)
 
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
         """Close the file."""

@@ -278,7 +278,7 @@ class Trainer:
         norm = math.nan if made.gradient_norm is None else made.gradient_norm
         self.reading = Reading(
             number, self.asked.steps, self._feed.epoch, made.loss, norm, rates, time.monotonic() - start,
-            sum(map(num_samples, items)), tokens, self._timeline, self._lane_bytes,
+            sum(map(num_samples, items)), tokens, self._timeline, self._lane_bytes, made.metrics,
         )  # fmt: skip
         self._finish_step(number, made)
 
@@ -345,8 +345,11 @@ class Trainer:
         made = validate(self.pipe, self._validation, self._items, lambda: self._anyone(self._signals.told))
         if isinstance(made, str):
             return made
-        loss, count = made
-        figures = {"step": self.step, "validation_loss": loss, "samples": count, "seconds": time.monotonic() - begin}
+        loss, metrics, count = made
+        seconds = time.monotonic() - begin
+        figures: dict[str, Any] = {"step": self.step, "validation_loss": loss, "samples": count, "seconds": seconds}
+        if metrics:
+            figures["metrics"] = metrics
         self.validation_loss, self._validated = loss, self.step
         self.stepper.follow(loss)
         self._callbacks.tell("on_evaluate", self, figures)

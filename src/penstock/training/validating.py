@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.training.items import num_samples
+from penstock.training.steps import mean_metrics
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
@@ -17,8 +18,8 @@ __all__ = ["validate"]
 
 def validate(
     pipe: Pipeline, data: Iterable[Any], items: Items, why_to_end: Callable[[], str | None]
-) -> tuple[float, int] | str:
-    """Return the mean loss, a sample counting once, and how many samples there were; or why it was ended before.
+) -> tuple[float, dict[str, float], int] | str:
+    """Return the mean loss and metrics, a sample counting once, and how many samples there were; or why it was ended.
 
     Args:
         pipe: the pipeline.
@@ -30,13 +31,15 @@ def validate(
     Raises:
         UsageError: when there are no batches.
     """
-    total, count = 0.0, 0
+    total, count, found = 0.0, 0, []
     for item in data:
         if told := why_to_end():
             return told
         call = items.split(item)
         size = max(1, num_samples(call))
-        total, count = total + size * float(pipe.evaluate(*call)), count + size
+        loss, metrics = pipe.evaluate(*call, metrics=True)
+        total, count = total + size * float(loss), count + size
+        found.append((size, metrics))
     if not count:
         raise UsageError("validation: it has no batches; what can be iterated over once has none the second time")
-    return total / count, count
+    return total / count, mean_metrics(found), count

@@ -73,7 +73,7 @@ def memory_kind(trainer: Trainer) -> str:
 
 def step_line(reading: Reading, pace: Pace, memory: str = "held") -> str:
     """Say where the training is; `memory` is what the bytes of lanes are."""
-    parts = [f"loss {show_loss(reading.loss)}", pace.speed_text]
+    parts = [f"loss {show_loss(reading.loss)}", *_shown_metrics(reading.metrics), pace.speed_text]
     if reading.timeline is not None:
         parts.append(f"bubble {show_share(reading.timeline.bubble)}")
     parts.append(f"{show_seconds(pace.step_seconds, digits=3)} a step")
@@ -87,7 +87,12 @@ def evaluate_line(figures: Mapping[str, Any]) -> str:
     loss, samples, seconds = figures["validation_loss"], figures.get("samples"), figures.get("seconds")
     facts = [] if samples is None else [f"{samples:,} samples"]
     facts += [] if seconds is None else [show_seconds(seconds, digits=3)]
-    return f"step {figures['step']}: validation loss {show_loss(loss)}" + (f" ({', '.join(facts)})" if facts else "")
+    found = ", ".join([f"validation loss {show_loss(loss)}", *_shown_metrics(figures.get("metrics", {}))])
+    return f"step {figures['step']}: {found}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def _shown_metrics(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{printable(name)} {show_loss(value)}" for name, value in metrics.items()]
 
 
 def save_line(step: int, folder: Path) -> str:

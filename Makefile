@@ -6,17 +6,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 SAY := @printf '\033[1m%s\033[0m\n'
 
-.PHONY: help demo test lint types tests browser docs images format clean
+.PHONY: help demo test test-all lint types tests browser docs images format clean
 .DEFAULT_GOAL := help
 
 help: ## show this
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.installed ## the main job: train a small GPT over two lanes, and see its timeline
 	@$(BIN)/penstock demo
 
 test: lint types tests ## all checks: lint, types, tests
 	$(SAY) "All checks passed."
+
+test-all: test ## the same, and thousands of random models (hours)
+	$(SAY) "Random models"
+	@$(BIN)/python tests/fuzzing/run.py --cases 5000
 
 lint: $(VENV)/.installed-dev ## style, with ruff
 	$(SAY) "Lint"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.model.hooks import is_of_library
 from penstock.model.replay_functions import (
     is_data_shaped,
     is_device_question,
@@ -69,6 +70,7 @@ class Part:
     unimaginable: frozenset[Callable[..., Any]]
     readers: frozenset[Callable[..., Any]]
     draws_python_random: bool
+    filling: frozenset[str] = frozenset()
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
         """Return the units in a call.
@@ -156,12 +158,20 @@ class Play(Walk):
             made = flatten(result)[0] if self.part.is_dynamic else []
         else:
             given = flatten((args, dict(kwargs)))[0] if first == last or self.part.is_dynamic else []
-            self._check_filled(given)
-            result = self.whole(call, args, kwargs)
-            made = self.mark_outputs(result, path, ordinal)
+            if self._is_unit(path) or not any(tensor.is_meta for tensor in given):
+                self._check_filled(given)
+                result = self.whole(call, args, kwargs)
+                made = self.mark_outputs(result, path, ordinal)
+            else:  # a hole may only be handed on: what is called inside looks at its own arguments
+                result = self.inside(path, ordinal, call, args, kwargs)
+                made = flatten(result)[0]
         if self.part.is_dynamic and not self.is_before:
             self.notes.shapes[f"{path}#{ordinal}"] = [describe(tensor, given) for tensor in made]
         return result
+
+    def _is_unit(self, path: str) -> bool:
+        """Return whether a module is not cut any further: no module inside of it is watched."""
+        return not any(inner.startswith(f"{path}.") for inner in self.modules)
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Do a function on holes before the stage and on data in it; note what it reads."""
@@ -298,7 +308,8 @@ class Play(Walk):
             template = self._template(path, ordinal, len(noted))
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
-            if key not in self.known_shapes:
+            # a module that fills a list does so each time; it leaves holes there, with which nothing can be computed
+            if key not in self.known_shapes or path in self.part.filling:
                 self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
             noted, template = self.known_shapes[key]
         leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
@@ -367,8 +378,10 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
 
 
 def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
-    """Call the forward hooks that are part of the model on what a skipped module returns; others were taken away."""
+    """Call the forward hooks that are part of the model on what a skipped module returns; not those of the user."""
     for number, hook in module._forward_hooks.items():
+        if not is_of_library(hook, module):
+            continue
         with_kwargs = number in module._forward_hooks_with_kwargs
         changed = hook(module, args, dict(kwargs), result) if with_kwargs else hook(module, args, result)
         result = result if changed is None else changed

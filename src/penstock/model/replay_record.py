@@ -89,9 +89,10 @@ class Recording:
     shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
-    hooked: frozenset[str] = frozenset()
+    hooked: frozenset[str] = frozenset()  # modules to look into also where they are skipped: hooks, hidden values
     draws_python_random: bool = False
     changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
+    filling: frozenset[str] = frozenset()  # modules that change a list or dict that they are given
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -153,10 +154,44 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     recording = recorder.recording(result)
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
     recording.changed = frozenset(changed)
-    recording.hooked = frozenset(
-        path for path, module in inside.items() if path not in units and _has_hooks_inside(module)
-    )
+    hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
+    recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
+    recording.filling = frozenset(recorder.filling)
     return recording
+
+
+def _escaped(recording: Recording) -> set[str]:
+    """Return the modules out of which a value comes that they do not return: by a list, an attribute or a buffer.
+
+    Whoever runs or skips such a module looks into it, or the value would be missing there.
+    """
+    calls: dict[str, list[tuple[int, int, int]]] = {}
+    for (path, ordinal), (first, last) in recording.range_of.items():
+        calls.setdefault(path, []).append((ordinal, first, last))
+    found = set()
+    for seen in recording.seen:
+        producer, marks = seen.producer, {mark for _, mark in seen.marks}
+        path = seen.marks[0][1][0]
+        while path and producer >= 0 and seen.uses:
+            for ordinal, first, last in calls.get(path, ()):
+                is_returned = any(mark[:2] == (path, ordinal) and mark[2] < 0 for mark in marks)
+                if first <= producer <= last < max(seen.uses) and not is_returned:
+                    found.add(path)
+            path = path.rpartition(".")[0]
+    return found
+
+
+def _containers_in(thing: Any, depth: int = 0) -> list[tuple[Any, list[int]]]:  # noqa: ANN401 - arguments
+    """Return the lists, dicts and sets in a call's arguments, each with what is in it."""
+    if depth > 3 or not isinstance(thing, (list, tuple, dict, set)):
+        return []
+    inner = thing.values() if isinstance(thing, dict) else thing
+    own = [] if isinstance(thing, tuple) else [(thing, _ids_in(thing))]
+    return own + [found for item in inner for found in _containers_in(item, depth + 1)]
+
+
+def _ids_in(container: Any) -> list[int]:  # noqa: ANN401 - a list, dict or set
+    return [id(item) for item in (container.values() if isinstance(container, dict) else container)]
 
 
 def _is_unit(module: nn.Module, root: nn.Module) -> bool:
@@ -196,6 +231,7 @@ class _Recorder(Walk):
         self.template_of: dict[tuple[str, int], object] = {}
         self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
         self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
+        self.filling: set[str] = set()
         self._hooks: Any = None
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
@@ -246,12 +282,14 @@ class _Recorder(Walk):
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
         first, before = len(self.units), dict(self.ordinals)
+        containers = _containers_in((args, kwargs))
         if path not in self.unit_paths:
             self.open_at.append(first)
             try:
                 result = self.inside(path, ordinal, call, args, kwargs)
             finally:
                 self.open_at.pop()
+            self._note_filled(path, containers)
             if len(self.units) == first and path:
                 self.hollow.add(path)
             elif len(self.units) > first:
@@ -270,6 +308,7 @@ class _Recorder(Walk):
         for tensor in given:
             self._use(tensor, is_argument=True)
         result = self.whole(call, args, kwargs)
+        self._note_filled(path, containers)
         self.mark_outputs(result, path, ordinal)
         made, self.template_of[path, ordinal] = flatten(result)
         self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
@@ -298,6 +337,11 @@ class _Recorder(Walk):
             self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
         self.mark_results(result)
         return result
+
+    def _note_filled(self, path: str, containers: list[tuple[Any, list[int]]]) -> None:
+        """Note a module that puts something into a list or dict that it was given, or takes it out."""
+        if any(_ids_in(container) != before for container, before in containers):
+            self.filling.add(path)
 
     def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
         return [self.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []

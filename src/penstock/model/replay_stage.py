@@ -59,6 +59,7 @@ def make_part(
         unimaginable=recording.unimaginable,
         readers=recording.readers,
         draws_python_random=recording.draws_python_random,
+        filling=recording.filling,
     )
 
 
@@ -146,11 +147,27 @@ class ReplayProgram:
         } | {""}  # fmt: skip
         self._watched = {path: paths[path] for path in recording.watched}
         self._entered = [paths[path] for path in inside]
-        for path, module in paths.items():
-            ranges = [r for (p, _), r in recording.range_of.items() if p == path]
-            if ranges and all(last < nodes.start for _, last in ranges):
-                _without_hooks(module)
+        self._drop_foreign_hooks(paths, nodes.start, recording)
         return places
+
+    def _drop_foreign_hooks(self, paths: dict[str, nn.Module], start: int, recording: Recording) -> None:
+        """Keep the hooks of modules that only earlier stages run from being called here.
+
+        A module may be called under another one, too, that this stage or a later one runs.
+        """
+        last_of: dict[str, int] = {}
+        for (path, _), (_, last) in recording.range_of.items():
+            last_of[path] = max(last, last_of.get(path, -1))
+        units = {unit.path for unit in recording.units}
+        kept: set[int] = set()
+        for path, last in last_of.items():
+            if last >= start:
+                kept |= {id(inner) for inner in paths[path].modules()} if path in units else {id(paths[path])}
+        for path, last in last_of.items():
+            if last < start:
+                for inner in paths[path].modules():
+                    if id(inner) not in kept:
+                        _without_hooks(inner)
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
         """Refuse."""
@@ -234,8 +251,7 @@ def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
 
 
 def _without_hooks(module: nn.Module) -> None:
-    """Keep the hooks of a module that another stage runs from being called here."""
-    for inner in module.modules():
-        for key in HOOKS:
-            kept = {number: hook for number, hook in vars(inner)[key].items() if is_of_library(hook, inner)}
-            vars(inner)[key] = OrderedDict(kept)
+    """Take the user's hooks off a module."""
+    for key in HOOKS:
+        kept = {number: hook for number, hook in vars(module)[key].items() if is_of_library(hook, module)}
+        vars(module)[key] = OrderedDict(kept)

@@ -6,6 +6,7 @@ in two parts, and compares. Random numbers and batch norm, which may differ by d
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ from penstock.runtime.still import Still
 __all__ = ["Exactness"]
 
 _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
+_TRIES = 3  # choices of samples of a target
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits
@@ -245,17 +247,15 @@ class Exactness:
         size = call.batch_size
         if size < sum(self._sizes):
             return
-        chosen = [number * size // sum(self._sizes) for number in range(sum(self._sizes))]
-        few = [_moved(_rows_of(thing, size, chosen, dim), self._runs[0].device) for thing in target]
-        given = call.map(lambda tensor: tensor.to(self._runs[0].device)).rows(chosen)
-        parts = parts_of(given, self._sizes)
-        reason = ""
-        for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
-            pieces = [
-                tuple(p) for p in zip(*(cut_thing(t, sum(self._sizes), self._sizes, dim) for t in changed), strict=True)
-            ]
-            pieces = pieces or [()] * len(self._sizes)
-            reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
+        device, reason = self._runs[0].device, ""
+        moved = call.map(lambda tensor: tensor.to(device))
+        for chosen in _choices_of_rows(size, sum(self._sizes)):
+            few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
+            parts = parts_of(moved.rows(chosen), self._sizes)
+            for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
+                columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in changed]
+                pieces = list(zip(*columns, strict=True)) or [()] * len(self._sizes)
+                reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
         self._conclude(reason)
 
     def learn_split(self, parts: Sequence[Call], target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]]) -> None:
@@ -433,6 +433,13 @@ def _as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict,
     """Return a call as the batch that a weight function is called with."""
     args, kwargs = call.arguments()
     return kwargs if kwargs else args[0] if len(args) == 1 else args
+
+
+def _choices_of_rows(size: int, count: int) -> Iterator[list[int]]:
+    """Yield a few choices of samples: in one of them two weights may happen to agree."""
+    yield [number * size // count for number in range(count)]
+    for seed in range(_TRIES - 1):
+        yield random.Random(seed).sample(range(size), count)  # noqa: S311 - nothing secret
 
 
 def _rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - whatever holds tensors

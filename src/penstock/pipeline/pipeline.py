@@ -241,7 +241,7 @@ class Pipeline(ModelFace):
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
         ready = self._read(batch, _given(target), groups=self._weights.groups)
         # scale() rather than get_scale(): the scaler makes what it needs in its first call
-        step = self._step(ready, Mode(True, True, self._cast()))
+        step = self._step(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
         if self._scaler is not None:
             step.factor = self._scaler.scale(torch.ones((), dtype=torch.float64, device=self.devices[0]))
         is_done = False
@@ -271,7 +271,7 @@ class Pipeline(ModelFace):
         """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
         ready = self._read(batch, _given(target))
         with self._in_mode(False):
-            step = self._step(ready, Mode(False, False, self._cast()))
+            step = self._step(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
             self._run(step)
         loss = self._total(step, ready.shares)
         return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
@@ -288,7 +288,7 @@ class Pipeline(ModelFace):
             raise UsageError(f"gather: {gather!r} is not one of all, last")
         ready = self._read(batch, None)
         outputs: dict[int, list[Any]] = {}
-        step = self._step(ready, Mode(self.training, False, self._cast()), outputs=outputs)
+        step = self._step(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
         self._run(step)
         made = self._company.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
@@ -315,7 +315,9 @@ class Pipeline(ModelFace):
             self._company.refuse(self._number, error)
             raise
 
-    def _step(self, ready: Ready, mode: Mode, *, outputs: dict[int, list[Any]] | None = None) -> Step:
+    def _step(
+        self, ready: Ready, mode: Mode, *, given: tuple[Any, ...] = (), outputs: dict[int, list[Any]] | None = None
+    ) -> Step:
         results = self._chains[0].results(mode.is_training)
         loss, shares = self._loss, ready.shares
 
@@ -330,7 +332,7 @@ class Pipeline(ModelFace):
             return read_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
-        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch)
+        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch, given=given)
         if self._loss_over == "batch" and outputs is None:
             step.scales = [1.0] * len(shares)
             step.over_batch = BatchLoss(

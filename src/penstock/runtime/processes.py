@@ -23,6 +23,7 @@ from penstock.errors import HangError, PenstockError, UsageError
 from penstock.runtime import segments
 from penstock.runtime.board import NUM_COLUMNS, Board, follow
 from penstock.runtime.culprit import stack_file, stack_of_process, state_of
+from penstock.runtime.digests import Digest, differences
 from penstock.runtime.distributed import BOARD, PING, DistributedTransport
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.links import Links, Store
@@ -37,6 +38,11 @@ __all__ = ["ProcessCompany"]
 
 _NUMBER = count()  # pipelines of this process: all processes make theirs in the same order
 _PINGS = 8
+_COMPARED_FIRST, _COMPARED_EVERY = 3, 50  # calls whose batches are compared: the first of each kind, then some
+_SAME = (
+    "Every process must be given the same batches in the same order, for each lane uses its part of all of them: take "
+    "no DistributedSampler, and shuffle by the same seed in all processes (docs/howto/processes.md)"
+)
 
 
 class ProcessCompany:
@@ -71,6 +77,9 @@ class ProcessCompany:
         self._executor: Executor | None = None
         self._told: dict[str, int] = {}
         self._has_failed = False
+        self._digests: dict[int, Digest] = {}  # by step: of batches that are still to be compared
+        self._num_ended: dict[tuple[bool, bool], int] = {}  # calls of each kind that came to their end
+        self._at_hand = (0, (False, False))  # the number and the kind of the last
         self._is_closed = False
         atexit.register(self.close)
 
@@ -90,15 +99,19 @@ class ProcessCompany:
         (executor,) = executors
         self._executor = executor
         self._go_on(step)
-        with self._telling(), joined(self.streams.values()):
-            self._transport.check()
-            executor.run(step, None if spans is None else spans[0])
+        with self._telling():
+            self._look_at_batch(step)
+            with joined(self.streams.values()):
+                self._transport.check()
+                executor.run(step, None if spans is None else spans[0])
 
     def _go_on(self, step: Step) -> None:
         if self._has_failed:  # lanes may have stopped in different steps: go on from the latest
             self._transport.recover()
             step.number = max(self.gather(step.number))
             self._has_failed = False
+            self._digests.clear()
+            self._num_ended.clear()
 
     def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
         """Return what each process gave before, or in, a step; who refuses the step, or fails, is heard of."""
@@ -123,9 +136,55 @@ class ProcessCompany:
         except BaseException as error:
             # after a refusal all have come as far: none of them ran the step
             self._has_failed = self._has_failed or not getattr(error, "was_refused", False)
+            self._digests.pop(self._at_hand[0], None)  # whoever refused has none
             if not getattr(error, "was_told", False):
                 self._transport.abort(error)
             raise
+
+    # Batches are compared at the end of a call, when all lanes have begun it: nobody waits for a digest. That of
+    # tensors on a GPU is told only then, so after the first calls it is compared at the end of the next.
+
+    def _look_at_batch(self, step: Step) -> None:
+        """Begin to look at a batch, if it is time to; tell the others what it looks like, if that is known at once."""
+        kind = (step.mode.is_training, step.mode.has_backward)
+        self._at_hand = (step.number, kind)
+        is_capture = step.tapes is not None and not all(tape.is_replay for tape in step.tapes.values())
+        is_due = self._num_ended.get(kind, 0) < _COMPARED_FIRST or step.number % _COMPARED_EVERY == 0
+        if step.given and is_due and not is_capture:
+            digest = self._digests[step.number] = Digest(step.given, step.number)
+            if digest.is_ready:
+                self._tell_digest(step.number, digest)
+
+    def _tell_digest(self, number: int, digest: Digest) -> None:
+        for other in self._links.peers:
+            self._transport.tell(other, f"batch {number}", digest.rows())
+
+    def _compare_batches(self) -> list[str]:
+        """End a call: return how batches of the processes differ, as far as it is known by now; nothing if they do not.
+
+        All processes come to the same answer at the end of the same call.
+        """
+        now, kind = self._at_hand
+        latest = self._digests.get(now)
+        if latest is not None and not latest.is_ready:
+            self._tell_digest(now, latest)
+        ended = self._num_ended[kind] = self._num_ended.get(kind, 0) + 1
+        found: list[str] = []
+        for number in [number for number in self._digests if number < now or ended <= _COMPARED_FIRST]:
+            own = self._digests.pop(number).rows()
+            everyone = [
+                own if lane == self.lane else self._transport.hear(lane, f"batch {number}")
+                for lane in range(self.num_lanes)
+            ]
+            found += [f"in call {number} {told}" for told in differences(everyone)]
+        return found
+
+    def _end_call(self) -> None:
+        """Raise where the batches of the processes differ: all of them do."""
+        with self._telling():
+            found = self._compare_batches()
+        if found:
+            raise UsageError(f"the processes were given different batches: {'; '.join(found)}. {_SAME}")
 
     def _hang(self, lane: int, from_lane: int, what: str) -> HangError:
         doing, culprit = "not ready", from_lane
@@ -199,7 +258,9 @@ class ProcessCompany:
     def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
         """Return the loss of every micro-batch: the lanes that end the model tell all others."""
         with self._telling():
-            return self._share_losses(step, schedule)
+            losses = self._share_losses(step, schedule)
+        self._end_call()
+        return losses
 
     def _share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
         ends = sorted({schedule.home(schedule.num_stages - 1, mb) for mb in range(step.batch.num_mbs)})
@@ -230,7 +291,9 @@ class ProcessCompany:
     ) -> Mapping[int, list[Any]] | None:
         """Return the results of every micro-batch: of those that end on several lanes, all get all."""
         with self._telling():
-            return self._share_outputs(outputs, num_mbs, schedule, to_all=to_all)
+            found = self._share_outputs(outputs, num_mbs, schedule, to_all=to_all)
+        self._end_call()
+        return found
 
     def _share_outputs(
         self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool

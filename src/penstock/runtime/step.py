@@ -92,6 +92,7 @@ class Step:
         watch: is told of every action.
         losses: for each micro-batch its loss, once it is known; the loss over the batch, under the last one to come.
         metrics: for each micro-batch what the loss returned beside it.
+        given: the batch as the user gave it, and its target, where processes are to compare them.
     """
 
     number: int
@@ -109,3 +110,4 @@ class Step:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     over_batch: BatchLoss | None = None
+    given: tuple[Any, ...] = ()

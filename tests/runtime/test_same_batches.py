@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import penstock
 import processes
 from penstock.errors import UsageError
+from penstock.feeding.sharding import share_of
 from penstock.runtime.digests import Digest, differences
 from pipelines import data, expected, sequence
 from pipelines import differences as wrong_in
@@ -143,3 +145,95 @@ def test_lanes_without_a_target_and_refused_batches_go_on():
     assert [told for told, _, _ in found] == [["LaneError"] * 2, ["UsageError"] * 2]
     assert len({loss for _, loss, _ in found}) == 1
     assert not any(left for _, _, left in found)
+
+
+# ---- loaders that share the data out
+
+
+class Shard:
+    """As accelerate's BatchSamplerShard: its count has another name."""
+
+    num_processes = 2
+
+    def __init__(self, batches):
+        self.batch_sampler = batches
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+
+class Grudging:
+    """A loader of the user's, in which nothing can be looked up."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __iter__(self):
+        return iter(())
+
+
+class Split(list):
+    """As a dataset of Hugging Face that was split by node."""
+
+    class _distributed:  # noqa: N801 - as theirs
+        rank, world_size = 0, 4
+
+
+def loaders():
+    samples = [(row, row) for row in data(16)[0]]
+    own, alone = (DistributedSampler(samples, num_replicas=n, rank=0) for n in (2, 1))
+    return {
+        "sampler: a DistributedSampler, num_replicas=2": DataLoader(samples, sampler=own, batch_size=8),
+        "batch_sampler.sampler: a DistributedSampler, num_replicas=2": DataLoader(
+            samples, batch_sampler=BatchSampler(own, 8, drop_last=False)
+        ),
+        "batch_sampler: a Shard, num_processes=2": DataLoader(samples, batch_sampler=Shard([[0, 1]])),
+        "dataset: a Split that is split by node, world_size=4": DataLoader(Split(samples), batch_size=8),
+    }, [DataLoader(samples, sampler=alone, batch_size=8), DataLoader(samples, 8, shuffle=True), samples, Grudging()]
+
+
+def test_what_shares_out_data_is_recognised():
+    sharing, whole = loaders()
+    for told, loader in sharing.items():
+        assert share_of(loader) == told
+    assert [share_of(loader) for loader in whole] == [""] * len(whole)
+
+
+def sharing_process(folder):
+    x, _ = data(8)
+    pipe = pipe_of(sequence(4), x)
+    (loader, *_), (fine, *_) = loaders()[0].values(), loaders()[1]
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    told = []
+    for make in (
+        lambda: penstock.feed(loader, pipe),
+        lambda: penstock.Trainer(pipe, optimizer, loader, steps=1, folder=folder),
+        lambda: penstock.Trainer(pipe, optimizer, penstock.feed(loader, device="cpu"), steps=1, folder=folder),
+        lambda: penstock.Trainer(pipe, optimizer, fine, steps=1, folder=folder, validation=loader),
+    ):
+        with pytest.raises(UsageError) as caught:
+            make()
+        told.append(str(caught.value))
+    losses = [float(pipe.step(*item)) for item in penstock.feed(fine, pipe)]
+    pipe.close()
+    return told, losses
+
+
+def test_a_loader_that_shares_out_data_is_refused_before_the_first_step(tmp_path):
+    """The guide named DistributedSampler as something to use; each lane then had other samples than the next."""
+    for told, losses in processes.run(sharing_process, 2, tmp_path):
+        assert [text.partition(":")[0] for text in told] == ["loader", "data", "data", "validation"]
+        assert all("a DistributedSampler, num_replicas=2" in text for text in told)
+        assert all("Leave the sharding out" in text for text in told)
+        assert len(losses) == 2
+
+
+def test_in_one_process_a_share_of_the_data_is_the_user_s_own_affair():
+    x, _ = data(8)
+    loader = next(iter(loaders()[0].values()))
+    model = sequence(4)
+    with penstock.Pipeline(model, example=x, loss=nn.functional.mse_loss, cuts=[4], micro_batches=4, lanes=2) as pipe:
+        assert len([pipe.step(*item) for item in penstock.feed(loader, pipe)]) == 1

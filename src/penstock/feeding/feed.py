@@ -17,6 +17,7 @@ from penstock.feeding.carrier import Carrier, Parcel, Split
 from penstock.feeding.draws import check_draws, draws_of, own_draws_of, set_own
 from penstock.feeding.inline import Inline
 from penstock.feeding.places import Places, places_of, places_on
+from penstock.feeding.sharding import check_not_sharded
 from penstock.feeding.staging import mark
 from penstock.feeding.worker import Channel, End, Failure, Job, Pulls, end, start
 from penstock.pipeline.pipeline import Pipeline
@@ -55,7 +56,8 @@ def feed(
             that are written as generators have a thread from the start, for they cannot change it.
 
     Raises:
-        UsageError: for arguments that cannot be right.
+        UsageError: for arguments that cannot be right; for a loader that gives each process a share of the data, where
+            lanes are processes.
     """
     faults = list(_faults(loader, pipe, ahead, device, split))
     if thread not in (True, False, "auto"):
@@ -63,6 +65,7 @@ def feed(
     if faults:
         raise UsageError("; ".join(faults))
     if pipe is not None:
+        check_not_sharded(loader, pipe, "loader")
         places = places_of(pipe, is_split=split is not None)
     else:
         places = places_on(_checked_device(device))

@@ -15,6 +15,7 @@ import torch
 from penstock.checkpoint import Checkpoints, Restored
 from penstock.errors import NonFiniteError, UsageError
 from penstock.feeding.feed import Feed, feed
+from penstock.feeding.sharding import check_not_sharded
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import threads_per_lane, with_threads
 from penstock.torchrun import attempt
@@ -128,6 +129,8 @@ class Trainer:
         self.reading: Reading | None = None
         self.validation_loss: float | None = None
         self._items, self._count_tokens = Items(split, has_target=pipe._loss is not None), count_tokens
+        for what, loader in (("data", data._loader if isinstance(data, Feed) else data), ("validation", validation)):
+            check_not_sharded(loader, pipe, what)
         self._feed = data if isinstance(data, Feed) else feed(data, pipe, split=split)
         self._validation = validation
         self._position, self._resumes_data = Position(self._feed), resume_data

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -106,6 +107,68 @@ def test_a_process_that_hangs_is_named_with_what_it_does(todo, words, stack):
         assert stack in told
         assert "most recent call first" in told if stack else "most recent call first" not in told
         assert 1.0 <= seconds < 20.0
+    finally:
+        second.kill()
+        for process, pipe in started:
+            process.join(_SECONDS)
+            pipe.close()
+
+
+def crowded_process(todo):
+    """Let lane 1 stop in its first forward, while lane 0 sends it 256 messages of 8 KB, more than a socket holds."""
+    switch = Switch()
+    wide = 1024
+    trap = Trap(switch)
+    trap.linear = nn.Linear(wide, 1).double()
+    x, target = torch.ones(256, wide, dtype=torch.float64), torch.ones(256, 1, dtype=torch.float64)
+    pipe = penstock.Pipeline(
+        [nn.Linear(wide, wide).double(), trap], example=x, loss=nn.functional.mse_loss, micro_batches=256, lanes=2,
+        schedule="gpipe",
+    )  # fmt: skip
+    losses = [float(pipe.step(x, target)) for _ in range(2)]
+    pipe.timeout = 1.5
+
+    def sleeps():
+        switch.todo = None
+        time.sleep(4)
+
+    if dist.get_rank() == 1:
+        switch.todo = sleeps if todo == "sleeps" else globals()[todo]
+    begin = time.monotonic()
+    try:
+        pipe.step(x, target)
+    except HangError as error:
+        told, seconds = str(error), time.monotonic() - begin
+    switch.todo, pipe.timeout = None, _SECONDS
+    if todo == "sleeps":  # what did not fit into the socket goes first when it wakes up, and it hears of the failure
+        losses.append(float(pipe.step(x, target)))
+    return told, seconds, losses
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_lane_that_reads_again_goes_on_with_the_others():
+    (told, _, ours), (same, _, theirs) = processes.run(crowded_process, 2, "sleeps")
+    assert "lane 0 has waited 1.5 s to send to lane 1, which reads nothing" in told
+    assert told == same
+    assert len({*ours, *theirs}) == 1
+    assert len(ours) == 3
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(("todo", "words"), [("stops", "is stopped (SIGSTOP, or Ctrl-Z)"), ("spins_for_ever", "")])
+def test_a_lane_that_reads_nothing_is_named_by_who_sends_to_it(todo, words):
+    """The sender waited for ever, past its timeout, and named nobody."""
+    started = processes.start(crowded_process, 2, todo)
+    (_, ours), (second, _) = started
+    try:
+        assert ours.poll(_SECONDS)
+        is_fine, (told, seconds, losses) = ours.recv()
+        assert is_fine
+        assert "lane 0 has waited 1.5 s to send to lane 1, which reads nothing: it is at 1F" in told
+        assert f"; its process {second.pid} " in told
+        assert words in told
+        assert seconds >= 1.5
+        assert losses[0] == losses[1]
     finally:
         second.kill()
         for process, pipe in started:

@@ -59,12 +59,12 @@ class DistributedTransport:
         device: of the lane.
         timeout_seconds: the longest it waits.
         by_torch: moves values by torch.distributed; None to use shared memory.
-        on_hang: makes the error of a lane that waited too long.
+        on_hang: makes the error of this lane, that waited too long for another; says what for.
     """
 
     def __init__(
         self, links: Links, *, device: torch.device, timeout_seconds: float, by_torch: PointToPoint | None,
-        on_hang: Callable[[int, int, str], HangError],
+        on_hang: Callable[[int, str], HangError],
     ) -> None:  # fmt: skip
         self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
         self.lane = links.lane
@@ -109,13 +109,13 @@ class DistributedTransport:
     def _send(self, key: Key, to_lane: int, payload: Payload) -> None:
         number, description, is_new = self._known[to_lane].number(payload)
         if is_new:
-            self.links.send(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
+            self._post(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
         size = description.num_bytes
         ready = None if self.streams is None else self.streams.mark()
         letter = _Letter(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
         if size <= _INLINE_BYTES:
             head = Head(self._step, self._num_samples, key, number, INLINE, size)
-            self.links.send(to_lane, DATA, head.pack() + description.to_bytes(payload))
+            self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
         elif self._by_torch is None and size < _ASIDE_BYTES:
             self._send_shared(letter)
         else:
@@ -132,7 +132,7 @@ class DistributedTransport:
         assert self._by_torch is not None
         tag, size = self._by_torch.next_tag(), letter.description.num_bytes
         head = Head(letter.step, letter.num_samples, letter.key, letter.number, BY_TORCH, size)
-        self.links.send(letter.to_lane, DATA, head.pack() + HEAD_OF_TAG.pack(tag))
+        self._post(letter.to_lane, DATA, head.pack() + HEAD_OF_TAG.pack(tag))
         self._by_torch.send(letter.to_lane, tag, letter.description, letter.payload)
 
     def _send_shared(self, letter: _Letter) -> None:
@@ -141,11 +141,25 @@ class DistributedTransport:
         letter.description.write(letter.payload, segment.bytes)
         if is_new:
             body = HEAD_OF_SEGMENT.pack(segment.number, segment.num_bytes)
-            self.links.send(letter.to_lane, SEGMENT, body, (segment.descriptor,))
+            self._post(letter.to_lane, SEGMENT, body, (segment.descriptor,))
         head = Head(
             letter.step, letter.num_samples, letter.key, letter.number, segment.number, letter.description.num_bytes
         )
-        self.links.send(letter.to_lane, DATA, head.pack())
+        self._post(letter.to_lane, DATA, head.pack())
+
+    def _post(self, to_lane: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a frame; where the other has not read for long, wait until it does, no longer than a lane may.
+
+        Both may be sending: what comes meanwhile is taken in, or neither would go on.
+        """
+        if self.links.send(to_lane, kind, body, descriptors):
+            return
+        if self._aside is not None and self._aside.is_here:  # the lane itself finds out, if that takes too long
+            self.links.drain(to_lane, self.timeout_seconds)
+        else:
+            self._wait(
+                lambda: self.links.flush(to_lane), to_lane, f"to send to lane {to_lane}, which reads nothing: it"
+            )
 
     def receive(self, key: Key, from_lane: int, into: Room | None = None) -> Payload:
         """Return values from a lane, when they are there."""
@@ -157,7 +171,7 @@ class DistributedTransport:
     def _receive(self, key: Key, from_lane: int) -> Payload:
         name = (self._step, key)
         if name not in self._here:
-            self._wait(lambda: name in self._here, from_lane, str(key))
+            self._wait(lambda: name in self._here, from_lane, f"for {key} from lane {from_lane}, which")
         head, body = self._here.pop(name)
         if head.num_samples != self._num_samples:
             raise LaneError(
@@ -180,13 +194,13 @@ class DistributedTransport:
 
     def tell(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
         """Send a lane something small under a name."""
-        self.links.send(to_lane, JSON, json.dumps([name, thing]).encode())
+        self._post(to_lane, JSON, json.dumps([name, thing]).encode())
 
     def hear(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
         """Return what a lane told under a name, when it is there."""
         at = (from_lane, name)
         if at not in self._letters:
-            self._wait(lambda: at in self._letters, from_lane, name)
+            self._wait(lambda: at in self._letters, from_lane, f"for {name} from lane {from_lane}, which")
         return self._letters.pop(at)
 
     def abort(self, error: BaseException) -> None:
@@ -194,7 +208,7 @@ class DistributedTransport:
         self._tell_all(ABORT, json.dumps([self._step, type(error).__name__, str(error)]).encode())
 
     def _tell_all(self, kind: int, body: bytes) -> None:
-        """Send something to all others that are still there."""
+        """Send something to all others that are still there; nobody is waited for."""
         for other, peer in self.links.peers.items():
             if peer.is_open:
                 with contextlib.suppress(LostError):
@@ -224,7 +238,7 @@ class DistributedTransport:
                 end, patience = min(end, now + _WORD_SECONDS), _WORD_SECONDS / 20
             if now >= end:
                 if self.links.peers[from_lane].is_open:
-                    raise self._on_hang(self.lane, from_lane, what)
+                    raise self._on_hang(from_lane, what)
                 raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
             self._read(min(end - now, patience), is_there)
 
@@ -255,6 +269,7 @@ class DistributedTransport:
             for frame in self.links.read(seconds):
                 self._take(frame)
         elif seconds:
+            seconds = min(seconds, _LISTEN_SECONDS / 10) if self.links.has_unsent else seconds
             with self._news:
                 if is_there is None or not is_there():
                     self._news.wait(seconds)
@@ -328,6 +343,10 @@ class DistributedTransport:
         if self._reader is not None:
             self._reader.close()
         self._tell_all(GOODBYE, b"")
+        for other, peer in self.links.peers.items():
+            with contextlib.suppress(LostError):
+                if peer.is_open and peer.unsent:
+                    self.links.drain(other, _WORD_SECONDS)
         self.links.close()
         for outgoing in self._outgoing.values():
             outgoing.close()
@@ -355,6 +374,11 @@ class _Aside:
         self._send = send
         self._thread = threading.Thread(target=self._work, name="penstock-send", daemon=True)
         self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread."""
+        return threading.current_thread() is self._thread
 
     def put(self, task: _Letter) -> None:
         """Hand over one message."""

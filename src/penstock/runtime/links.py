@@ -28,6 +28,7 @@ _HEAD = struct.Struct("<IB")  # bytes of the body, type
 _TOKEN_BYTES = 16
 _READ_BYTES = 1 << 18
 _CONNECT_SECONDS = 120.0
+_DRAIN_SECONDS = 0.05
 
 
 class Store:
@@ -54,14 +55,35 @@ class Frame(NamedTuple):
     descriptors: tuple[int, ...] = ()
 
 
+class _Unsent:
+    """A frame, or what is left of one, that did not fit into a socket; with file descriptors of its own."""
+
+    def __init__(self, data: memoryview, descriptors: tuple[int, ...]) -> None:
+        self.data, self.descriptors = data, tuple(map(os.dup, descriptors))
+
+    def send(self, link: socket.socket) -> bool:
+        """Send as much as the socket takes; return whether that is all."""
+        sent = _send(link, self.data, self.descriptors)
+        self.forget()
+        self.data = self.data[sent:]
+        return not self.data
+
+    def forget(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = ()
+
+
 class _Peer:
-    """One other process: its socket, what came and is not read, and a lock for those who send."""
+    """One other process: its socket, what came and is not read, what did not fit in, and a lock for those who send."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
         self.link = link
         self.lock = threading.Lock()
         self.unread = bytearray()
+        self.unsent: deque[_Unsent] = deque()
         self.descriptors: deque[int] = deque()
         self.is_open = True
         self.said_goodbye = False
@@ -82,7 +104,6 @@ class Links:
         self.lane, self.num_lanes = lane, num_lanes
         self.peers: dict[int, _Peer] = {}
         self._selector = selectors.DefaultSelector()
-        self._reader = threading.get_ident()  # only one thread reads: that of the lane
         if lane == 0:
             store.set("token", os.urandom(_TOKEN_BYTES).hex())
         self._token = bytes.fromhex(store.get("token"))
@@ -135,45 +156,101 @@ class Links:
         self.peers[other] = _Peer(link)
         self._selector.register(link, selectors.EVENT_READ, other)
 
-    def send(self, peer: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a frame; waits only where the other has not read for a long while.
+    def send(self, peer: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send a frame, or as much of it as the socket takes; return whether that is all. The rest is sent later.
 
         Raises:
             LostError: when the other is gone.
         """
         to = self.peers[peer]
         data = memoryview(_HEAD.pack(len(body), kind) + body)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with to.lock:
-            while data:
-                try:
-                    sent = to.link.sendmsg([data], rights) if rights else to.link.send(data)
-                except (BlockingIOError, InterruptedError):
-                    self._wait_to_write(to)
-                    continue
-                except OSError:  # what it said before it left is still to be read
-                    raise LostError(f"lane {peer} is gone") from None
-                rights, data = [], data[sent:]
+            if to.unsent:
+                to.unsent.append(_Unsent(data, descriptors))
+                return self._flush(peer, to)
+            try:
+                sent = _send(to.link, data, descriptors)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:  # what it said before it left is still to be read
+                raise LostError(f"lane {peer} is gone") from None
+            if sent < len(data):
+                to.unsent.append(_Unsent(data[sent:], () if sent else descriptors))
+            return sent == len(data)
 
-    def _wait_to_write(self, to: _Peer) -> None:
+    def flush(self, peer: int) -> bool:
+        """Send what is left for a lane, as far as its socket takes it; return whether that is all.
+
+        Raises:
+            LostError: when the other is gone.
+        """
+        to = self.peers[peer]
+        with to.lock:
+            return self._flush(peer, to)
+
+    def _flush(self, peer: int, to: _Peer) -> bool:
+        while to.unsent:
+            try:
+                if not to.unsent[0].send(to.link):
+                    return False
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:
+                self._forget_unsent(to)
+                raise LostError(f"lane {peer} is gone") from None
+            to.unsent.popleft()
+        return True
+
+    def _forget_unsent(self, to: _Peer) -> None:
+        while to.unsent:
+            to.unsent.popleft().forget()
+
+    def drain(self, peer: int, seconds: float) -> bool:
+        """Wait until all has been sent to a lane, so long at most; return whether it was. Nothing is read meanwhile.
+
+        Raises:
+            LostError: when the other is gone.
+        """
+        end = time.monotonic() + seconds
+        to = self.peers[peer]
         with selectors.DefaultSelector() as ready:
             ready.register(to.link, selectors.EVENT_WRITE)
-            # both may be sending: what comes meanwhile is read, or neither would go on
-            if not ready.select(0.01) and threading.get_ident() == self._reader:
-                for peer in self.peers.values():
-                    self._fill(peer)
+            while not self.flush(peer):
+                if time.monotonic() >= end or not to.is_open:
+                    return False
+                ready.select(min(_DRAIN_SECONDS, max(0.0, end - time.monotonic())))
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something did not fit into a socket, and is still to be sent."""
+        return any(peer.unsent for peer in self.peers.values())
 
     def read(self, seconds: float) -> list[Frame]:
-        """Return the frames that are there, or that come within so many seconds."""
-        self._reader = threading.get_ident()
+        """Return the frames that are there, or that come within so many seconds; none, if something can be sent on."""
         frames = [frame for other, peer in self.peers.items() if peer.unread for frame in self._frames(other, peer)]
         if frames:
             return frames
-        for key, _ in self._selector.select(seconds):
+        for key, mask in self._select(seconds):
             peer = self.peers[key.data]
-            self._fill(peer)
-            frames += self._frames(key.data, peer)
+            if mask & selectors.EVENT_WRITE:
+                with contextlib.suppress(LostError):  # it shows when it is read from
+                    self.flush(key.data)
+            if mask & selectors.EVENT_READ:
+                self._fill(peer)
+                frames += self._frames(key.data, peer)
         return frames
+
+    def _select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until something can be read, or be sent on where something is left to send."""
+        full = {other: peer.link for other, peer in self.peers.items() if peer.unsent and peer.is_open}
+        for other, link in full.items():
+            self._selector.modify(link, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
+        try:
+            return self._selector.select(seconds)
+        finally:
+            for other, link in full.items():
+                self._selector.modify(link, selectors.EVENT_READ, other)
 
     def _fill(self, peer: _Peer) -> None:
         """Read what is there; a socket that has closed is marked so."""
@@ -227,7 +304,15 @@ class Links:
                 peer.link.close()
             for descriptor in peer.descriptors:
                 os.close(descriptor)
+            self._forget_unsent(peer)
         self._selector.close()
+
+
+def _send(link: socket.socket, data: memoryview, descriptors: tuple[int, ...]) -> int:
+    """Return how many bytes a socket took."""
+    if not descriptors:
+        return link.send(data)
+    return link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 
 
 def _listen(address: str, *, is_local: bool, name: str) -> socket.socket:

@@ -186,14 +186,14 @@ class ProcessCompany:
         if found:
             raise UsageError(f"the processes were given different batches: {'; '.join(found)}. {_SAME}")
 
-    def _hang(self, lane: int, from_lane: int, what: str) -> HangError:
+    def _hang(self, from_lane: int, what: str) -> HangError:
         doing, culprit = "not ready", from_lane
         if self._executor is not None:
-            doing, culprit = follow(self._board, from_lane, finder=lane, program_of=self._executor.program_of)
+            doing, culprit = follow(self._board, from_lane, finder=self.lane, program_of=self._executor.program_of)
         process, file = self._board.process(culprit)
         state = state_of(process)
         error = HangError(
-            f"lane {lane} has waited {self._timeout_seconds:g} s for {what} from lane {from_lane}, which is {doing}"
+            f"lane {self.lane} has waited {self._timeout_seconds:g} s {what} is {doing}"
             + (f"; {state}" if state else "")
         )
         stack = stack_of_process(process, file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -37,6 +39,26 @@ def late_chain():
     """Return the chain; on lane 1 a while after the others are there."""
     time.sleep(2.0 * (lane() == 1))
     return chain()
+
+
+class Stops(nn.Module):
+    """Stops its process when it is called for the first time, on lane 0 of the first attempt: that measures."""
+
+    def forward(self, x):
+        CALLS["model"] += 1
+        if CALLS["model"] == 1 and lane() == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return x * 1.0
+
+
+def stopping_chain(where):
+    """Return the chain; stop the process of a lane while it is made, or while it is measured."""
+    made = chain()
+    if where == "measure":
+        return nn.Sequential(Stops(), *made)
+    if lane() == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return made
 
 
 class Samples(Dataset):
@@ -87,6 +109,46 @@ class Once:
 
 def ending_data():
     return Once()
+
+
+class Hanging(Slow):
+    """Batches, the fourth of which never comes; on one lane only, or on all."""
+
+    def __init__(self, how, on):
+        super().__init__(0.0)
+        self.how, self.on = how, on
+
+    def __iter__(self):
+        for number, item in enumerate(super().__iter__()):
+            if number == 2 and self.on in (lane(), "all"):
+                self.never_returns()
+            yield item
+
+    def never_returns(self):
+        if self.how == "in Python":
+            while True:
+                time.sleep(0.1)
+        mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)  # no signal gets it out of this
+
+
+def hanging_data(how="in Python", on=1):
+    return Hanging(how, on)
+
+
+def hanging_workers():
+    """Return batches of another process, which never gives the last of them."""
+    return DataLoader(Stuck(), batch_size=BATCH, num_workers=1)
+
+
+class Stuck(Samples):
+    """Samples, the last of which never comes."""
+
+    def __getitem__(self, index):
+        if index == SAMPLES - 1:
+            time.sleep(1e6)
+        return super().__getitem__(index)
 
 
 # ---- what is seen

@@ -1,7 +1,10 @@
 """Row 3: a lane that hangs is named: stopped, spinning in Python, or in a call that never lets go of Python."""
 
+import contextlib
 import ctypes
+import io
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +16,9 @@ from torch import nn
 
 import penstock
 import processes
-from penstock.errors import HangError
+from faults.launched import JOBS, config, launch, train
+from penstock.errors import HangError, LaneError
+from penstock.runtime import signs
 from penstock.runtime.culprit import state_of
 from pipelines import WIDTH, data
 
@@ -210,6 +215,80 @@ def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on
         for process, pipe in started:
             process.join(_SECONDS)
             pipe.close()
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_process_that_is_stopped_while_it_measures_is_named(tmp_path):
+    """The others waited 600 s for it, without a word."""
+    path = config(tmp_path / "run.toml", model=f"{JOBS}:stopping_chain", model_args={"where": "measure"})
+    code, told = train(path, "--nproc", 2)
+    assert re.search(
+        r"Error: lane 1 has waited 1\d s for lane 0, which .*, and has given no sign for 1\d s; its process", told
+    )
+    assert "is stopped (SIGSTOP, or Ctrl-Z)" in told
+    assert "process 0 did not end by itself, and was killed: all are started again" in told
+    assert code == 0, told
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_process_that_is_stopped_before_all_have_met_is_named(tmp_path):
+    """The others cannot know: the launcher says it."""
+    path = config(tmp_path / "run.toml", model=f"{JOBS}:stopping_chain", model_args={"where": "make"})
+    with launch(path, "--nproc", 2) as made:
+        made.wait_for(
+            lambda: made.err.exists() and "is stopped (SIGSTOP, or Ctrl-Z); the others" in made.err.read_text(),
+            "word of it",
+        )
+        (stopped,) = (pid for pid in made.workers() if " is stopped " in state_of(pid))
+        assert f"lane 1: its process {stopped} is stopped" in made.told()
+        os.kill(stopped, signal.SIGCONT)
+        assert made.wait() == 0, made.told()
+
+
+def busy_process(seconds, todo):
+    """Let lane 0 take long, or stop, while it measures; return what lane 1 said meanwhile, and how it ended."""
+    signs._SAY_FIRST_SECONDS, signs._SAY_SECONDS, signs._SILENT_SECONDS = 1.0, 1.0, 3.0
+    switch, said = Switch(), io.StringIO()
+
+    def once():
+        switch.todo = None
+        if dist.get_rank() == 0:
+            globals()[todo](seconds)
+
+    model = nn.Sequential(Trap(switch), nn.Linear(WIDTH, WIDTH).double())
+    switch.todo = once
+    with contextlib.redirect_stderr(said):
+        try:
+            penstock.Pipeline(model, example=data(8)[0], loss=nn.functional.mse_loss, micro_batches=4, cuts=[1]).close()
+        except LaneError as error:  # lane 0 finds nobody there when it comes back
+            return said.getvalue(), str(error)
+    return said.getvalue(), "no error"
+
+
+def sleeps(seconds):
+    time.sleep(seconds)
+
+
+def keeps_the_interpreter(seconds):
+    time.sleep(2)
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_lane_that_measures_for_long_is_waited_for_and_talked_of():
+    (quiet, one), (said, other) = processes.run(busy_process, 2, 5.0, "sleeps")
+    assert (one, other, quiet) == ("no error", "no error", "")
+    assert "lane 1 has waited 2 s for lane 0, which captures, measures and cuts the model\n" in said
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_lane_that_gives_no_sign_while_it_measures_is_named():
+    (_, one), (_, other) = processes.run(busy_process, 2, 8.0, "keeps_the_interpreter")
+    assert "lane 1 has waited" in other
+    assert (
+        "for lane 0, which captures, measures and cuts the model, and has given no sign for 3 s; its process" in other
+    )
+    assert one == "no error" or "lane 1" in one
 
 
 def test_a_thread_that_hangs_shows_where_it_is():

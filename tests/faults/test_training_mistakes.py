@@ -58,3 +58,39 @@ def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
     assert told.count("all are started again") == 1
     assert "the same failure twice, at step 3: lane 0 has waited" in told
     assert [line["code"] for line in launched.faults(tmp_path / "run", "give up")] == [1]
+
+
+# ---- data that never comes
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("how", ["hanging_data", "hanging_workers"])
+def test_a_data_loader_that_hangs_is_named(tmp_path, nproc, how):
+    """Nothing was said: every process waited for its loader, for ever."""
+    keys = {"data_args": {"on": "all"}} if how == "hanging_data" else {}
+    path = config(tmp_path / "run.toml", data=f"{JOBS}:{how}", timeout=2.0, **keys)
+    code, told = train(path, "--nproc", nproc)
+    who = "the training" if nproc == 1 else "lane "
+    assert f"Error: {who}" in told
+    assert " s for a batch from its data loader" in told
+    assert ("; the other lanes wait for it" in told) == (nproc == 2)
+    assert "the data loader: where it is (most recent call first):" in told
+    assert launched.faults(tmp_path / "run", "end")[0]["step"] == 3
+    if nproc == 2:
+        assert code == 1
+        assert "the same failure twice, at step 3" in told
+    else:
+        assert code == 75
+
+
+@pytest.mark.parametrize("how", ["in Python", "in C"])
+def test_a_data_loader_that_hangs_on_one_lane_is_named_by_all(tmp_path, how):
+    """In Python it is interrupted; in code that nothing interrupts its process ends."""
+    path = config(tmp_path / "run.toml", data=f"{JOBS}:hanging_data", data_args={"how": how, "on": 1}, timeout=2.0)
+    code, told = train(path, "--nproc", 2)
+    assert code == 1, told
+    words = (
+        "lane 1 has waited 2 s for a batch from its data loader; the other lanes wait for it",
+        "lane 1, which is waiting for its data loader for",
+    )
+    assert any(word in told for word in words), told

@@ -127,6 +127,7 @@ class Feed:
         self._current: weakref.ref[_Epoch] | None = None
         self._thread: threading.Thread | None = None  # of the last iteration; it may still be in the loader
         self._inline: Inline | None = None  # of the last iteration, where it has no thread
+        self._passed = [0]  # items that the last iteration has passed over, its only number
 
     def __iter__(self) -> Iterator[Any]:
         return _Epoch(self)
@@ -138,6 +139,16 @@ class Feed:
     def epoch(self) -> int:
         """The number of the epoch that is under way, or else of the next; they count from 0."""
         return self._epoch
+
+    @property
+    def num_passed(self) -> int:
+        """How many items were passed over so far, at the beginning of an epoch that goes on from a state."""
+        return self._passed[0]
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread that pulls, where there is one."""
+        return self._thread
 
     # ---- what epochs say
 
@@ -161,7 +172,7 @@ class Feed:
             self._loader, self._carrier, skipped, draws=again, num_pulled=pulled, takes_state=self._has_state,
             pulls=self._pulls,
         )  # fmt: skip
-        self._thread = None
+        self._thread, self._passed = None, job.passed
         if self._wants_thread == "auto" and _is_generator(self._loader):
             self._wants_thread = True
         if self._wants_thread is not True:

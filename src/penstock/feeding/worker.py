@@ -164,6 +164,7 @@ class Job:
         takes_state: the loader has a state of its own, which goes with each item.
         pulls: counts what the loader is asked for.
         iterated: the kind of iterator that the loader gave, when it has.
+        passed: how many items were passed over so far, its only number.
     """
 
     loader: Iterable[Any]
@@ -174,18 +175,24 @@ class Job:
     takes_state: bool = False
     pulls: Pulls | None = None
     iterated: list[type] = field(default_factory=list)
+    passed: list[int] = field(default_factory=lambda: [0])
 
     def items(self) -> Iterator[Any]:
         """Return the items, but for those that are passed over."""
         with as_at(self.loader, self.draws, keeps_own=self.num_pulled is not None):
             iterator = iter(self.loader)
             self.iterated.append(type(iterator))
-            count = sum(1 for _ in islice(iterator, self.num_skipped))
-            ahead = deque(islice(iterator, max(0, (self.num_pulled or 0) - self.num_skipped)))
+            count = sum(1 for _ in self._counted(islice(iterator, self.num_skipped)))
+            ahead = deque(self._counted(islice(iterator, max(0, (self.num_pulled or 0) - self.num_skipped))))
         if count < self.num_skipped:
             raise UsageError(f"the state is of an epoch of {self.num_skipped} batches or more; the loader has {count}")
         rest = iterator if self.pulls is None else self.pulls.all_of(iterator)
         return chain((ahead.popleft() for _ in range(len(ahead))), rest) if ahead else rest
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.passed[0] += 1
+            yield item
 
     def state(self) -> Any:  # noqa: ANN401 - the loader's own
         """Return the loader's state as it is now, whatever the loader does with it later."""

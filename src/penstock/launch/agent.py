@@ -20,11 +20,13 @@ from penstock.launch.logs import RunLogs
 from penstock.launch.policy import Policy, Verdict
 from penstock.launch.spares import Spares
 from penstock.launch.worker import AGAIN_FLAG
+from penstock.runtime.culprit import state_of
 
 __all__ = ["Agent", "LeaveNow"]
 
 _PATIENCE_SECONDS = 2.0  # for processes beside one that failed: they hear of it at once, unless they hang
 _INTERVAL_SECONDS = 0.05
+_STOPPED_LOOKS, _LOOK_SECONDS = 10, 1.0  # after which a process that is stopped is named
 _SPARE_SECONDS = 10.0  # after which a training has begun, and imports beside it do no harm
 
 
@@ -57,7 +59,8 @@ class Agent(LocalElasticAgent):
         self._policy, self._faults, self._grace, self._say = policy, folder / "faults.jsonl", grace_seconds, say
         self.told: str | None = None
         self.verdict: Verdict | None = None
-        self._told_at = 0.0
+        self._told_at = self._looked_at = 0.0
+        self._num_stopped: dict[int, int] = {}  # how often in a row a process was seen to be stopped
         self._num_read = self._size()
         self._spares = Spares(0 if config is None else spec.local_world_size, str(config), seconds=_SPARE_SECONDS)
 
@@ -107,8 +110,21 @@ class Agent(LocalElasticAgent):
         self._spares.note_start()
         return started
 
+    def _look_for_stopped(self, worker_group: WorkerGroup) -> None:
+        """Name a process that is stopped: others may wait for it, and cannot know before they have met."""
+        if time.monotonic() < self._looked_at + _LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        for local, process in self._running().items():
+            state = state_of(process.pid)
+            self._num_stopped[local] = self._num_stopped.get(local, 0) + 1 if " is stopped " in state else 0
+            if self._num_stopped[local] == _STOPPED_LOOKS:
+                self._say(f"lane {ranks[local]}: {state}; the others wait for it, as long as `timeout` says")
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._spares.poll()
+        self._look_for_stopped(worker_group)
         ended = {code for process in self._processes().values() if (code := process.poll()) is not None}
         stuck: list[int] = []
         if self.told is not None:

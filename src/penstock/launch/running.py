@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ def run_here(
 
         with grace(given.config.grace_seconds), ExitStack() as stack:
             trainer = build_trainer(given, stack, callbacks=callbacks, progress=progress, is_again=is_again)
+            trainer.data_watch.on_stuck = partial(_leave_stuck, given, trainer)
             summary = trainer.fit()
         return Ending(code_of_status(summary.status), summary)
     except _ToldError:
@@ -82,6 +84,14 @@ def run_here(
 
 def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as handlers are called
     raise _ToldError
+
+
+def _leave_stuck(given: Given, trainer: Trainer, error: BaseException) -> None:
+    """End this process by an error that its main thread cannot raise: it is in code that nothing interrupts."""
+    code = code_of(error)
+    _note(given, error, code, trainer)
+    _tell(error, code)
+    os._exit(code)
 
 
 def tell_unbegun() -> None:

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from penstock.runtime.program import Instruction, LaneProgram
 from penstock.schedule.actions import Kind
 
-__all__ = ["NUM_COLUMNS", "Board", "Place", "follow"]
+__all__ = ["DATA", "IDLE", "NUM_COLUMNS", "Board", "Place", "follow"]
 
-IDLE = -1
+IDLE, DATA = -1, -2  # places outside of a program: nothing is done; the lane waits for its data
 NUM_COLUMNS = 5  # place, since when, step; and of processes their number, and where their stacks are written
 _SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a lane is doing: the place in its program (-1: none), and for how long."""
+    """What a lane is doing: the place in its program (below 0: none), and for how long."""
 
     at: int
     seconds: float
@@ -76,7 +76,7 @@ def follow(
     while True:
         seen.add(lane)
         place, instructions = board.place(lane), program_of(lane).instructions
-        if place.at == IDLE or place.at >= len(instructions):
+        if place.at < 0 or place.at >= len(instructions):
             words.append(_idle(place, step))
             return ", which is ".join(words), lane
         instruction = instructions[place.at]
@@ -95,6 +95,8 @@ def follow(
 
 
 def _idle(place: Place, step: int) -> str:
+    if place.at == DATA:
+        return f"waiting for its data loader for {place.seconds:.1f} s"
     if place.step == IDLE:
         return "not to be seen from here: it has not begun, or runs on another machine"
     what = "has ended this step" if place.step >= step else "has not begun this step"
@@ -107,4 +109,4 @@ def _has_sent(sender: Place, receiver: Place, receives: Instruction, program: La
         return sender.step > receiver.step
     what = (_SENDS[receives.kind], receives.peer, receives.mb, receives.stage)
     sends = (at for at, i in enumerate(program.instructions) if (i.kind, i.stage, i.mb, i.peer) == what)
-    return sender.at == IDLE or sender.at > next(sends, len(program.instructions))
+    return sender.at < 0 or sender.at > next(sends, len(program.instructions))

@@ -66,6 +66,10 @@ class Company(Protocol):
         """Tell the others that this process does not begin a step."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of what ends this process outside of a step; may be called by any thread."""
+        ...
+
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
         """Let one process choose for all; `settings` must be the same everywhere."""
         ...
@@ -136,6 +140,9 @@ class LocalCompany:
         return joined(self.streams.values())
 
     def refuse(self, step: int, error: BaseException) -> None:
+        """There are no others."""
+
+    def fail(self, error: BaseException) -> None:
         """There are no others."""
 
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002

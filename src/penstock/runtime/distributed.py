@@ -21,10 +21,12 @@ from penstock.runtime.point_to_point import PointToPoint
 from penstock.runtime.streams import Event, Room, Streams, bring
 from penstock.runtime.transport import Key, Payload
 
-__all__ = ["ABORT", "BOARD", "GOODBYE", "JSON", "PING", "PONG", "DistributedTransport"]
+__all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "DistributedTransport"]
 
 # types of frames
-DATA, DESCRIPTION, SEGMENT, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD = range(10)
+DATA, DESCRIPTION, SEGMENT, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
+
+LAST_BEAT = b"."
 
 HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
 HEAD_OF_TAG = struct.Struct("<I")
@@ -35,6 +37,7 @@ _ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, besid
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
 _WORD_SECONDS = 2.0
+_MOST_AWAKE_SECONDS = 2.0  # between two looks: a process that was stopped itself has not waited meanwhile
 _REMEMBERED_STEPS = 64
 
 
@@ -78,6 +81,8 @@ class DistributedTransport:
         self._had: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
         self._letters: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
+        self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
+        self.on_look: Callable[[int, float], None] | None = None  # is told whom a lane waits for, and how long by now
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._aside: _Aside | None = None
@@ -229,10 +234,14 @@ class DistributedTransport:
     # ---- reading
 
     def _wait(self, is_there: Callable[[], bool], from_lane: int, what: str) -> None:
-        end, patience = time.monotonic() + self.timeout_seconds, _LOOK_SECONDS
+        last = time.monotonic()
+        end, patience, awake = last + self.timeout_seconds, _LOOK_SECONDS, 0.0
         while not is_there():
             self._check()
             now = time.monotonic()
+            if self.on_look is not None:
+                awake, last = awake + min(now - last, _MOST_AWAKE_SECONDS), now
+                self.on_look(from_lane, awake)
             if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
                 # it may have heard of a failure whose word is still on its way here
                 end, patience = min(end, now + _WORD_SECONDS), _WORD_SECONDS / 20
@@ -329,6 +338,9 @@ class DistributedTransport:
     def _take_board(self, peer: int, _: bytes) -> None:
         self._letters[peer, "board"] = True
 
+    def _take_beat(self, peer: int, body: bytes) -> None:
+        self.num_beats[peer] = 0 if body == LAST_BEAT else self.num_beats[peer] + 1
+
     def _take_ping(self, peer: int, body: bytes) -> None:
         self.links.send(peer, PONG, body + str(time.monotonic_ns()).encode())
 
@@ -363,6 +375,7 @@ _TAKERS: dict[int, Callable[[DistributedTransport, int, bytes], None]] = {
     PING: DistributedTransport._take_ping,
     PONG: DistributedTransport._take_pong,
     BOARD: DistributedTransport._take_board,
+    BEAT: DistributedTransport._take_beat,
 }
 
 

@@ -29,6 +29,7 @@ from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.links import Links, Store
 from penstock.runtime.meeting import meet
 from penstock.runtime.point_to_point import PointToPoint
+from penstock.runtime.signs import Signs
 from penstock.runtime.step import Step
 from penstock.runtime.streams import Streams, joined, make_streams
 from penstock.runtime.transport import Key
@@ -81,10 +82,13 @@ class ProcessCompany:
         self._num_ended: dict[tuple[bool, bool], int] = {}  # calls of each kind that came to their end
         self._at_hand = (0, (False, False))  # the number and the kind of the last
         self._is_closed = False
+        self._signs = Signs(self._transport, self._board)
+        self._transport.on_look = self._signs.look  # until the first step
         atexit.register(self.close)
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - one lane runs here
         """Make the lane's streams."""
+        self._signs.stop()  # from now on nothing takes long
         self.streams = make_streams({self.lane: self._device})
         self._transport.streams = self.streams.get(self.lane)
 
@@ -97,7 +101,7 @@ class ProcessCompany:
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         """Run this lane's part of a step; when one lane fails, all raise."""
         (executor,) = executors
-        self._executor = executor
+        self._executor, self._transport.on_look = executor, None
         self._go_on(step)
         with self._telling():
             self._look_at_batch(step)
@@ -127,6 +131,11 @@ class ProcessCompany:
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the others that this process does not begin a step."""
         self._transport.refuse(step, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of what ends this process outside of a step; may be called by any thread."""
+        self._has_failed = True
+        self._transport.abort(error)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -361,6 +370,7 @@ class ProcessCompany:
             return
         self._is_closed = True
         atexit.unregister(self.close)
+        self._signs.stop()
         self._transport.close()
 
 

@@ -21,6 +21,7 @@ from penstock.pipeline.places import threads_per_lane, with_threads
 from penstock.torchrun import attempt
 from penstock.training.asking import Asked
 from penstock.training.callbacks import Callback, Callbacks
+from penstock.training.data_watch import DataWatch
 from penstock.training.faulty import Faults
 from penstock.training.folder import RunFolder
 from penstock.training.items import Items, Split, num_samples
@@ -140,6 +141,7 @@ class Trainer:
         self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
         self._signals = Signals()
+        self.data_watch = DataWatch(pipe)
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was
         self._pages = Pages(self.folder.path, lambda: self.pipe._decision.predicted())  # noqa: PLW0108 - another one after a split
@@ -165,6 +167,7 @@ class Trainer:
         self._should_stop = False
         with with_threads(threads_per_lane(self.pipe.devices)), ExitStack() as stack:
             self._signals = stack.enter_context(Signals())
+            stack.enter_context(self.data_watch)
             self._take_folder()
             stack.callback(self.folder.release)
             stack.callback(self._callbacks.close)
@@ -316,7 +319,7 @@ class Trainer:
         while True:
             num_given = 0
             was_resumed = self._feed.state_dict()["batches"] > 0
-            for item in self._feed:
+            for item in self.data_watch.over(self._feed):
                 num_given += 1
                 yield item
             if not num_given and not was_resumed:
@@ -345,7 +348,9 @@ class Trainer:
         """Validate; return why that was ended, where a signal did so: whoever resumes does it anew."""
         begin = time.monotonic()
         assert self._validation is not None
-        made = validate(self.pipe, self._validation, self._items, lambda: self._anyone(self._signals.told))
+        made = validate(
+            self.pipe, self.data_watch.over(self._validation), self._items, lambda: self._anyone(self._signals.told)
+        )
         if isinstance(made, str):
             return made
         loss, metrics, count = made

@@ -1,0 +1,153 @@
+"""DataWatch: a loader that does not answer ends the training as a lane that hangs does, and is named."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import HangError
+from penstock.feeding.feed import Feed
+from penstock.runtime.board import DATA, IDLE
+from penstock.runtime.culprit import stack_of_thread
+
+if TYPE_CHECKING:
+    from penstock.pipeline.pipeline import Pipeline
+
+__all__ = ["DataWatch"]
+
+# one that nobody else uses: it gets the thread that waits out of what it waits in
+_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else 0
+_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 5.0  # for the thread that waits to raise
+
+
+class DataWatch:
+    """Watches waits for data, from a thread of its own while it is open.
+
+    A wait that is longer than a lane of the pipeline may wait raises a HangError where it is. The other processes are
+    told. Code that cannot be interrupted is left to `on_stuck`.
+
+    Args:
+        pipe: the pipeline that the data is for.
+
+    Attributes:
+        on_stuck: is told of an error that could not be raised; says it on stderr, by default.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._since: float | None = None  # when the wait began
+        self._source: Iterable[Any] = ()
+        self._error: HangError | None = None
+        self._waiter = 0  # the thread that waits
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_signal = False
+        self.on_stuck: Callable[[HangError], None] = _say
+
+    def __enter__(self) -> DataWatch:
+        self._over.clear()
+        self._since = self._error = None
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+            signal.signal(_SIGNAL, self._raise)
+            self._has_signal = True
+        self._thread = threading.Thread(target=self._look, name="penstock-data-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._has_signal:
+            signal.signal(_SIGNAL, signal.SIG_DFL)
+            self._has_signal = False
+
+    def over(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Yield what data gives.
+
+        Raises:
+            HangError: when it gives nothing for longer than a lane may wait.
+        """
+        iterator: Iterator[Any] | None = None
+        while True:
+            self._begin(data)
+            try:
+                iterator = iter(data) if iterator is None else iterator
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._end()
+            if self._error is not None:  # the others have been told
+                raise self._error
+            yield item
+            del item  # else it lives as long as the next one takes
+
+    def _begin(self, source: Iterable[Any]) -> None:
+        self._source, self._waiter = source, threading.get_ident()
+        self._show(DATA)
+        self._since = time.monotonic()
+
+    def _end(self) -> None:
+        self._since = None
+        self._show(IDLE)
+
+    def _show(self, at: int) -> None:
+        """Let the other lanes see what this one does."""
+        now = time.monotonic_ns()
+        for lane in self._pipe.lanes:
+            row = self._pipe._company.rows[lane]
+            row[0], row[1] = at, now
+
+    # ---- the thread that watches
+
+    def _look(self) -> None:
+        signs, seen = 0, 0.0  # and when they last changed
+        while not self._over.wait(min(_LOOK_SECONDS, self._pipe.timeout / 4)):
+            since, now = self._since, time.monotonic()
+            if since is None:
+                continue
+            if (latest := self._signs()) != signs:  # it passes over what was trained on before
+                signs, seen = latest, now
+            elif now - max(since, seen) >= self._pipe.timeout:
+                self._stop(self._hang(now - max(since, seen)))
+                return
+
+    def _signs(self) -> int:
+        """Return a number that changes as long as a loader that has not answered yet goes on."""
+        return self._source.num_passed if isinstance(self._source, Feed) else 0
+
+    def _hang(self, seconds: float) -> HangError:
+        is_alone = len(self._pipe.lanes) == self._pipe.schedule.num_lanes
+        who = "the training" if is_alone else f"lane {self._pipe.lanes[0]}"
+        others = "" if is_alone else "; the other lanes wait for it"
+        thread = self._source.thread if isinstance(self._source, Feed) else None
+        error = HangError(f"{who} has waited {seconds:.0f} s for a batch from its data loader{others}")
+        stack = stack_of_thread(self._waiter if thread is None else thread.ident)
+        if stack:
+            error.add_note(f"the data loader: {stack}")
+        return error
+
+    def _stop(self, error: HangError) -> None:
+        self._error = error
+        self._pipe._company.fail(error)
+        if self._has_signal:
+            signal.pthread_kill(self._waiter, _SIGNAL)
+        if not self._over.wait(_GRACE_SECONDS) and self._since is not None:
+            self.on_stuck(error)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as handlers are called
+        if self._since is not None and self._error is not None:
+            raise self._error
+
+
+def _say(error: HangError) -> None:
+    sys.stderr.write("\n".join([f"Error: {error}", *getattr(error, "__notes__", ())]) + "\n")
+    sys.stderr.flush()

@@ -19,6 +19,7 @@ from penstock.infer.line import Arguments, Line, Parcel, arguments
 from penstock.infer.plain import Plain
 from penstock.infer.works import CLOSED, Works
 from penstock.runtime.devices import check_device
+from penstock.runtime.use import Use
 
 __all__ = ["Pipeline"]
 
@@ -88,7 +89,7 @@ class Pipeline:
         ]
         if faults or not given:
             raise UsageError("; ".join(faults) or "stages: none given")
-        self.depth = depth
+        self.depth, self._use = depth, Use()
         place = None if device is None else check_device(device)
         self._works = Works(
             _lines([stage for stage in given if stage is not None], example, place),
@@ -119,15 +120,17 @@ class Pipeline:
         """Take one request; waits while `depth` of them are in flight.
 
         Raises:
-            UsageError: when the pipeline is closed.
+            UsageError: when the pipeline is closed, or this is a fork of the process that made it.
         """
+        self._use.check()
         future = self._works.submit(request)
         future._of = self  # type: ignore[attr-defined]  # a pipeline that nobody holds is closed, and cancels requests
         return future
 
     def close(self) -> None:
         """Cancel what has not begun, finish what has, and end all threads."""
-        self._works.close()
+        if self._use.is_here:  # a fork has none of the threads
+            self._works.close()
 
     def __enter__(self) -> Pipeline:
         return self

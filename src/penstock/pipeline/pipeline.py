@@ -39,6 +39,7 @@ from penstock.runtime.company import Company, found_company
 from penstock.runtime.losses import LossFunction, Weight, check_loss, read_loss, total_loss, total_metrics
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Mode, Step
+from penstock.runtime.use import Use, one_at_a_time
 from penstock.schedule.lower import Keep, check_keep
 from penstock.schedule.schedule import Schedule
 
@@ -171,6 +172,7 @@ class Pipeline(ModelFace):
             transport=transport,
         )  # fmt: skip
         weakref.finalize(self, self._company.close)
+        self._use = Use()
         exactness = Exactness(loss, weight, over_batch=loss_over == "batch")
 
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
@@ -220,6 +222,7 @@ class Pipeline(ModelFace):
         self, batch: object, target: object = ..., *, metrics: Literal[True]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
+    @one_at_a_time
     def step(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -264,6 +267,7 @@ class Pipeline(ModelFace):
         self, batch: object, target: object = ..., *, metrics: Literal[True]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
+    @one_at_a_time
     @without_gradients
     def evaluate(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
@@ -276,6 +280,7 @@ class Pipeline(ModelFace):
         loss = self._total(step, ready.shares)
         return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
 
+    @one_at_a_time
     @without_gradients
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.

@@ -33,6 +33,7 @@ from penstock.runtime.signs import Signs
 from penstock.runtime.step import Step
 from penstock.runtime.streams import Streams, joined, make_streams
 from penstock.runtime.transport import Key
+from penstock.runtime.use import Use
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["ProcessCompany"]
@@ -81,7 +82,7 @@ class ProcessCompany:
         self._digests: dict[int, Digest] = {}  # by step: of batches that are still to be compared
         self._num_ended: dict[tuple[bool, bool], int] = {}  # calls of each kind that came to their end
         self._at_hand = (0, (False, False))  # the number and the kind of the last
-        self._is_closed = False
+        self._is_closed, self._use = False, Use()
         self._signs = Signs(self._transport, self._board)
         self._transport.on_look = self._signs.look  # until the first step
         atexit.register(self.close)
@@ -366,7 +367,7 @@ class ProcessCompany:
 
     def close(self) -> None:
         """Say goodbye to the others; torch.distributed stays joined, for the next pipeline."""
-        if self._is_closed:
+        if self._is_closed or not self._use.is_here:  # a fork of this process says goodbye for itself only
             return
         self._is_closed = True
         atexit.unregister(self.close)

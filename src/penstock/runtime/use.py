@@ -1,0 +1,70 @@
+"""Use: who may use a pipeline: one thread at a time, of the process that made it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from penstock.errors import UsageError
+
+__all__ = ["Use", "one_at_a_time"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Use:
+    """The use of a pipeline; enter it to use the pipeline."""
+
+    def __init__(self) -> None:
+        self._process, self._lock, self._user = os.getpid(), threading.Lock(), ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process made it, and is not a copy of the one that did."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Raise in a forked child.
+
+        Raises:
+            UsageError: for the lanes stay with the process that made them.
+        """
+        if not self.is_here:
+            raise UsageError(
+                f"the pipeline was made by process {self._process}, and this is a fork of it, process {os.getpid()}: "
+                "its lanes are threads or connections, which do not come along. Make a pipeline in this process"
+            )
+
+    def __enter__(self) -> None:
+        self.check()
+        if not self._lock.acquire(blocking=False):
+            raise UsageError(
+                f"the pipeline is in use, by thread {self._user!r}, and runs one call at a time; this is thread "
+                f"{threading.current_thread().name!r}. Put a lock around the calls, or call from one thread only"
+            )
+        self._user = threading.current_thread().name
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _Used(Protocol):
+    _use: Use
+
+
+_S = TypeVar("_S", bound=_Used)
+
+
+def one_at_a_time(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """Let a method run only while no other one does: see `Use`."""
+
+    @functools.wraps(method)
+    def alone(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._use:
+            return method(self, *args, **kwargs)
+
+    return alone

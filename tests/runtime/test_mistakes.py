@@ -120,3 +120,28 @@ def test_pipelines_one_after_the_other_in_processes():
     first, second = processes.run(one_after_the_other, 2)
     assert first == second
     assert len(set(first)) == 1
+
+
+def test_a_backward_left_in_the_loop_is_told_to_go(tmp_path):
+    """torch said 'element 0 of tensors does not require grad and does not have a grad_fn'."""
+    with make() as pipe:
+        loss = pipe.step(BATCH, BATCH)
+        gradients = [p.grad.clone() for p in pipe.parameters()]
+        for call in (loss.backward, lambda: loss.backward(retain_graph=True)):
+            with pytest.raises(UsageError, match=r"pipe\.step has run the backward already.*remove this line"):
+                call()
+        assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
+        value = loss.item()
+        torch.save({"loss": loss}, tmp_path / "loss.pt")
+        # it is a plain tensor in all else, whatever is done with it
+        copies = [
+            copy.copy(loss), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), loss.detach(), loss.clone(),
+            torch.load(tmp_path / "loss.pt", weights_only=True)["loss"], loss + 0, torch.stack([loss])[0],
+            torch.compile(lambda x: x * 1.0, backend="eager")(loss),
+        ]  # fmt: skip
+        assert all(type(one) is torch.Tensor and float(one) == value for one in (loss, *copies))
+        assert (f"{loss:.3f}", loss.requires_grad, float(loss.numpy())) == (f"{value:.3f}", False, value)
+        weight = nn.Parameter(torch.ones(()))
+        (loss * weight).backward()  # what has a graph of its own goes its own way
+        assert float(weight.grad) == value
+        assert "backward" not in vars(pipe.evaluate(BATCH, BATCH))

@@ -36,7 +36,15 @@ from penstock.report.format import show_bytes
 from penstock.runtime.batch_loss import BatchLoss
 from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
-from penstock.runtime.losses import LossFunction, Weight, check_loss, read_loss, total_loss, total_metrics
+from penstock.runtime.losses import (
+    LossFunction,
+    Weight,
+    check_loss,
+    read_loss,
+    total_loss,
+    total_metrics,
+    without_backward,
+)
 from penstock.runtime.setup import Setup
 from penstock.runtime.step import Mode, Step
 from penstock.runtime.use import Use, one_at_a_time
@@ -189,7 +197,10 @@ class Pipeline(ModelFace):
             chain.compile_stages(options)
         self._loss = compiled(loss, options)
         self._cast, self._scaler = partial(autocast_of, autocast, self.devices[0]), scaler
-        self._weights = Weights(self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer)
+        self._weights = Weights(
+            self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer,
+            is_scaled=scaler is not None,
+        )  # fmt: skip
         self._company.give_streams(self._weights.together())
         self._setup = Setup(
             self._chains,
@@ -256,7 +267,7 @@ class Pipeline(ModelFace):
             self._past.note(batch, step)
             self._setup.end_step(self._company, is_done=is_done)
         self._weights.agree_on_buffers()
-        loss = self._total(step, ready.shares)
+        loss = without_backward(self._total(step, ready.shares))
         return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
 
     @overload

@@ -23,6 +23,7 @@ __all__ = [
     "total_loss",
     "total_metrics",
     "warn_of_uneven_tokens",
+    "without_backward",
 ]
 
 LossFunction = Callable[..., Any]
@@ -129,6 +130,23 @@ def total_loss(
     if together.is_cuda:  # without a wait of the host
         weights = weights.pin_memory().to(together.device, non_blocking=True)
     return (together * weights).sum()
+
+
+def without_backward(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose backward has been run, with a `backward` that says so; it is saved as any tensor is."""
+    loss.backward = _refuse_backward  # type: ignore[method-assign]
+    loss.__getstate__ = _no_state  # type: ignore[method-assign]  # else that would be pickled with it
+    return loss
+
+
+def _refuse_backward(*_: object, **__: object) -> None:
+    raise UsageError(
+        "loss.backward(): pipe.step has run the backward already, and the gradients are there: remove this line"
+    )
+
+
+def _no_state() -> None:
+    return None
 
 
 def check_loss(loss: object, weight: object) -> None:

@@ -35,6 +35,11 @@ def model():
     return [made[:6], made[6:]]
 
 
+def half_frozen():
+    """Return two stages, the first of which has no parameters."""
+    return [nn.Sequential(nn.Tanh(), nn.Dropout(0.1)), nn.Linear(WIDTH, WIDTH)]
+
+
 def late_chain():
     """Return the chain; on lane 1 a while after the others are there."""
     time.sleep(2.0 * (lane() == 1))

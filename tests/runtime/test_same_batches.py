@@ -10,6 +10,7 @@ import penstock
 import processes
 from penstock.errors import UsageError
 from penstock.feeding.sharding import share_of
+from penstock.runtime import processes as processes_of_lanes
 from penstock.runtime.digests import Digest, differences
 from pipelines import data, expected, sequence
 from pipelines import differences as wrong_in
@@ -80,6 +81,28 @@ def call(pipe, what, batch, target):
     if what == "forward":
         return pipe.forward(batch, gather="last")
     return getattr(pipe, what)(batch, target)
+
+
+class Late(Digest):
+    """As of tensors on a GPU: its values come when somebody waits for them."""
+
+    is_ready = False
+
+
+def late_process(lanes, *args):
+    """Let the digests of some lanes be of tensors on a GPU, as far as anybody can tell."""
+    if dist.get_rank() in lanes:
+        processes_of_lanes.Digest = Late
+    return differing_process(*args)
+
+
+@pytest.mark.parametrize("lanes", [(0,), (0, 1)])
+@pytest.mark.parametrize("at", [2, 50])
+def test_digests_that_are_told_at_the_end_of_a_call(lanes, at):
+    for told, number, left in processes.run(late_process, 2, lanes, "step", "target", at):
+        assert told.startswith(f"the processes were given different batches: in call {at} target")
+        assert number == at + (at == 50)
+        assert not left
 
 
 def differing_process(what, whose, at):

@@ -203,7 +203,7 @@ class Checkpoints:
                 lost = lost_members(loaded.state["optimizer"], [name for _, _, names in told for name in names])
                 if lost:
                     raise MisfitError(f"{folder}: {lost}")
-                return self._take(loaded, passed_over)
+                return self._take(loaded, passed_over, has_model="model" in wanted)
             passed_over += faults
             self._damaged.add(Path(folder).name)
         hint = "" if len(folders) == 1 else "none of the checkpoints is good: "
@@ -366,7 +366,7 @@ class Checkpoints:
             return None, str(error), False
         return loaded, "", False
 
-    def _take(self, loaded: Loaded, passed_over: list[str]) -> Restored:
+    def _take(self, loaded: Loaded, passed_over: list[str], *, has_model: bool) -> Restored:
         fault: MisfitError | None = None
         try:
             put_back = self._content.load_around(loaded.prepared, loaded.state)
@@ -377,7 +377,7 @@ class Checkpoints:
             if fault is None:
                 put_back()
             raise MisfitError(f"{loaded.manifest.folder}: {told}") from fault
-        if loaded.tensors:
+        if has_model:  # also where this lane has no tensors: all processes load together
             self._content.load_model(loaded.tensors, loaded.loss)
         step = loaded.manifest.step
         self._own = {step} if loaded.manifest.folder.parent.resolve() == self.folder.resolve() else set()

@@ -12,6 +12,7 @@ from torch import nn
 from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.plain import from_plain, to_plain
 from penstock.errors import UsageError
+from penstock.pipeline.weights import is_stand_in
 
 __all__ = ["OptimizerState", "Optimizers", "class_of", "lost_members", "merged"]
 
@@ -71,6 +72,7 @@ class Optimizers:
 
     def _names(self) -> dict[int, str]:
         names = {id(parameter): name for name, parameter in self._named()}
+        names |= {id(p): "" for p in self._parameters() if is_stand_in(p)}  # nothing is saved of them
         owners: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
             for place, group in enumerate(optimizer.param_groups):
@@ -81,7 +83,9 @@ class Optimizers:
                         f"of shapes {unknown[:3]}; make it of pipe.parameters()"
                     )
                 twice = {
-                    names[id(p)]: owners[id(p)] for p in group["params"] if owners.setdefault(id(p), number) != number
+                    names[id(p)]: owners[id(p)]
+                    for p in group["params"]
+                    if owners.setdefault(id(p), number) != number and names[id(p)]
                 }
                 if twice:
                     raise UsageError(
@@ -92,9 +96,10 @@ class Optimizers:
 
     def members(self) -> list[str]:
         """Return the names of the parameters that the optimizers here have."""
-        names = self._names()
-        every = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return list(dict.fromkeys(names[id(p)] for p in every))
+        return _members(self._parameters(), self._names())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def collect(self, is_saved: Callable[[str], bool], *, is_alone: bool = True) -> OptimizerState:
         """Return groups and states; of parameters that are saved elsewhere too, only those that are saved here.
@@ -116,12 +121,12 @@ class Optimizers:
             for place, group in enumerate(optimizer.param_groups):
                 where = f"optimizer {number}, group {place}"
                 options = {key: value for key, value in group.items() if key not in _OWN}
-                members = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+                members = _members(group["params"], names)
                 told = {"optimizer": number, "place": place, "class": class_of(optimizer)}
                 found.groups.append({**told, "options": to_plain(options, where), "members": members})
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    if is_saved(name) and name not in found.params and optimizer.state.get(parameter):
+                    if name and is_saved(name) and name not in found.params and optimizer.state.get(parameter):
                         self._collect_one(name, optimizer.state[parameter], found)
         return found
 
@@ -161,7 +166,7 @@ class Optimizers:
             groups, states = [], {}
             for place, (group, told) in enumerate(zip(optimizer.param_groups, current["param_groups"], strict=True)):
                 members = [names[id(p)] for p in group["params"]]
-                options = _options_of(saved["groups"], number, place, members)
+                options = _options_of(saved["groups"], number, place, [name for name in members if name])
                 groups.append({**told, **from_plain(options), **{key: told[key] for key in _OWN if key in told}})
                 for index, name in zip(told["params"], members, strict=True):
                     if name in saved["params"]:
@@ -189,6 +194,11 @@ class Optimizers:
                         optimizer.state[parameter][key] = value.to(there.device)
 
 
+def _members(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> list[str]:
+    """Return the names of parameters, each once."""
+    return [name for name in dict.fromkeys(names[id(p)] for p in parameters) if name]
+
+
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return what an optimizer is called; where its class is defined may change."""
     return type(optimizer).__qualname__
@@ -210,7 +220,7 @@ def _check_groups(
     own = class_of(optimizer)
     taken: dict[int, tuple[int, dict[str, Any]]] = {}  # for a saved group, the place and options of who takes from it
     for place, group in enumerate(optimizer.param_groups):
-        members = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+        members = _members(group["params"], names)
         options = {key: value for key, value in group.items() if key not in _OWN}
         for index, saved in enumerate(groups):
             if not set(members) & set(saved["members"]):

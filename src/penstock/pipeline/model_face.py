@@ -19,7 +19,10 @@ class ModelFace:
     _weights: Weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes that run here, each once."""
+        """Yield the parameters of the lanes that run here, each once.
+
+        Under torchrun, a lane that trains none has an empty parameter beside them, so that an optimizer can be made.
+        """
         yield from self._weights.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

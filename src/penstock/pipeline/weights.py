@@ -16,7 +16,7 @@ from penstock.runtime.setup import stage_on
 from penstock.schedule.actions import Kind
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "is_stand_in"]
 
 _BUFFERS = 1 << 20  # numbers of exchanges: those of parameters and statistics come before
 
@@ -33,11 +33,12 @@ class Weights:
         devices: of each lane.
         company: the lanes.
         make_optimizer: where the schedule updates weights within the step.
+        is_scaled: a gradient scaler is used.
     """
 
     def __init__(
         self, chains: Sequence[Chain], schedule: Schedule, devices: Sequence[torch.device], company: Company,
-        *, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        *, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, is_scaled: bool = False,
     ) -> None:  # fmt: skip
         self._chain, self._schedule, self._company, self._devices = chains[0], schedule, company, devices
         self._stages: dict[tuple[int, int], Stage] = {
@@ -48,6 +49,8 @@ class Weights:
         self._number_of = {name: number for number, name in enumerate(self._holders)}
         self._waits: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
         self._is_synchronised = True
+        # without values, unless a scaler is to see in its gradient that another lane overflowed
+        self._stand_in = _make_stand_in(int(is_scaled), devices[company.lanes[0]])
         self.optimizers = self._make_optimizers(make_optimizer)
         self.groups = _update_groups(schedule)
         self._spread()
@@ -129,9 +132,17 @@ class Weights:
             yield from zip(stage.held, stage.held.tensors(), strict=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes that run here, each once."""
+        """Yield the parameters of the lanes that run here, each once.
+
+        A lane of several processes that trains none has an empty one beside them, for torch makes no optimizer of
+        nothing. It has no name, and is in no state.
+        """
+        trains = self._is_whole
         for _, parameter in self.named_parameters():
+            trains = trains or parameter.requires_grad
             yield parameter
+        if not trains:
+            yield self._stand_in
 
     # ---- state
 
@@ -258,10 +269,14 @@ class Weights:
 
     def _share_overflow(self) -> None:
         """Let all lanes see that one of them overflowed: then all skip the update, or none."""
-        is_finite = all(bool(p.grad.isfinite().all()) for _, p in self.named_parameters() if p.grad is not None)
+        own = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
+        is_finite = all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
+        self._stand_in.grad = (
+            None if own else torch.zeros_like(self._stand_in)
+        )  # what the scaler looks at, on this lane
         if all(self._company.gather(is_finite)):
             return
-        for _, parameter in self.named_parameters():
+        for parameter in (*own, self._stand_in):
             if parameter.grad is not None and parameter.grad.numel():
                 parameter.grad.fill_(float("inf"))
                 return
@@ -359,9 +374,21 @@ class Weights:
                 f"{self._schedule.name} updates each stage by itself, so no two may share a parameter: {names}"
             )
         return {
-            index: make([p for p in stage.parameters() if p.requires_grad])
+            index: make([p for p in stage.parameters() if p.requires_grad] or [self._stand_in])
             for (_, index), stage in self._stages.items()
         }
+
+
+def _make_stand_in(size: int, device: torch.device) -> nn.Parameter:
+    """Return a parameter for an optimizer of a lane that trains none: torch makes no optimizer of nothing."""
+    made = nn.Parameter(torch.zeros(size, device=device))
+    made.is_stand_in = True  # type: ignore[attr-defined]
+    return made
+
+
+def is_stand_in(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is no one of the model's, but stands in for them."""
+    return getattr(parameter, "is_stand_in", False)
 
 
 def _update_groups(schedule: Schedule) -> list[list[int]] | None:

@@ -6,14 +6,13 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from penstock.errors import UsageError
 
 __all__ = ["Use", "one_at_a_time"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_M = TypeVar("_M", bound=Callable[..., Any])
 
 
 class Use:
@@ -52,19 +51,12 @@ class Use:
         self._lock.release()
 
 
-class _Used(Protocol):
-    _use: Use
-
-
-_S = TypeVar("_S", bound=_Used)
-
-
-def one_at_a_time(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """Let a method run only while no other one does: see `Use`."""
+def one_at_a_time(method: _M) -> _M:
+    """Let a method of what has a `_use` run only while no other one does: see `Use`."""
 
     @functools.wraps(method)
-    def alone(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the method's
         with self._use:
             return method(self, *args, **kwargs)
 
-    return alone
+    return cast("_M", alone)

@@ -12,6 +12,7 @@ from torch import fx, nn
 from penstock.model.compiling import Options, compiled
 from penstock.model.export_graph import ExportGraph
 from penstock.model.export_sizes import affine
+from penstock.model.source import SOURCE, line_of_trace
 from penstock.model.stages import Held
 
 __all__ = ["ExportProgram", "cut_program", "renew"]
@@ -169,7 +170,8 @@ class _Cutter:
         for argument in node.all_input_nodes:
             self._copy(argument)
         copied = self.body.node_copy(node, lambda argument: self.copy_of[argument])
-        copied.meta = {}  # nothing of the trace is needed any more
+        line = line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at ")
+        copied.meta = {SOURCE: line} if line else {}  # errors name it; nothing else of the trace is needed any more
         return copied
 
     def _is_made_here(self, node: fx.Node) -> bool:

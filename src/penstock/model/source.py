@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
 import sys
 import sysconfig
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-__all__ = ["is_called_by_torch", "line_of", "line_of_frame", "line_of_stack", "line_of_trace"]
+__all__ = ["SOURCE", "is_called_by_torch", "line_of", "line_of_frame", "line_of_stack", "line_of_trace"]
 
-_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
-_OWN = str(Path(__file__).resolve().parent.parent)
+SOURCE = "penstock_source"  # the entry of a graph node's meta that holds its line in the user's model
 
 
+def _folder(path: str | Path) -> str:
+    return f"{os.path.realpath(path)}{os.sep}"
+
+
+def _torch_folder() -> str:
+    """Return the folder of torch; found without an import, which takes seconds."""
+    found = find_spec("torch")
+    return _folder(Path(found.origin).parent) if found is not None and found.origin is not None else "no torch"
+
+
+# The real folders: an installed Penstock lies in site-packages, as libraries of the user's do, and links are followed.
+_TORCH = _torch_folder()
+_INSIDE = (_folder(Path(__file__).parent.parent), _TORCH)
+_PYTHON = _folder(sysconfig.get_path("stdlib"))
+
+
+@cache
 def _is_inside(file: str) -> bool:
     """Return whether a file is part of torch, of Python or of Penstock: nothing a user would look at."""
-    path = file.replace("\\", "/")
-    if "/site-packages/" in path or "/dist-packages/" in path:
-        return "-packages/torch/" in path
-    return path.startswith((_LIBRARY, _OWN)) or file.startswith("<")
+    if file.startswith("<"):
+        return True
+    path = os.path.realpath(file)
+    if path.startswith(_INSIDE):
+        return True
+    return path.startswith(_PYTHON) and {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def _short(file: str) -> str:
@@ -45,11 +68,24 @@ def line_of(error: BaseException) -> str:
 def _last_user_line(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
+        frame, line = traceback.tb_frame, traceback.tb_lineno
+        file = frame.f_code.co_filename
         if not _is_inside(file):
-            found = f"{_short(file)}:{traceback.tb_lineno}"
+            found = f"{_short(file)}:{line}"
+        elif file.startswith("<eval_with_key>"):  # code that torch.fx made of a trace
+            found = _traced_line(frame, line) or found
         traceback = traceback.tb_next
     return found
+
+
+def _traced_line(frame: FrameType, line: int) -> str:
+    """Return the line of the user's model that a line of a traced graph's generated code stands for, or nothing."""
+    graph = getattr(frame.f_locals.get("self"), "graph", None)
+    made = re.match(r"\s*(\w+)", linecache.getline(frame.f_code.co_filename, line))  # each line begins with its node
+    if graph is None or made is None:
+        return ""
+    meta: dict[str, Any] = next((node.meta for node in graph.nodes if node.name == made[1]), {})
+    return str(meta.get(SOURCE) or line_of_trace(meta.get("stack_trace") or "").removeprefix("at "))
 
 
 def line_of_trace(text: str) -> str:
@@ -64,7 +100,7 @@ def line_of_trace(text: str) -> str:
 
 def is_called_by_torch() -> bool:
     """Return whether the function that asks was called by torch itself."""
-    return "-packages/torch/" in sys._getframe(2).f_code.co_filename
+    return os.path.realpath(sys._getframe(2).f_code.co_filename).startswith(_TORCH)
 
 
 def line_of_stack() -> str:

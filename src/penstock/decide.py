@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.model.rates import Rates
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
+    from penstock.planning.limits import Limit
     from penstock.planning.partition import Partition
     from penstock.report.timeline import Timeline
     from penstock.schedule.schedule import Schedule
@@ -95,7 +96,7 @@ class Ask:
     stages_per_lane: int | None
     cuts: tuple[int | str, ...]
     keep: str
-    memory_limit: float | Sequence[float] | None
+    memory_limit: Limit | None
     cluster: Cluster | None
 
     def check(self) -> Schedule:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.model.rates import Rates
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
+    from penstock.planning.limits import Limit
     from penstock.schedule.schedule import Schedule
 
     Model = nn.Module | Sequence[nn.Module]
@@ -34,7 +35,7 @@ def explain(
     stages_per_lane: int | None = None,
     cuts: Sequence[int | str] = (),
     keep: str = "hold",
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     cluster: Cluster | None = None,
     batch_size: int | None = None,
     training: bool | None = None,
@@ -60,7 +61,8 @@ def explain(
         stages_per_lane: for schedules that leave it open.
         cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
         keep: "hold" what the forward saves, or "recompute" it.
-        memory_limit: bytes a lane has for weights, gradients, optimizer state and saved values; a number or one a lane.
+        memory_limit: bytes each lane has for weights, gradients, optimizer state and saved values, as 16e9 or "16GiB";
+            one value for all lanes or a list.
         cluster: speeds and links of the lanes; by default all alike, and transfers take no time.
         batch_size: the samples of a micro-batch; by default those of the example.
         training: capture in training or in evaluation; by default as the model is.

@@ -13,7 +13,7 @@ from penstock.errors import CostError, ScheduleError
 from penstock.model.costs import Costs
 from penstock.planning.exact import Proof, check_size, solve_exactly
 from penstock.planning.greedy import Draft, Problem
-from penstock.planning.limits import limit_per_lane, sized
+from penstock.planning.limits import Limit, limit_per_lane, sized
 from penstock.planning.search import search
 from penstock.planning.simulate import simulate
 from penstock.planning.synthesize import synthesize
@@ -57,7 +57,7 @@ def build(
     micro_batches: int,
     stages_per_lane: int | None = None,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     **options: Any,  # noqa: ANN401 - each builder checks its own
 ) -> Schedule:
     """Build a schedule by name.
@@ -130,7 +130,7 @@ def verify(
     schedule: Schedule | Lowered,
     *,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> None:
@@ -155,7 +155,7 @@ def find_faults(
     schedule: Schedule | Lowered,
     *,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> list[Fault]:
@@ -167,9 +167,7 @@ def find_faults(
     return _find_faults(schedule, memory=_memory(schedule, costs, memory_limit), channels=channels, skips=skips)
 
 
-def _memory(
-    schedule: Schedule | Lowered, costs: Costs | None, memory_limit: float | Sequence[float] | None
-) -> MemoryLimit | None:
+def _memory(schedule: Schedule | Lowered, costs: Costs | None, memory_limit: Limit | None) -> MemoryLimit | None:
     plan = schedule.schedule if isinstance(schedule, Lowered) else schedule
     if memory_limit is None:
         return None
@@ -188,7 +186,7 @@ def prove(
     lanes: int,
     micro_batches: int,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     stages_per_lane: int | None = None,
     time_limit_seconds: float = 60.0,
 ) -> Proof:
@@ -226,7 +224,7 @@ def _auto(
     lanes: int,
     micro_batches: int,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     stages_per_lane: int | None = None,
     two_ways: bool = True,
 ) -> Schedule:

@@ -53,7 +53,7 @@ def test_users_say_where_to_cut_and_what_stays_together():
     ("asked", "says"),
     [
         ({"stages": 9}, "9 stages need 8 cuts; nodes: 8, places for a cut: 7; ask for fewer stages"),
-        ({"stages": 2, "cuts_at": [1, 2]}, "cuts_at asks for 2 cuts; 2 stages have 1"),
+        ({"stages": 2, "cuts_at": [1, 2]}, "cuts: 2 asked for; 2 stages have 1"),
         (
             {"stages": 2, "cuts_at": [3], "together": [[2, 3]]},
             "a cut at 3 is asked for, and group 0 of together (nodes 2",
@@ -92,8 +92,8 @@ def test_no_cut_where_values_are_changed_in_place():
         ),
         ({"stages": 2, "in_flight": [1]}, "in_flight: give one number, or one for each of 2 stages"),
         ({"stages": 2, "in_flight": -1}, "in_flight: -1 must be numbers"),
-        ({"stages": 2, "cuts_at": ["n55"]}, "cuts_at: there is no node or module 'n55'. Did you mean 'n5'?"),
-        ({"stages": 2, "cuts_at": [0]}, "cuts_at: a cut at 0 leaves a stage without nodes"),
+        ({"stages": 2, "cuts_at": ["n55"]}, "cuts: there is no node or module 'n55'. Did you mean 'n5'?"),
+        ({"stages": 2, "cuts_at": [0]}, "cuts: a cut at 0 leaves a stage without nodes"),
         (
             {"stages": 2, "cuts_at": [99], "together": [["q"]]},
             "there is no node 99; nodes: 8; together: there is no node or",

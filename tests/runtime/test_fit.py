@@ -105,8 +105,11 @@ def test_it_needs_a_limit_and_says_when_nothing_helps():
     model, x = Blocks(), torch.randn(BATCH, WIDTH, dtype=torch.float64)
     with pytest.raises(UsageError, match="memory_limit"):
         pipeline(model, x, keep="fit")
-    with pytest.raises(PartitionError):
-        pipeline(model, x, keep="fit", memory_limit=1000)
+    for limit in (1000, "1kB", ["1kB", 1000]):
+        with pytest.raises(PartitionError):
+            pipeline(model, x, keep="fit", memory_limit=limit)
+    with pipeline(model, x, keep="fit", memory_limit="1GiB") as pipe:
+        assert pipe.explain().memory_limit == (2.0**30, 2.0**30)
 
 
 def in_process(limit):

@@ -98,9 +98,18 @@ def test_a_limit_needs_bytes_and_is_enforced():
     assert build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=10)
     with pytest.raises(ScheduleError, match="memory"):
         build("gpipe", lanes=2, micro_batches=4, costs=costs, memory_limit=10)
-    for wrong in (0, -1, float("nan"), [1, 2, 3], True, "5", "16GiB"):
+    for wrong in (0, -1, float("nan"), [1, 2, 3], True, [True, 1], "16 apples", "-1GiB", ["1kB", {}]):
         with pytest.raises(CostError, match="memory_limit"):
             build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=wrong)
+
+
+def test_a_limit_may_have_a_unit():
+    """Only TOML took "1GiB"; Python said that it is not a number of bytes."""
+    costs = Costs(saved_bytes=500.0)
+    for limit in ("1kB", ["1000", "1kB"], [1000, "0.001 MB"]):
+        assert build("1f1b", lanes=2, micro_batches=4, costs=costs, memory_limit=limit)
+        with pytest.raises(ScheduleError, match="memory"):
+            build("gpipe", lanes=2, micro_batches=4, costs=costs, memory_limit=limit)
 
 
 def test_numpys_whole_numbers_are_whole_numbers():

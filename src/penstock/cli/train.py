@@ -217,7 +217,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
         from penstock import explain
-        from penstock.launch.build import build_parts, lanes_of, memory_limit_of, threads_of
+        from penstock.launch.build import build_parts, lanes_of, threads_of
         from penstock.launch.trying import telling_bad_batches
         from penstock.model.example import read_example
         from penstock.pipeline.places import with_threads
@@ -242,7 +242,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
                 stages_per_lane=config.stages_per_lane,
                 cuts=config.cuts,
                 keep=keep if isinstance(keep, str) else "hold",
-                memory_limit=memory_limit_of(config),
+                memory_limit=config.memory_limit,
                 batch_size=-(-size // min(size, count)),
                 training=True,
                 analytic=analytic,

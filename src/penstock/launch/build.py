@@ -29,7 +29,6 @@ from penstock.launch.writing import to_toml
 from penstock.model.compiling import options_of
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import share_of_threads
-from penstock.report.format import parse_bytes
 from penstock.runtime.company import world_size
 from penstock.training.callbacks import Callback
 from penstock.training.items import Items
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.launch.config import Config
     from penstock.launch.reading import Given
 
-__all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of", "memory_limit_of"]
+__all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of"]
 
 _BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
 _OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
@@ -186,7 +185,7 @@ def _pipeline(
         autocast=_AUTOCAST.get(config.precision),
         scaler=scaler,
         optimizer=make if has_updates else None,
-        memory_limit=memory_limit_of(config),
+        memory_limit=config.memory_limit,
         check=config.check,
         graphs=config.graphs,
         compile=config.compile,
@@ -235,15 +234,6 @@ def _devices(config: Config, lanes: int | None) -> Any:  # noqa: ANN401 - as the
     if isinstance(config.devices, list) and lanes is not None and lanes < len(config.devices):
         return config.devices[:lanes]
     return config.devices
-
-
-def memory_limit_of(config: Config) -> float | list[float] | None:
-    """Return the bytes that lanes have."""
-    if config.memory_limit is None:
-        return None
-    if isinstance(config.memory_limit, list):
-        return [parse_bytes(str(limit)) for limit in config.memory_limit]
-    return parse_bytes(str(config.memory_limit))
 
 
 def _scaler(config: Config) -> torch.amp.GradScaler | None:

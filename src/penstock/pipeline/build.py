@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.model.rates import Rates
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
+    from penstock.planning.limits import Limit
     from penstock.report.timeline import Timeline
 
 __all__ = ["Decision", "Request", "decide"]
@@ -57,7 +58,7 @@ class Request:
     stages_per_lane: int | None
     cuts: tuple[int | str, ...]
     keep: str
-    memory_limit: float | Sequence[float] | None
+    memory_limit: Limit | None
     cluster: Cluster | None
     profile: Profile | str | PathLike[str] | None
     analytic: Rates | str | None

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from penstock.model.rates import Rates
     from penstock.planning.cluster import Cluster
     from penstock.planning.explanation import Explanation
+    from penstock.planning.limits import Limit
     from penstock.runtime.watch import Watch
 
 __all__ = ["Pipeline"]
@@ -105,7 +106,8 @@ class Pipeline(ModelFace):
         scaler: a torch.amp.GradScaler for losses of 16 bits; `step` scales by it and all lanes see the same overflow.
         optimizer: for schedules that update weights within the step: makes an optimizer of a stage's parameters.
         deferred_batch_norm: update running statistics once a step, as the whole batch would.
-        memory_limit: bytes a lane has for weights, gradients, optimizer state and saved values; a number or one a lane.
+        memory_limit: bytes each lane has for weights, gradients, optimizer state and saved values, as 16e9 or "16GiB";
+            one value for all lanes or a list.
         cluster: speeds and links of the lanes, for the choice of cuts.
         profile: one that was made before, or its file: nothing is measured.
         analytic: rates of a device, or the name of one: count instead of measure.
@@ -150,7 +152,7 @@ class Pipeline(ModelFace):
         scaler: torch.amp.GradScaler | None = None,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
         deferred_batch_norm: bool = False,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: Limit | None = None,
         cluster: Cluster | None = None,
         profile: Profile | str | PathLike[str] | None = None,
         analytic: Rates | str | None = None,

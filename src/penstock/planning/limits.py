@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import CostError
 from penstock.model.costs import Costs, StageCosts
+from penstock.report.format import parse_bytes
 
-__all__ = ["limit_per_lane", "sized", "units_to_bytes"]
+__all__ = ["Limit", "limit_per_lane", "sized", "units_to_bytes"]
+
+
+Limit = float | str | Sequence[float | str]  # bytes, as 16e9 or "16GiB"; one for all lanes or one per lane
 
 
 def sized(costs: Costs | None, num_stages: int, *, pending_share: float = 0.5) -> StageCosts:
@@ -33,8 +38,11 @@ def units_to_bytes(units: int, lane_of: Sequence[int], costs: StageCosts) -> tup
     )
 
 
-def limit_per_lane(memory_limit: float | Sequence[float] | None, lanes: int) -> tuple[float, ...]:
-    """Return one limit a lane; infinite where none is given.
+def limit_per_lane(memory_limit: Limit | None, lanes: int) -> tuple[float, ...]:
+    """Return one limit per lane, in bytes; infinite where none is given.
+
+    >>> limit_per_lane(["1kB", 2000], 2)
+    (1000.0, 2000.0)
 
     Raises:
         CostError: when it is not above zero, or not one number or one a lane.
@@ -42,13 +50,21 @@ def limit_per_lane(memory_limit: float | Sequence[float] | None, lanes: int) -> 
     if memory_limit is None:
         return (float("inf"),) * lanes
     try:
-        if isinstance(memory_limit, (bool, str)):
-            raise TypeError(memory_limit)
-        given = np.asarray(memory_limit, dtype=np.float64)
+        given = np.asarray(_bytes(memory_limit), dtype=np.float64)
     except (TypeError, ValueError):
-        raise CostError(f"memory_limit: {memory_limit!r} is not a number of bytes, or one a lane") from None
+        words = f"memory_limit: {memory_limit!r:.80} is not a number of bytes"
+        raise CostError(f'{words}; give one, as 16e9 or "16GiB", or a list with one per lane') from None
     if given.ndim > 1 or (given.ndim == 1 and len(given) != lanes):
         raise CostError(f"memory_limit must be one number or one for each of {lanes} lanes; given: {memory_limit!r}")
     if not (given > 0).all():
         raise CostError(f"memory_limit: {memory_limit!r} must be above zero")
     return tuple(np.broadcast_to(given, lanes).tolist())
+
+
+def _bytes(given: Any) -> Any:  # noqa: ANN401 - whatever the user gave
+    """Return texts as numbers; the rest as it is."""
+    if isinstance(given, bool):
+        raise TypeError(given)
+    if isinstance(given, str):
+        return parse_bytes(given)
+    return [_bytes(item) for item in given] if isinstance(given, (list, tuple)) else given

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.errors import UsageError, nearest
 from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
-from penstock.planning.limits import limit_per_lane
+from penstock.planning.limits import Limit, limit_per_lane
 from penstock.planning.partition_chain import SAME
 from penstock.planning.partition_fit import Trial, held_by, refuse, smaller
 from penstock.planning.partition_lanes import solve_lanes
@@ -73,7 +73,7 @@ def partition(
     lane_of: Sequence[int] | None = None,
     stages: int | None = None,
     cluster: Cluster | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     in_flight: float | Sequence[float] | None = None,
     keep: str = "hold",
     transfers: Transfers | None = None,

@@ -45,7 +45,7 @@ def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], tog
     faults = [fault for cut in cuts for fault in _against(graph, cut, groups)]
     inner = may[1:-1]
     if len(cuts) > num_stages - 1:
-        faults.append(f"cuts_at asks for {len(cuts)} cuts; {num_stages} stages have {num_stages - 1}")
+        faults.append(f"cuts: {len(cuts)} asked for; {num_stages} stages have {num_stages - 1}")
     if inner.sum() < num_stages - 1:
         closed = len(inner) - int(inner.sum())
         why = f", {closed} more may not be cut (changed in place, or to be together)" if closed else ""
@@ -80,13 +80,13 @@ def _checked(
     faults: list[str] = []
     cuts: list[int] = []
     if isinstance(cuts_at, (str, int)) or isinstance(together, str):
-        raise UsageError("cuts_at: give a list of places; together: give a list of groups")
+        raise UsageError("cuts: give a list of places; together: give a list of groups")
     for place in cuts_at:
         nodes = _nodes(graph, place)
         if not nodes:
-            faults.append(f"cuts_at: {_unknown(graph, place)}")
+            faults.append(f"cuts: {_unknown(graph, place)}")
         elif not 0 < min(nodes) < len(graph.nodes):
-            faults.append(f"cuts_at: a cut at {min(nodes)} leaves a stage without nodes; nodes: {len(graph.nodes)}")
+            faults.append(f"cuts: a cut at {min(nodes)} leaves a stage without nodes; nodes: {len(graph.nodes)}")
         else:
             cuts.append(min(nodes))
     groups: list[tuple[str, list[int]]] = []

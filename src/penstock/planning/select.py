@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.errors import PartitionError
 from penstock.model.graph import Graph
 from penstock.model.profile import Profile
-from penstock.planning.limits import limit_per_lane
+from penstock.planning.limits import Limit, limit_per_lane
 from penstock.planning.partition_memory import holdings_of
 from penstock.report.format import show_bytes
 from penstock.schedule.schedule import Schedule
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def select_recomputed(
-    profile: Profile, cuts: Sequence[int], schedule: Schedule, memory_limit: float | Sequence[float]
+    profile: Profile, cuts: Sequence[int], schedule: Schedule, memory_limit: Limit
 ) -> tuple[tuple[range, ...], ...]:
     """Return for each stage the runs of nodes to recompute within its backward.
 

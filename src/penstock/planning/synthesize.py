@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.model.costs import Costs, StageCosts
 from penstock.planning.greedy import Draft, Problem
-from penstock.planning.limits import limit_per_lane, sized
+from penstock.planning.limits import Limit, limit_per_lane, sized
 from penstock.planning.search import search
 from penstock.planning.simulate import simulate
 from penstock.schedule.actions import Kind
@@ -30,7 +30,7 @@ def synthesize(
     lanes: int,
     micro_batches: int,
     costs: Costs | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     stages_per_lane: int = 1,
     named: Sequence[NamedBuilder] = (),
 ) -> Schedule:

@@ -50,10 +50,15 @@ def make(model=None, **options):
         ({"transport": "gloo"}, "these are threads"),
         ({"transport": "shred"}, "Did you mean 'shared'"),
         ({"devices": ["cpu"]}, "one for each lane"),
+        ({"cuts": ["c"], "capture_path": "direct"}, "cuts: there is no node or module 'c'"),
+        ({"cuts": ["c"], "capture_path": "export"}, "cuts: there is no node or module 'c'"),
+        ({"cuts": ["c"], "model": [nn.Linear(6, 6), nn.Linear(6, 6)]}, "cuts: there is no node or module 'c'"),
+        ({"cuts": ["c"], "lanes": 1}, "cuts: there is no node or module 'c'"),
         ({"devices": ["cpu", "nowhere"]}, "cannot be used"),
     ],
 )
 def test_arguments(options, words):
+    """Among them cuts that the model does not have: they were ignored where the model has only one way to be cut."""
     with pytest.raises((UsageError, penstock.errors.ScheduleError), match=words):
         make(**options)
 
@@ -74,6 +79,31 @@ def test_a_step_without_its_target_is_refused():
 def test_losses_that_are_none(loss, words):
     with make(loss=loss) as pipe, pytest.raises(LaneError, match=words):
         pipe.step(BATCH, BATCH)
+
+
+ARRAY = BATCH.numpy()
+CONVERT = r"a numpy array of float32, shape \(8, 6\), is no tensor: convert it with torch.as_tensor"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pipe: pipe.step(ARRAY, BATCH),
+        lambda pipe: pipe.step((ARRAY,), BATCH),
+        lambda pipe: pipe.step({"input": ARRAY}, BATCH),
+        lambda pipe: pipe.step({"input": BATCH, "more": ARRAY}, BATCH),
+        lambda pipe: pipe.step(BATCH, ARRAY),
+        lambda pipe: pipe.step(BATCH, {"labels": [ARRAY]}),
+        lambda pipe: pipe.evaluate(BATCH, ARRAY),
+        lambda pipe: pipe.forward(ARRAY),
+        lambda pipe: make(example=ARRAY),
+    ],
+)
+def test_a_numpy_array_is_refused_with_what_to_do(call):
+    """A batch was printed; of a target the error was that 'int' is not callable, in a lane."""
+    with make() as pipe, pytest.raises(UsageError, match=CONVERT) as caught:
+        call(pipe)
+    assert len(str(caught.value)) < 250
 
 
 def test_weights_of_nothing_are_refused():

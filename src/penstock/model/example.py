@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from penstock.errors import UsageError
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["BatchLayout", "Call", "arguments_of", "parameter_names", "read_call", "read_example"]
+__all__ = ["BatchLayout", "Call", "arguments_of", "array_hint", "parameter_names", "read_call", "read_example"]
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def read_call(
     first, dim = named.get(first_name), dims.get(first_name)
     if first is None or dim is None or first.dim() <= dim:
         what = "no tensor" if not tensors else "no tensor with a batch dimension"
-        raise UsageError(f"the example holds {what} to take the batch size from")
+        raise UsageError(f"the example holds {what} to take the batch size from{array_hint((args, kwargs))}")
     size = int(first.shape[dim])
     if size == 0:
         raise UsageError(f"the example holds no samples: dimension {dim} of {first_name} is 0")
@@ -230,7 +232,16 @@ def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...
         return example, {}
     if isinstance(example, list):
         return tuple(example), {}
-    raise UsageError(f"{what}: give a tensor, a tuple of arguments or a dict of keyword arguments, not {example!r:.80}")
+    given = f"{type(example).__name__}{array_hint(example)}"
+    raise UsageError(f"{what}: give a tensor, a tuple of arguments or a dict of keyword arguments; given: {given}")
+
+
+def array_hint(thing: object) -> str:
+    """Return what to do about a numpy array in a thing; nothing where there is none."""
+    found = next((leaf for leaf in tree_leaves(thing) if isinstance(leaf, np.ndarray)), None)
+    if found is None:
+        return ""
+    return f"; a numpy array of {found.dtype}, shape {found.shape}, is no tensor: convert it with torch.as_tensor"
 
 
 def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:

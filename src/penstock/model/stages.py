@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.compiling import Options
-from penstock.model.example import Call, parameter_names, read_call
+from penstock.model.example import Call, array_hint, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
 
@@ -238,7 +238,8 @@ class Chain:
             return
         for name in sorted(example.constants.keys() | call.constants.keys()):
             one, other = example.constants.get(name), call.constants.get(name)
-            yield from (f"another plain value of {place}" for place in differing_constants(one, other, name))
+            places = differing_constants(one, other, name)
+            yield from (f"another plain value of {place}{array_hint(other)}" for place in places)
         tensor_of = dict(zip(call.names, call.tensors, strict=True))
         for name, tensor, dim in zip(example.names, example.tensors, example.batch_dims, strict=True):
             given = tensor_of[name]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
-from penstock.model.example import Call, arguments_of
+from penstock.model.example import Call, arguments_of, array_hint
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness import Exactness
@@ -182,6 +182,8 @@ class BatchReader:
 
     def _checked(self, target: Any, call: Call) -> Any:  # noqa: ANN401 - whatever the loss takes
         if not isinstance(target, torch.Tensor) or not target.dim():
+            if hint := array_hint(target):  # it would not be cut: every micro-batch would get the whole of it
+                raise UsageError(f"target: {type(target).__name__}{hint}")
             return target
         if batch_dim_of(target, call.batch_size, self._chain.example.batch_dim) is None:
             raise UsageError(f"target: {target.shape[0]} samples, but the batch has {call.batch_size}")

@@ -24,6 +24,7 @@ from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.places import with_threads
 from penstock.pipeline.split import Split, split_batch
+from penstock.planning.partition_rules import find_places
 from penstock.planning.select import select_recomputed
 from penstock.runtime.again import Again
 from penstock.runtime.company import Company
@@ -304,11 +305,11 @@ def _only_cuts(ask: Ask, schedule: Schedule, captured: Captured) -> tuple[int, .
     """Return the cuts, where there is but one way, and the schedule does not ask for costs."""
     if ask.is_made_for_costs:
         return None
-    if schedule.num_stages == 1:
-        return ()
     if len(ask.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in ask.cuts):
         return tuple(int(cut) for cut in ask.cuts)
-    if captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages:
+    is_forced = captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages
+    if is_forced or schedule.num_stages == 1:
+        find_places(captured.graph, schedule.num_stages, ask.cuts, ())  # refuses cuts that the model does not have
         return tuple(range(1, schedule.num_stages))
     return None
 

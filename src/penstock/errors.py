@@ -112,3 +112,18 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """Return the hint " Did you mean 'x'?" for a misspelt word, or an empty string."""
     close = get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def in_short(text: str, most: int) -> str:
+    """Return a text of any length as one that can be shown: its beginning and its end.
+
+    >>> in_short("a" * 10 + "b" * 10, 4)
+    'aa [... 16 characters left out ...] bb'
+    """
+    left_out, half = len(text) - most, most // 2
+    return text if left_out <= 0 else f"{text[:half]} [... {left_out:,} characters left out ...] {text[-half:]}"
+
+
+def error_in_short(error: BaseException, most: int = 1_000) -> str:
+    """Return an error's type and message; a message may hold a whole tensor, so a long one is cut."""
+    return f"{type(error).__name__}: {in_short(str(error), most)}"

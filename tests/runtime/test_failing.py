@@ -76,8 +76,8 @@ def troubled():
 
 def pipe_of(stages, **options):
     return penstock.Pipeline(
-        stages, example=data(16)[0], loss=nn.functional.mse_loss, micro_batches=MBS,
-        **{"schedule": "gpipe", "timeout": 60.0} | options,
+        stages, example=data(16)[0], micro_batches=MBS,
+        **{"loss": nn.functional.mse_loss, "schedule": "gpipe", "timeout": 60.0} | options,
     )  # fmt: skip
 
 
@@ -102,6 +102,22 @@ def test_an_exception_names_lane_stage_micro_batch_action_and_line(what, action)
         pipe.zero_grad()
         loss = pipe.step(x, target)  # usable, and nothing of the failed step is left in it
         assert not list(differences(pipe, loss, expected(nn.Sequential(*stages), x, target)))
+
+
+def test_a_message_of_megabytes_is_shortened_in_the_error_of_its_lane():
+    """It was written whole to the terminal, to events.jsonl, to faults.jsonl and to the log of each process."""
+
+    def loss(output, target):
+        raise ValueError("begin" + "x" * 3_000_000 + "end")
+
+    with pipe_of([nn.Linear(WIDTH, WIDTH).double()], lanes=1, loss=loss) as pipe, pytest.raises(LaneError) as caught:
+        pipe.step(*data(16))
+    text = str(caught.value)
+    assert len(text) < 1500
+    assert "ValueError: beginx" in text
+    assert "2,999,008 characters left out" in text
+    assert "xend at" in text
+    assert len(str(caught.value.__cause__)) == 3_000_008  # whole, for those who want it
 
 
 def test_a_lane_that_hangs_is_named_with_what_it_was_doing():

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import in_short
 from penstock.launch.exits import AGAIN, DONE, RAISED, code_of, code_of_status
 from penstock.launch.grace import grace
 from penstock.torchrun import attempt
@@ -101,12 +102,9 @@ def tell_unbegun() -> None:
 
 
 def _say(text: str) -> None:
-    if (left_out := len(text) - _MOST_SAID) > 0:
-        half = _MOST_SAID // 2
-        text = f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
     with suppress(OSError):  # a terminal that was closed ends no training
         sys.stdout.flush()
-        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.write(in_short(text, _MOST_SAID).rstrip() + "\n")
         sys.stderr.flush()
 
 
@@ -160,7 +158,7 @@ def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None
                 "step": None if trainer is None else trainer.step + 1,
                 "code": code,
                 "error": type(error).__name__,
-                "message": str(error)[:_MOST_TOLD],
+                "message": in_short(str(error), _MOST_TOLD),
             },
         )
     except OSError as problem:

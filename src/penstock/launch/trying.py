@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import CaptureError, PenstockError, UsageError
+from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short
 from penstock.model.example import arguments_of
 from penstock.model.source import line_of
 
@@ -60,7 +60,7 @@ def _call(config: Config, model: Any, example: Any) -> None:  # noqa: ANN401 - a
     except Exception as error:
         where = line_of(error)
         raise UsageError(
-            f"the model raises on the first batch of data ({show_batch(example)}): {type(error).__name__}: {error}"
+            f"the model raises on the first batch of data ({show_batch(example)}): {error_in_short(error)}"
             f"{where and ' '}{where}; without a pipeline, too. Look at what {config.data} yields, or at the model"
         ) from None
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from penstock.errors import CaptureError, PenstockError, UsageError, nearest
+from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short, nearest
 from penstock.model.direct import Direct, sequence_of
 from penstock.model.example import Call, read_example
 from penstock.model.exported import Exported
@@ -98,7 +98,7 @@ def capture(
     except PenstockError as error:
         raise CaptureError(_both(refusal, str(error))) from error
     except Exception as error:
-        raise CaptureError(_both(refusal, f"{type(error).__name__}: {error} {line_of(error)}")) from error
+        raise CaptureError(_both(refusal, f"{error_in_short(error)} {line_of(error)}")) from error
 
 
 def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
@@ -124,7 +124,7 @@ def _direct(model: nn.Module, call: Call, paths: list[str], *, training: bool, s
     except PenstockError:
         raise
     except Exception as error:
-        raise CaptureError(_both("", f"{type(error).__name__}: {error} {line_of(error)}", "direct")) from error
+        raise CaptureError(_both("", f"{error_in_short(error)} {line_of(error)}", "direct")) from error
 
 
 def _both(first: str, second: str, path: str = "replay") -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.errors import UsageError, nearest
+from penstock.errors import UsageError, error_in_short, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +72,7 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
     try:
         made = found if isinstance(found, nn.Module) else found()
     except Exception as error:
-        raise UsageError(f"{name} failed: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{name} failed: {error_in_short(error)}") from error
     return checked(name, made)
 
 
@@ -113,7 +113,7 @@ def _file(place: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UsageError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{place} cannot be imported: {error_in_short(error)}") from error
     return module
 
 
@@ -131,7 +131,7 @@ def _module(place: str) -> ModuleType:
             raise UsageError(f"no module {place!r}: {error.name!r} is not installed, and not in this folder") from error
         raise UsageError(f"{place} cannot be imported: no module {error.name!r}") from error
     except Exception as error:
-        raise UsageError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{place} cannot be imported: {error_in_short(error)}") from error
 
 
 def config_of(name: str) -> Any:  # noqa: ANN401 - a config of transformers
@@ -167,4 +167,4 @@ def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
         model = class_of(config)(config)
         return model, batch_for(model, batch_size=batch_size)
     except Exception as error:
-        raise UsageError(f"no small {name!r} can be built: {type(error).__name__}: {error}") from error
+        raise UsageError(f"no small {name!r} can be built: {error_in_short(error)}") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import LaneError
+from penstock.errors import LaneError, error_in_short
 from penstock.model.source import line_of
 from penstock.runtime.program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun, odd_types
@@ -192,13 +192,13 @@ class Executor:
 
     def _message(self, instruction: Instruction | None, error: Exception) -> str:
         if instruction is None:
-            return f"lane {self.lane}: {type(error).__name__}: {error}"
+            return f"lane {self.lane}: {error_in_short(error)}"
         action = instruction.action
         where = (
             f"lane {self.lane}, stage {action.stage}, micro-batch {action.mb}, action {action} ({action.kind.words})"
         )
         hint, self._hint = self._hint, ""
-        return f"{where}: {type(error).__name__}: {error} {line_of(error)}".rstrip() + hint
+        return f"{where}: {error_in_short(error)} {line_of(error)}".rstrip() + hint
 
     # ---- one handler a kind
 

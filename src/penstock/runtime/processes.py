@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.errors import HangError, PenstockError, UsageError
+from penstock.errors import HangError, PenstockError, UsageError, error_in_short
 from penstock.runtime import segments
 from penstock.runtime.board import NUM_COLUMNS, Board, follow
 from penstock.runtime.culprit import stack_file, stack_of_process, state_of
@@ -233,7 +233,7 @@ class ProcessCompany:
             try:
                 chosen = {"chosen": choose()}
             except PenstockError as error:
-                chosen, failure = {"error": f"{type(error).__name__}: {error}"}, error
+                chosen, failure = {"error": error_in_short(error)}, error
         found: dict[str, Any] = self.gather(chosen)[0]
         if failure is not None:
             raise failure

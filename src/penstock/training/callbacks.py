@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, error_in_short
 
 if TYPE_CHECKING:
     from penstock.training.reading import Reading, Summary
@@ -98,7 +98,7 @@ class Callbacks:
             return
         self._warned.add((id(callback), name))
         warnings.warn(
-            f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}; training goes on. "
+            f"{type(callback).__name__}.{name} raised {error_in_short(error)}; training goes on. "
             "It is told once; strict = True in the callback makes it end the training",
             stacklevel=4,
         )

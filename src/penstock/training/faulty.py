@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import NonFiniteError
+from penstock.errors import NonFiniteError, error_in_short
 from penstock.faults.injector import Injector
 from penstock.faults.lost import is_lost
 from penstock.faults.memory import advice, is_out_of_memory
@@ -82,5 +82,5 @@ class Faults:
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(advice(self._trainer.pipe, error))
-            self.tell("error", self._trainer.step + 1, f"{type(error).__name__}: {error}", is_lost=is_lost(error))
+            self.tell("error", self._trainer.step + 1, error_in_short(error, 2_000), is_lost=is_lost(error))
             raise

@@ -219,14 +219,17 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         from penstock import explain
         from penstock.launch.build import build_parts, lanes_of, threads_of
         from penstock.launch.trying import telling_bad_batches
-        from penstock.model.example import read_example
+        from penstock.model.example import BatchLayout, read_example
         from penstock.pipeline.places import with_threads
         from penstock.schedules import load_csv
 
         parts = build_parts(config)
-        schedule = load_csv(config.schedule) if config.schedule.lower().endswith(".csv") else config.schedule
+        name = config.schedule_name
+        schedule = load_csv(name) if name.lower().endswith(".csv") else name
         is_named = isinstance(schedule, str)
-        size = read_example(parts.example, None if isinstance(parts.model, list) else parts.model).batch_size
+        layout = BatchLayout(config.batch_dim, config.whole)
+        call = read_example(parts.example, None if isinstance(parts.model, list) else parts.model, layout)
+        size = call.batch_size
         lanes = lanes_of(config) or 2
         wanted = config.micro_batches or min(4 * lanes, size)
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
@@ -235,7 +238,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         with with_threads(threads), telling_bad_batches(config, parts.model, parts.example):
             return explain(
                 parts.model,
-                parts.example,
+                call,
                 lanes=lanes if is_named else None,
                 micro_batches=wanted if is_named else None,
                 schedule=schedule,
@@ -245,6 +248,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
                 memory_limit=config.memory_limit,
                 batch_size=-(-size // min(size, count)),
                 training=True,
+                capture_path=config.capture_path,
                 analytic=analytic,
                 progress=progress,
             )

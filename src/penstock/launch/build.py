@@ -21,7 +21,7 @@ from penstock.errors import HangError, LostError, PenstockError, ScheduleError, 
 from penstock.launch.calling import call
 from penstock.launch.checking import node_counts
 from penstock.launch.items import build_data, count_tokens_of, first_item
-from penstock.launch.learning import build_loss, build_rate, optimizer_maker
+from penstock.launch.learning import build_loss, build_rate, build_weight, optimizer_maker
 from penstock.launch.measured import keep_profile, kept_profile
 from penstock.launch.models import build_model
 from penstock.launch.trying import check_pair, telling_bad_batches
@@ -167,16 +167,21 @@ def _pipeline(
 ) -> Pipeline:  # fmt: skip
     from penstock.schedules import describe
 
-    is_file = config.schedule.lower().endswith(".csv")
-    has_updates = not is_file and not describe(config.schedule).trains_exactly
+    schedule = config.schedule_name
+    is_file = schedule.lower().endswith(".csv")
+    has_updates = not is_file and not describe(schedule).trains_exactly
     lanes = None if is_file and world_size() == 1 else lanes_of(config)
     made = partial(
         Pipeline,
         parts.model,
         example=parts.example,
         loss=build_loss(config),
+        weight=build_weight(config),
+        loss_over=config.loss_over,
+        batch_dim=config.batch_dim,
+        whole=config.whole,
         micro_batches=config.micro_batches,
-        schedule=config.schedule,
+        schedule=schedule,
         devices=_devices(config, lanes),
         lanes=lanes,
         stages_per_lane=config.stages_per_lane,
@@ -186,6 +191,8 @@ def _pipeline(
         scaler=scaler,
         optimizer=make if has_updates else None,
         memory_limit=config.memory_limit,
+        deferred_batch_norm=config.deferred_batch_norm,
+        capture_path=config.capture_path,
         check=config.check,
         graphs=config.graphs,
         compile=config.compile,

@@ -49,6 +49,7 @@ def faults_of(config: Config) -> Iterator[Fault]:
         given = getattr(config, key)
         if isinstance(given, str):
             yield from _name_faults(key, given)
+    yield from _batch_faults(config)
     yield from (("callbacks", told) for one in config.callbacks for told in _callable_faults(one))
     yield from _model_faults(config)
     yield from _learning_faults(config)
@@ -108,6 +109,22 @@ def _model_faults(config: Config) -> Iterator[Fault]:
         yield "loss", f"say what the loss of {config.model} is, as cross_entropy; or model, where it returns its loss"
 
 
+def _batch_faults(config: Config) -> Iterator[Fault]:
+    """Yield what is wrong with how losses of micro-batches are put together, and with where the batch is."""
+    if config.weight is not None and config.weight != "sum":
+        for told in _callable_faults(config.weight):
+            yield "weight", f"sum, or {told}"
+    if config.loss_over == "batch":
+        if config.weight is not None:
+            yield "weight", "has no effect with loss_over batch; leave it out"
+        if config.loss == "model":
+            yield "loss_over", "batch needs a loss; one that the model computes itself sees one micro-batch"
+    dims = config.batch_dim if isinstance(config.batch_dim, dict) else {}
+    for name in config.whole:
+        if name in dims:
+            yield "whole", f"{name!r} stays whole, and batch_dim says where to cut it; leave one of them out"
+
+
 def _learning_faults(config: Config) -> Iterator[Fault]:
     rate = config.lr_schedule
     if ":" in rate:
@@ -131,20 +148,20 @@ def _schedule_faults(config: Config) -> Iterator[Fault]:
     from penstock.schedules import describe
 
     entry = None
-    if config.schedule.lower().endswith(".csv"):
-        if not Path(config.schedule).is_file():
-            yield "schedule", _no_file(config.schedule)
+    if config.schedule_name.lower().endswith(".csv"):
+        if not Path(config.schedule_name).is_file():
+            yield "schedule", _no_file(config.schedule_name)
     else:
         try:
-            entry = describe(config.schedule)
+            entry = describe(config.schedule_name)
         except PenstockError as error:
             yield "schedule", str(error)
     if entry is not None and not entry.trains_exactly:
         for name, given in (("clip", config.clip), ("precision", config.precision == "fp16" or None)):
             if given is not None:
-                yield name, f"{config.schedule} updates weights within the step; leave {name} out"
+                yield name, f"{config.schedule_name} updates weights within the step; leave {name} out"
         if config.accumulate > 1:
-            yield "accumulate", f"{config.schedule} updates weights within the step; leave it out"
+            yield "accumulate", f"{config.schedule_name} updates weights within the step; leave it out"
     yield from _memory_faults(config)
 
 

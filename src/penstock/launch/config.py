@@ -68,6 +68,22 @@ class Config(BaseModel):
         "(output, target), penstock:next_token, or model where the model returns its loss; auto knows those of "
         "transformers and of penstock:gpt.",
     )
+    weight: str | None = _key(
+        None,
+        0,
+        "What the loss averages over in a micro-batch: sum for a loss that adds up, or package.module:callable taking "
+        "(batch, target). By default it is read off torch's own losses, and found out by trial for others.",
+    )
+    loss_over: Literal["micro_batch", "batch"] = _key(
+        "micro_batch",
+        0,
+        "What one call of the loss sees: micro_batch, or batch: the outputs of the whole batch at once, for losses "
+        "that couple samples.",
+    )
+    batch_dim: Number | dict[str, Number] = _key(
+        0, 0, "The dimension of the batch in what the model is called with; or a table with one per argument."
+    )
+    whole: list[str] = _key([], 0, "Arguments of the model that every micro-batch gets whole.")
     callbacks: list[str] = _key([], 0, "Callables, package.module:callable, each returning a penstock.Callback.")
 
     steps: Count = _key(100, 1, "Updates of the weights, those before a resume counted in.")
@@ -101,7 +117,12 @@ class Config(BaseModel):
     lanes: Count | None = _key(None, 2, "Lanes, as threads of one process; by default as many as GPUs, 2 on the CPU.")
     devices: str | list[str] | None = _key(None, 2, "Of each lane, as cuda:0, cpu; or one for all.")
     micro_batches: Count | None = _key(None, 2, "Micro-batches a step; by default four a lane.")
-    schedule: str = _key("1f1b", 2, "A schedule's name (penstock simulate --list), or a CSV file.")
+    schedule: str | None = _key(
+        None,
+        2,
+        "A schedule's name (penstock simulate --list), or a CSV file; by default 1f1b, and zb_gpipe for loss_over "
+        "batch.",
+    )
     stages_per_lane: Count | None = _key(None, 2, "For schedules that leave it open.")
     cuts: list[int | str] = _key(
         [], 2, "Where cuts must lie: modules or nodes that they lie before; others are chosen."
@@ -111,6 +132,12 @@ class Config(BaseModel):
     )
     memory_limit: Positive | str | list[Positive | str] | None = _key(
         None, 2, "Bytes a lane has, as 16e9 or 16GiB; or one a lane."
+    )
+    deferred_batch_norm: bool = _key(
+        False, 2, "Update running statistics of batch norm once a step, as the whole batch would."
+    )
+    capture_path: Literal["auto", "direct", "export", "replay"] = _key(
+        "auto", 2, "How the model is captured: direct, export or replay; auto takes the first that works."
     )
     check: bool = _key(
         True, 2, "Compare a few samples, whole and in micro-batches, and refuse a model or a loss where they differ."
@@ -149,6 +176,11 @@ class Config(BaseModel):
         True, 4, "Keep as many processes ready, with everything imported, so that a restart takes less time."
     )
     log_dir: str | None = _key(None, 4, "Where what the processes print goes; by default logs in the folder.")
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule that is asked for, or the default."""
+        return self.schedule or ("zb_gpipe" if self.loss_over == "batch" else "1f1b")
 
 
 def group_of(name: str) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.launch.config import Config
 
-__all__ = ["build_loss", "build_rate", "optimizer_maker"]
+__all__ = ["build_loss", "build_rate", "build_weight", "optimizer_maker"]
 
 
 def build_loss(config: Config) -> Any:  # noqa: ANN401 - a function, or None
@@ -45,6 +45,17 @@ def build_loss(config: Config) -> Any:  # noqa: ANN401 - a function, or None
     raise UsageError(
         f"loss: {name!r} is no loss of torch.nn.functional or torch.nn.{nearest(name, [*functions, *losses])}"
     )
+
+
+def build_weight(config: Config) -> Any:  # noqa: ANN401 - a function, "sum", or None
+    """Return what the losses of micro-batches average over.
+
+    Raises:
+        UsageError: when there is no such callable.
+    """
+    if config.weight in (None, "sum"):
+        return config.weight
+    return find_callable("weight", config.weight)
 
 
 def optimizer_maker(config: Config) -> Callable[[Any], torch.optim.Optimizer]:

@@ -39,6 +39,8 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
     (0.001, '1f1b', ['cpu', 'cpu'])
     >>> read_value("model_args", "width=128"), read_value("graphs", "false")
     ({'width': 128}, False)
+    >>> read_value("batch_dim", "1"), read_value("batch_dim", "x=1")
+    (1, {'x': 1})
 
     Raises:
         ValueError: when it means nothing.
@@ -46,6 +48,8 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
     kinds = kinds_of(name)
     if bool in kinds and word.lower() in _SWITCHED:
         return _SWITCHED[word.lower()]
+    if {int, dict} <= kinds and word.strip().isdecimal():
+        return int(word)
     if dict in kinds and (str not in kinds or word.lstrip().startswith("{")):
         return _table(word)
     if list in kinds and ("," in word or str not in kinds):

@@ -78,6 +78,8 @@ def example_file() -> str:
 
 
 _SAMPLES = {
+    "weight": '"sum"',
+    "schedule": '"1f1b"',
     "validation": '"my_data.py:validation"',
     "weight_decay": "0.1",
     "clip": "1.0",

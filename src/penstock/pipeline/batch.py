@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,6 +143,16 @@ class BatchReader:
     def is_sum(self) -> bool:
         """Whether losses of micro-batches are added up, not averaged."""
         return self._exactness.weight == "sum"
+
+    def num_samples(self, batch: object) -> int:
+        """Return the samples of a batch: the size of its batch dimension; 0 where it has none."""
+        example = self._chain.example
+        found = batch.get(example.batch_name) if isinstance(batch, Mapping) else None
+        if not isinstance(found, torch.Tensor):
+            tensors = flatten(batch, apart=True)[0]
+            at = example.names.index(example.batch_name)
+            found = tensors[at if len(tensors) == len(example.names) else 0] if tensors else torch.zeros(())
+        return int(found.shape[example.batch_dim]) if found.dim() > example.batch_dim else 0
 
     def _key(self, batch: object, target: object, groups: object) -> object:
         """Return what a batch has in common with all that are read in the same way; None where each is looked at."""

@@ -439,6 +439,10 @@ class Pipeline(ModelFace):
         finally:
             self._recording = None
 
+    def num_samples(self, batch: object) -> int:
+        """Return the samples of a batch, wherever `batch_dim` says they are."""
+        return self._reader.num_samples(batch)
+
     def check(self, batch: object, target: object = _NOTHING) -> Comparison:
         """Compare a batch in micro-batches with the same batch whole: the loss and every gradient.
 

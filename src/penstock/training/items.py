@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from penstock.feeding.places import is_pair
 
-__all__ = ["Items", "Split", "num_samples"]
+__all__ = ["Items", "Split"]
 
 Split = Callable[[Any], tuple[Any, Any]]
 
@@ -33,9 +30,3 @@ class Items:
     def split(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
         """Return what an item that no feed has seen gives `pipe.evaluate`."""
         return self.call(item if self._split is None else self._split(item))
-
-
-def num_samples(call: tuple[Any, ...]) -> int:
-    """Return the samples of a batch: the rows of its first tensor that has any."""
-    leaves = pytree.tree_leaves(call[0])
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)

@@ -24,7 +24,7 @@ from penstock.training.callbacks import Callback, Callbacks
 from penstock.training.data_watch import DataWatch
 from penstock.training.faulty import Faults
 from penstock.training.folder import RunFolder
-from penstock.training.items import Items, Split, num_samples
+from penstock.training.items import Items, Split
 from penstock.training.journal import Journal
 from penstock.training.memory import lane_bytes
 from penstock.training.pages import Pages
@@ -284,7 +284,8 @@ class Trainer:
         norm = math.nan if made.gradient_norm is None else made.gradient_norm
         self.reading = Reading(
             number, self.asked.steps, self._feed.epoch, made.loss, norm, rates, time.monotonic() - start,
-            sum(map(num_samples, items)), tokens, self._timeline, self._lane_bytes, made.metrics,
+            sum(self.pipe.num_samples(call[0]) for call in items), tokens, self._timeline, self._lane_bytes,
+            made.metrics,
         )  # fmt: skip
         self._finish_step(number, made)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
-from penstock.training.items import num_samples
 from penstock.training.steps import mean_metrics
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def validate(
         if told := why_to_end():
             return told
         call = items.split(item)
-        size = max(1, num_samples(call))
+        size = max(1, pipe.num_samples(call[0]))
         loss, metrics = pipe.evaluate(*call, metrics=True)
         total, count = total + size * float(loss), count + size
         found.append((size, metrics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from penstock.schedule.dualpipe import dualpipe
 from penstock.schedule.lower import lower
 from penstock.schedule.one_f_one_b import build_1f1b
 from penstock.schedule.zero_bubble import zb_h1
+from penstock.schedules import build
 
 COSTS = Costs(forward=1, input_grad=1, weight_grad=1, transfer=0.1, saved_bytes=1 << 30, pending_bytes=1 << 28)
 WIDTH = 1280
@@ -342,6 +344,85 @@ def test_causes_stand_beside_those_of_the_prediction(open_page: Open, measured: 
     parts = page.locator(".causes .bar").first.locator("span")
     widths = [parts.nth(part).bounding_box()["width"] for part in range(parts.count())]  # type: ignore[index]
     assert widths[0] / sum(widths) == pytest.approx(1 - measured.bubble, abs=0.02)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a figure of the page, as "+3.5 ms" or "−700 µs"."""
+    number, unit = text.replace("−", "-").replace("+", "").split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+@pytest.mark.parametrize("has_causes", [True, False])
+def test_a_step_that_took_longer_than_predicted_is_explained(
+    open_page: Open, measured: Timeline, predicted: Timeline, has_causes: bool
+) -> None:
+    """Only the bubble was split: of actions that took longer than predicted nothing was said."""
+    pair = (measured, predicted) if has_causes else (replace(measured, causes=None), replace(predicted, causes=None))
+    page = open_page(*pair)
+    said = page.locator("p.difference").inner_text()
+    longer = measured.step_seconds - predicted.step_seconds
+    assert said.startswith(f"The step took {longer:.1f} s longer than predicted. Mean over lanes: actions +")
+    assert "(most in F on lane 2: +" in said  # whose forwards take 1.5 for 1
+    assert ("runtime overhead +" in said) == has_causes
+    page.locator(".difference summary").click()
+    heading, *rows = cells(page, "details.difference")
+    assert heading == [
+        *("mean over lanes", "predicted", "measured", "difference", "ratio"),
+        *map("lane {}".format, range(4)),
+    ]
+    *parts, step = rows
+    assert [row[0] for row in parts[:2]] == ["F forward", "B full backward"]
+    for column in (1, 2, 3, 5, 6, 7, 8):  # parts add up to the step, on every lane
+        assert sum(seconds_of(row[column]) for row in parts) == pytest.approx(
+            seconds_of(step[column]), abs=0.15
+        )  # figures have three digits
+    assert seconds_of(step[3]) == pytest.approx(longer, abs=0.06)
+    forwards = (
+        sum(span.end - span.start for span in measured if span.action.kind is Kind.F and span.lane == 2)
+        - predicted.num_lanes * 2
+    )  # eight forwards of a second
+    assert seconds_of(parts[0][7]) == pytest.approx(forwards, abs=0.02)
+
+
+def test_there_is_nothing_to_explain_without_a_prediction(
+    open_page: Open, measured: Timeline, predicted: Timeline, step: Timeline, slower: Timeline
+) -> None:
+    for shown in ([measured], [step, slower], [measured, step]):  # the last two differ in lanes
+        assert open_page(*shown).locator(".difference").count() == 0
+
+
+def test_hover_tells_what_was_predicted(open_page: Open, measured: Timeline, predicted: Timeline) -> None:
+    page = open_page(measured, predicted)
+    begin = measured.start.min()
+    lane, start, end = find(measured, "2F3")
+    _, before, after = find(predicted, "2F3")
+    said = hover(page, lane, (start + end) / 2 - begin)
+    assert f"predicted\n{after - before:g} s ({(end - start) / (after - before):.2f} ×)" in said
+    assert "predicted" not in hover(open_page(measured), lane, (start + end) / 2 - begin)
+
+
+def test_lanes_are_taller_than_the_curves(open_page: Open) -> None:
+    for lanes in (1, 2, 4):
+        page = open_page(simulate(build_1f1b(lanes=lanes, micro_batches=4), COSTS))
+        tall = [page.locator(f".panel.{name}").bounding_box()["height"] for name in ("lanes", "memory", "bubble")]  # type: ignore[index]
+        assert tall[0] > max(tall[1:])
+
+
+@pytest.mark.parametrize(("stages", "words"), [(1, None), (2, "1st, 2nd stage"), (3, "1st to 3rd stage")])
+def test_the_legend_has_the_shades_of_stages(open_page: Open, stages: int, words: str | None) -> None:
+    """A second stage's paler colour was not in the legend."""
+    page = open_page(simulate(build("interleaved_1f1b", lanes=2, micro_batches=4, stages_per_lane=stages), COSTS))
+    if words is None:
+        assert page.locator(".shades").count() == 0
+        return
+    assert page.locator(".shades").inner_text() == f"{words} of a lane"
+    swatches = page.locator(".shades .swatch").evaluate_all(
+        "(all) => all.map((s) => getComputedStyle(s).backgroundColor)"
+    )
+    drawn = page.evaluate("penstock.shades(0)")
+    as_rgb = [[round(255 * float(part)) for part in re.findall(r"[\d.]+", text)[:3]] for text in swatches]
+    for swatch, lane_colour in zip(as_rgb, drawn, strict=True):
+        assert swatch == pytest.approx(lane_colour, abs=1.5)
 
 
 def test_causes_of_each_lane_stand_in_its_figures(open_page: Open, measured: Timeline) -> None:

@@ -49,6 +49,10 @@ def test_text_is_coloured_on_demand(timeline):
     plain = re.sub(r"\033\[[0-9;]*m", "", text).splitlines()
     assert all(len(line) == 100 for line in plain[:3])
     assert "input gradient" in text
+    letters = set(re.sub(r"[^A-Z]", "", "".join(plain[: timeline.num_lanes])))
+    assert letters == {"F", "I", "W"}  # told apart without colours too: the chart had numbers only
+    narrow = re.sub(r"\033\[[0-9;]*m", "", timeline.to_text(width=40, color=True)).splitlines()
+    assert {len(line) for line in narrow[: timeline.num_lanes]} == {40}
 
 
 @pytest.mark.parametrize("width", [10, 31, 200, 1000])

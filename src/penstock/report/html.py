@@ -31,6 +31,7 @@ _SCRIPTS = (
     "lanes.js",
     "curves.js",
     "causes.js",
+    "difference.js",
     "build.js",
     "interact.js",
     "main.js",

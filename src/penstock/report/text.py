@@ -23,7 +23,7 @@ _IDLE = "·"
 
 
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
-    """Return a line a lane: each action as its kind and micro-batch, idle time as dots, and a summary.
+    """Return one line per lane: each action as its kind and micro-batch, idle time as dots, and a summary.
 
     Args:
         timeline: what to draw.
@@ -109,8 +109,8 @@ def _side_by_side(first: list[int], last: list[int]) -> list[tuple[int, int]]:
 def _cell(kind: Kind, mb: int, width: int, *, colored: bool) -> str:
     """Return a span as its kind and micro-batch, as far as they fit; its last character keeps it off its neighbour."""
     letter = kind.value[0]
-    texts = (str(mb), "") if colored else (f"{letter}{mb}", letter)
-    text = next((t for t in texts if len(t) < width), texts[-1])
+    text = next((t for t in (f"{letter}{mb}", letter) if len(t) < width), letter)
     if not colored:
         return text.ljust(width, "-")[: width - 1] + "|" if width > 1 else letter
-    return f"\033[38;5;16;48;5;{_COLOR.get(kind, 250)}m{text.ljust(width - 1)}\033[2m▕\033[0m"
+    shown = f"{text.ljust(width - 1)}\033[2m▕" if width > 1 else letter
+    return f"\033[38;5;16;48;5;{_COLOR.get(kind, 250)}m{shown}\033[0m"

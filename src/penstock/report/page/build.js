@@ -1,7 +1,7 @@
 // Building the timeline page around the canvases.
 
 // `others` says what the timeline is compared with, if anything: the fastest one, and the one that is a prediction.
-function buildSection(timeline, others, causes, signs) {
+function buildSection(timeline, others, kinds, causes, signs) {
   const figures = figuresOf(timeline);
   const summary = figures.map(([name, value]) => `${name} ${value}`).join(", ");
   const lanes = buildPanel("lanes", "", `Lanes of ${timeline.name}: ${timeline.numLanes} lanes, ${summary}`);
@@ -28,6 +28,7 @@ function buildSection(timeline, others, causes, signs) {
   const node = element("section", { "aria-label": timeline.name }, [
     head,
     ...(timeline.causes ? [buildCauses(timeline, others, causes)] : []),
+    ...buildDifference(timeline, others.prediction, kinds, causes),
     lanes.box,
     memory.box,
     bubble.box,
@@ -105,8 +106,8 @@ function buildTable(timeline, figures) {
   ]);
 }
 
-// One button a kind that occurs; pressed while the kind is shown.
-function buildLegend(kinds, used, state, redraw) {
+// One button a kind that occurs; pressed while the kind is shown. Where lanes have several stages, what their shades mean.
+function buildLegend(kinds, used, numShades, state, redraw) {
   for (const kind of used) {
     const { text, words, where } = kinds[kind];
     const swatch = element("span", { className: where === "LANE" ? "swatch" : "swatch strip" });
@@ -123,4 +124,19 @@ function buildLegend(kinds, used, state, redraw) {
     });
     document.getElementById("legend").append(button);
   }
+  if (numShades > 1) document.getElementById("legend").append(buildShades(kinds[used[0]].text, numShades));
+}
+
+const MOST_SWATCHES = 4;
+
+function buildShades(kind, numShades) {
+  const count = Math.min(numShades, MOST_SWATCHES);
+  const swatches = Array.from({ length: count }, (_, at) => {
+    const swatch = element("span", { className: "swatch" });
+    const paler = 100 * PALEST * (at / (count - 1));
+    swatch.style.background = `color-mix(in srgb, var(--kind-${kind}), var(--panel) ${paler}%)`;
+    return swatch;
+  });
+  const text = numShades === 2 ? "1st, 2nd stage of a lane" : `1st to ${numShades}th stage of a lane`;
+  return element("span", { className: "shades" }, [...swatches, text.replace("3th", "3rd")]);
 }

@@ -19,7 +19,7 @@ function findInLanes(section, plot, state, x, y) {
   return found;
 }
 
-function describeSpan(timeline, kinds, lane, i) {
+function describeSpan(timeline, prediction, kinds, lane, i) {
   const { start, end, kind, stage, mb, toLane } = timeline.spans;
   const { text, words, where } = kinds[kind[i]];
   const facts = [
@@ -29,6 +29,13 @@ function describeSpan(timeline, kinds, lane, i) {
     ["end", formatSeconds(end[i])],
   ];
   facts.push(["duration", formatSeconds(end[i] - start[i])]);
+  // a measured receive lasts as long as its lane waited, which is no duration to compare
+  const isCompared = timeline.isMeasured && prediction && (where === "LANE" || text.startsWith("SEND"));
+  const predicted = isCompared ? predictedSeconds(timeline, prediction, i) : null;
+  if (predicted !== null) {
+    const ratio = predicted > 0 ? ` (${formatRatio((end[i] - start[i]) / predicted)} ×)` : "";
+    facts.push(["predicted", `${formatSeconds(predicted)}${ratio}`]);
+  }
   facts.unshift(where === "LANE" ? ["lane", lane] : ["from → to", routeText(text, lane, toLane[i] - 1)]);
   return { title: `${stage[i]}${text}${mb[i]}`, words, facts };
 }

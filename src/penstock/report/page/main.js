@@ -27,7 +27,7 @@ const others = {
   prediction: predictions.length === 1 && timelines.length > 1 ? predictions[0] : null,
   isTold: timelines.some((timeline) => timeline.isMeasured && timeline.causes), // and the prediction's causes with it
 };
-const sections = timelines.map((timeline) => buildSection(timeline, others, data.causes, data.signs));
+const sections = timelines.map((timeline) => buildSection(timeline, others, kinds, data.causes, data.signs));
 document.getElementById("timelines").append(...sections.map((section) => section.node));
 const used = kinds
   .map((_, kind) => kind)
@@ -56,13 +56,16 @@ const page = {
   },
 };
 
+const LEAST_LANES_HEIGHT = MEMORY_HEIGHT + 30; // the lanes are what the page is about: taller than the curves
+
 function layOut() {
   const room = window.innerHeight - document.getElementById("top").offsetHeight - MEMORY_HEIGHT - BUBBLE_HEIGHT - 130;
   for (const section of sections) {
     const { numLanes } = section.timeline;
     const strips = used.filter((kind) => kinds[kind].where !== "LANE" && !state.isHidden[kind]);
     const least = numLanes > 128 ? 8 : 13;
-    const rowHeight = Math.max(least, Math.min(timelines.length > 1 ? 30 : 38, Math.floor(room / numLanes)));
+    const most = Math.max(timelines.length > 1 ? 30 : 38, Math.ceil(LEAST_LANES_HEIGHT / numLanes));
+    const rowHeight = Math.max(least, Math.min(most, Math.floor(Math.max(room, LEAST_LANES_HEIGHT) / numLanes)));
     section.layout = layOutLanes(section.timeline, strips, rowHeight);
     section.lanes.box.style.height = `${section.layout.height}px`;
   }
@@ -149,7 +152,7 @@ function hoverLanes(section, event) {
   if (!found) return showTooltip(event, null);
   if (found.span < 0) return showTooltip(event, describeLane(section.timeline, found, x));
   showMark(section, plot, found);
-  showTooltip(event, describeSpan(section.timeline, kinds, found.lane, found.span));
+  showTooltip(event, describeSpan(section.timeline, others.prediction, kinds, found.lane, found.span));
 }
 
 function hoverCurve(section, panel, event) {
@@ -216,7 +219,14 @@ function place(number, lane, seconds) {
   return { x: box.left + new Plot(box.width, view).x(seconds), y: box.top + y, canvasY: y - section.top };
 }
 
-buildLegend(kinds, used, state, page.requestDraw);
+// The colours of a kind, by a lane's stages; for tests and for the curious.
+function shades(kind) {
+  return Array.from({ length: numShades }, (_, shade) => [
+    ...palette.bright.rgb.slice(3 * (kind * numShades + shade), 3 * (kind * numShades + shade) + 3),
+  ]);
+}
+
+buildLegend(kinds, used, numShades, state, page.requestDraw);
 listen();
 draw();
-window.penstock = { view, state, stats, draw, place, timelines };
+window.penstock = { view, state, stats, draw, place, shades, timelines };

@@ -2,6 +2,8 @@
 
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", Arial, sans-serif';
 
+const PALEST = 0.45; // the share of the panel's colour in that of a lane's last stage
+
 function readPalette(kinds, numShades) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => parseColour(style.getPropertyValue(name).trim());
@@ -15,7 +17,7 @@ function readPalette(kinds, numShades) {
       const plain = mix(
         colour(`--kind-${kind.text}`),
         base.panel,
-        numShades > 1 ? (0.45 * shade) / (numShades - 1) : 0,
+        numShades > 1 ? (PALEST * shade) / (numShades - 1) : 0,
       );
       bright.push(plain);
       faint.push(mix(plain, base.lane, 0.82));

@@ -42,6 +42,12 @@ def test_simulate_json_has_the_figures():
     assert row["peak_saved_stage_micro_batches"] == [4, 3, 2, 1]
 
 
+def test_a_schedule_that_is_named_twice_is_shown_once():
+    code, out, _ = penstock("simulate", "--schedule", "1f1b", "--compare", "gpipe,1f1b,gpipe", "--json")
+    assert code == 0
+    assert [row["schedule"] for row in json.loads(out)["schedules"]] == ["1f1b", "gpipe"]
+
+
 def test_table_and_charts_count_what_is_held_in_one_unit():
     """The table said 4 and the chart 8 for one schedule: micro-batches, and stage micro-batches of half a lane."""
     code, out, _ = penstock("simulate", "--schedule", "zb_v", "--compare", "1f1b,interleaved_1f1b", "--json")

@@ -145,7 +145,7 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     typer.echo(draw_text(training.timeline, width=console.width, color=color))
     predicted = training.explanation.timeline
     typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
-    typer.echo(str(compared))
+    console.print(Text(str(compared)), soft_wrap=not console.is_terminal)  # at words in a terminal, whole in a file
 
 
 def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:

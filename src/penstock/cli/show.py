@@ -110,7 +110,7 @@ def table(results: list[Result]) -> None:
     if has_bytes:
         grid.add_column("bytes", justify="right", no_wrap=True)
     if len(results) > 1:
-        grid.add_column("step over\nthe first", justify="right", no_wrap=True)
+        grid.add_column("times the\nfirst's step", justify="right", no_wrap=True)
     for result in results:
         grid.add_row(*_cells(result, results[0], has_bytes=has_bytes, has_ratio=len(results) > 1))
     console = Console()

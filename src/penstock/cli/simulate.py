@@ -113,7 +113,7 @@ def simulate(
         show.list_schedules(as_json=as_json)
         return
     job = Job(
-        schedules=(schedule, *(name.strip() for name in compare.split(",") if name.strip())),
+        schedules=tuple(dict.fromkeys((schedule, *(name.strip() for name in compare.split(",") if name.strip())))),
         lanes=lanes,
         micro_batches=micro_batches,
         stages_per_lane=stages_per_lane,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.errors import GraphError, PenstockError, UsageError
+from penstock.errors import GraphError, PenstockError, UsageError, in_short
 from penstock.model.graph import Graph, Node
 from penstock.model.saved import Ledger, Saved, num_bytes, record_saved
 from penstock.model.trial import Trial
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.model.capture import Captured
 
 __all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
+
+_MOST_REASON = 120  # characters of an error in a warning
 
 Progress = Callable[[int, int, str], None]
 _TRIES = 3  # runs with other random numbers, for nodes that the first run skipped
@@ -254,7 +256,9 @@ class _Surveyor(Generic[T]):
         except PenstockError:
             raise
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            # the message of a KeyError is the key alone, which may be an object of ours
+            message = "" if isinstance(error, KeyError) else next(iter(str(error).splitlines()), "")
+            reason = f"{type(error).__name__}{message and ': '}{in_short(message, _MOST_REASON)}"
             self.notes.append(f"{trial.node.name} ({trial.node.op}): {reason}")
             return self.examiner.guess(trial, seconds), Saved.guessed(trial)
 

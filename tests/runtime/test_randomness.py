@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import UsageError
 from penstock.model.capture import capture
+from penstock.model.drawing import enter
 from penstock.runtime.randomness import Seeded, mix
 from transparency import WIDTH, Layers, rows
 
@@ -116,6 +117,7 @@ def hammered():
 
 
 def drawn(mode, model, x, seed=5):
+    enter("")
     mode.reseed(seed)
     with mode:
         return first(model(x))
@@ -195,11 +197,14 @@ class InRegions(Layers):
 @pytest.mark.usefixtures("hammered")
 def test_stages_of_any_path(path):
     model, x = InRegions(), rows()
-    chain = capture(model, x, path=path, training=True).split([1])
+    captured = capture(model, x, path=path, training=True)
+    chain = captured.split([1])
     mode = Seeded(0, "cpu")
     once = drawn(mode, chain, x)
     assert torch.equal(once, drawn(mode, chain, x))
-    assert torch.equal(once, drawn(mode, model, x))
+    for cut in range(2, len(captured.graph.nodes)):
+        assert torch.equal(once, drawn(mode, captured.split([cut]), x))
+    assert not torch.equal(once, drawn(mode, chain, x, seed=6))
 
 
 def test_exported_programs():

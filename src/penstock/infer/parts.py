@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from penstock.infer.branches import Branches
-from penstock.infer.reading import Reading, draws
+from penstock.infer.reading import Reading
 from penstock.model.compiling import Options, compiled
-from penstock.model.export_ops import Families, written_by
+from penstock.model.export_ops import Families, draws, written_by
 
 __all__ = ["compiled_part", "find_parts"]
 

@@ -23,13 +23,12 @@ from penstock.infer.branches import Work
 from penstock.infer.computing import compute, shown_for, without_memory
 from penstock.infer.patches import as_products, is_convolution
 from penstock.infer.rows import asks_for_rows, could_be_fewer, for_fewer_rows
-from penstock.model.export_ops import Families, has_effect, op_name, written_by
-from penstock.model.export_regions import op_of
+from penstock.model.export_ops import Families, draws, op_name, written_by
 from penstock.model.export_stage import ExportProgram
 from penstock.model.rates import Rates
 from penstock.model.tally import Tally
 
-__all__ = ["Reading", "draws", "read_program"]
+__all__ = ["Reading", "read_program"]
 
 _CONSTANT = "_constants."  # what the names of tensors in the model's code begin with
 _RATES = "h100"  # only relations count: of compute to memory, and of both to a launch
@@ -137,14 +136,6 @@ def _done_once(
         if found <= barred:
             return once
         barred |= found
-
-
-def draws(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, or may do."""
-    op = op_of(node)
-    if isinstance(op, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in op.tags
-    return has_effect(node)
 
 
 @dataclass(frozen=True)

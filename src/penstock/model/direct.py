@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.model import drawing
 from penstock.model.compiling import Options, compiled
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
@@ -220,6 +221,7 @@ class DirectProgram:
         # what a module changes in place may be a view of what came in before the modules ahead of it
         self._is_changing = any(any(places[index].is_changed) for index in nodes)
         self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
+        self._paths = [direct.paths[index] for index in nodes]
         self.inputs = _names(direct, nodes.start, self._place.count)
         self.outputs = _names(direct, nodes.stop, self._end.count)
         first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
@@ -255,7 +257,8 @@ class DirectProgram:
             place[key] = held.get(name)
         given = [value.clone() for value in values] if self._is_changing else values
         args, kwargs = self._place.arguments(given)
-        for module in self._modules:
+        for path, module in zip(self._paths, self._modules, strict=True):
+            drawing.enter(path)
             result = module(*args, **kwargs)
             args, kwargs = self._direct._next(result)
         # one tensor is by far the most common, and taking it apart would cost more than a small stage

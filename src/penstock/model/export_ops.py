@@ -13,6 +13,7 @@ from penstock.model.export_regions import args_of, op_of
 __all__ = [
     "Families",
     "aliased_by",
+    "draws",
     "has_effect",
     "inner_graphs",
     "is_check",
@@ -83,6 +84,15 @@ def has_effect(node: fx.Node) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or "batch_norm" in op._schema.name
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, or may do."""
+    op = op_of(node)
+    if isinstance(op, torch._ops.OpOverload):
+        takes_generator = any(argument.name == "generator" for argument in op._schema.arguments)
+        return takes_generator or torch.Tag.nondeterministic_seeded in op.tags
+    return has_effect(node)
 
 
 def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:

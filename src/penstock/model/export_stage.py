@@ -10,7 +10,9 @@ import torch
 from torch import fx, nn
 
 from penstock.model.compiling import Options, compiled
+from penstock.model.drawing import enter
 from penstock.model.export_graph import ExportGraph
+from penstock.model.export_ops import draws
 from penstock.model.export_sizes import affine
 from penstock.model.source import SOURCE, line_of_trace
 from penstock.model.stages import Held
@@ -48,6 +50,9 @@ class ExportProgram:
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the operations."""
+        for node in [node for node in self.module.graph.nodes if node.target is enter]:
+            self.module.graph.erase_node(node)
+        self.module.recompile()
         self._compiled = compiled(self.module, options)
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
@@ -169,6 +174,8 @@ class _Cutter:
             return self._count(*size)
         for argument in node.all_input_nodes:
             self._copy(argument)
+        if draws(node):
+            self.body.call_function(enter, (node.name,))
         copied = self.body.node_copy(node, lambda argument: self.copy_of[argument])
         line = line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at ")
         copied.meta = {SOURCE: line} if line else {}  # errors name it; nothing else of the trace is needed any more

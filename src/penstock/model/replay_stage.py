@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from penstock.errors import CaptureError, UsageError
 from penstock.model.compiling import Options
+from penstock.model.drawing import here, seeded_python
 from penstock.model.example import Call
 from penstock.model.export_stage import renew
 from penstock.model.export_trace import is_cache
@@ -169,6 +171,11 @@ class ReplayProgram:
                     if id(inner) not in kept:
                         _without_hooks(inner)
 
+    @property
+    def draws_python_random(self) -> bool:
+        """Whether the forward draws Python's or numpy's random numbers."""
+        return self.part.draws_python_random
+
     def compile(self, options: Options) -> None:  # noqa: ARG002
         """Refuse."""
         raise UsageError("compile: the model's own code runs again, stage by stage: capture_path='export' may do")
@@ -181,7 +188,7 @@ class ReplayProgram:
         named = values[self._given : self._given + len(self._from)]
         extra = list(values[self._given + len(self._from) :])
         notes = Notes.from_tensor(named[0]) if self.part.is_dynamic and self._from else Notes()
-        if self.part.draws_python_random:
+        if self.draws_python_random and here.seed is None:
             notes.note_random() if notes.python_random is None else notes.set_random()
         first = next(iter(held), None)
         device = held.get(first).device if first is not None else inputs[0].device
@@ -196,8 +203,10 @@ class ReplayProgram:
             batch_size=batch_size,
         )
         before = [(module, dict(module._buffers), dict(vars(module))) for module in self._entered]
+        seed = here.seed if self.draws_python_random else None
         try:
-            result = play.run(self.shell, self._watched, self.call.arguments, inputs)
+            with nullcontext() if seed is None else seeded_python(seed):
+                result = play.run(self.shell, self._watched, self.call.arguments, inputs)
             made = self._results(play, result, {id(held.get(name)) for name in self.held_names})
         finally:
             self._tidy(before, held)

@@ -24,6 +24,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from penstock.model.drawing import enter
+
 __all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
 # path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
@@ -32,6 +34,23 @@ Mark = tuple[str, int, int]
 
 class Done(BaseException):
     """The stage has done all it has to do: the rest of the forward is for others."""
+
+
+class _Around:
+    """The module call that what happens now belongs to, for random numbers: looked at or not.
+
+    What is drawn between two calls of other modules lies on one stage, wherever the model is cut. So the number of
+    calls before it names it.
+    """
+
+    __slots__ = ("name", "num_calls")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_calls = name, 0
+
+    @property
+    def place(self) -> str:
+        return f"{self.name}:{self.num_calls}" if self.num_calls else self.name
 
 
 @dataclass
@@ -106,6 +125,7 @@ class Walk(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[Frame] = []
+        self.around = _Around("")
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
@@ -173,10 +193,18 @@ class Walk(TorchFunctionMode):
     def _called(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         ordinal = self.ordinals.get(path, 0)
         self.ordinals[path] = ordinal + 1  # counted also where nobody looks, so that all stages count alike
-        if self._is_whole:
-            return call(*args, **kwargs)
-        with self.switched(on=False):
-            return self.on_call(path, ordinal, call, args, kwargs)
+        outer = self.around
+        self.around = _Around(f"{path}#{ordinal}")
+        enter(self.around.place)
+        try:
+            if self._is_whole:
+                return call(*args, **kwargs)
+            with self.switched(on=False):
+                return self.on_call(path, ordinal, call, args, kwargs)
+        finally:
+            outer.num_calls += 1
+            self.around = outer
+            enter(outer.place)
 
     def whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Make a call without a look at its inside."""

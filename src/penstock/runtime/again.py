@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,25 +11,23 @@ import torch
 __all__ = ["Again"]
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
-# for the number of a part: what to run it within, both times: the same random numbers, the same autocast
-Context = Callable[[int], AbstractContextManager[Any]]
+# what to run a part within, both times: the same random numbers, the same autocast
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Again:
     """Runs the parts of one stage that are run again; `begin` says for each micro-batch what they run within."""
 
     def __init__(self) -> None:
-        self._context: Context = _nothing
-        self._count = 0
+        self._context: Context = nullcontext
 
     def begin(self, context: Context) -> None:
         """Begin a forward of the stage."""
-        self._context, self._count = context, 0
+        self._context = context
 
     def __call__(self, run: Run, values: Sequence[Any]) -> Sequence[Any]:
         """Run the next part now without a graph, and once more when its gradients are asked for."""
-        context = partial(self._context, self._count)
-        self._count += 1
+        context = self._context
         if not torch.is_grad_enabled():
             with context():
                 return run(values)
@@ -38,10 +35,6 @@ class Again:
         anchor = torch.zeros((), requires_grad=True)
         made = _Again.apply(anchor, run, context, *values)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
-
-
-def _nothing(number: int) -> AbstractContextManager[Any]:  # noqa: ARG001
-    return nullcontext()
 
 
 class _Again(torch.autograd.Function):

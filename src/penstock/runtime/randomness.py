@@ -1,4 +1,8 @@
-"""Randomness: a micro-batch draws numbers of its own, the same in every run of it, whatever other threads draw."""
+"""Randomness: a micro-batch draws numbers of its own, the same in every run of it, whatever other threads draw.
+
+Numbers follow from a seed and from the name of what draws them, never from the stage: another cut, schedule or keep
+policy draws the same ones. docs/design/randomness.md has the reasons.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import UsageError
+from penstock.model.drawing import here
 
 __all__ = ["Seeded", "mix"]
 
 _WORD = 2**64 - 1
 _CPU = torch.device("cpu")
+_MOST_GENERATORS = 1024  # that one stage keeps: a CPU generator takes 5 KB
 _aten = torch.ops.aten
 
 Operation = torch._ops.OpOverload[..., Any]
@@ -30,14 +37,14 @@ Kwargs = dict[str, Any]
 _BORROWING = threading.Lock()
 
 
-def mix(seed: int, stage: int, mb: int) -> int:
-    """Return a seed for one micro-batch on one stage: 63 bits that look unrelated to those of any other.
+def mix(*words: int) -> int:
+    """Return a seed that follows from some numbers: 63 bits that look unrelated to those of any other numbers.
 
     >>> mix(0, 1, 2) == mix(0, 1, 2), mix(0, 1, 2) == mix(0, 2, 1)
     (True, False)
     """
     mixed = 0
-    for word in (seed, stage, mb):  # splitmix64, one round a word
+    for word in words:  # splitmix64, one round a word
         mixed = ((mixed ^ word) + 0x9E3779B97F4A7C15) & _WORD
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -45,9 +52,17 @@ def mix(seed: int, stage: int, mb: int) -> int:
     return mixed >> 1
 
 
+@lru_cache(maxsize=2**16)
+def _number_of(place: str) -> int:
+    """Return a name as a number, the same in every process."""
+    return int.from_bytes(blake2b(place.encode(), digest_size=8).digest(), "little")
+
+
 class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, every random operation of this thread draws from generators of its own.
 
+    There is one generator for each place that draws, as `penstock.model.drawing` names it, seeded when the place is
+    entered. CUDA graphs need them apart: a captured graph holds on to a generator, which has one seed in a replay.
     Operations that the user gives a generator keep that one. The default generators stay as they are.
 
     Attributes:
@@ -67,34 +82,53 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed: int, device: torch.device | str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.was_drawn = False
-        self._seed = seed
-        self._generator_of: dict[torch.device, torch.Generator] = {}
+        self._seed, self._place = seed, ""
+        self._generator_of: dict[tuple[torch.device, str], torch.Generator] = {}
+        self._is_seeded: set[torch.device] = set()  # in the place that draws now
         self._has_gradients = False
-        self.generator(torch.device(device))
+        self._devices = {_with_index(torch.device(device))}
 
     def reseed(self, seed: int) -> None:
         """Begin another micro-batch."""
         self._seed = seed
-        for generator in self._generator_of.values():
-            generator.manual_seed(seed)
+        self._is_seeded.clear()
+
+    def seed_all(self) -> list[torch.Generator]:
+        """Seed the generators of all places that have drawn, for a replay; return those on devices, for a capture."""
+        self._is_seeded.clear()
+        for (_, place), generator in self._generator_of.items():
+            generator.manual_seed(self._seed_of(place))
+        return [found for (device, _), found in self._generator_of.items() if device.type != "cpu"]
+
+    def _seed_of(self, place: str) -> int:
+        return mix(self._seed, _number_of(place)) if place else self._seed
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator that it draws from on a device."""
-        found = self._generator_of.get(device)
+        """Return the generator that the place which runs now draws from on a device."""
+        place = here.place
+        if place != self._place:
+            self._place = place
+            self._is_seeded.clear()
+        found = self._generator_of.get((device, place))
         if found is None:
             device = _with_index(device)
-            found = self._generator_of.get(device)
+            found = self._generator_of.get((device, place))
         if found is None:
-            found = self._generator_of[device] = torch.Generator(device).manual_seed(self._seed)
+            self._devices.add(device)
+            if len(self._generator_of) >= _MOST_GENERATORS:
+                # all others take turns with one, which no CUDA graph can capture: it would need two seeds
+                place = _OTHERS
+            found = self._generator_of.get((device, place))
+            if found is None:
+                found = self._generator_of[device, place] = torch.Generator(device)
+        if device not in self._is_seeded:
+            self._is_seeded.add(device)
+            found.manual_seed(self._seed_of(self._place))
         return found
-
-    def generators(self) -> list[torch.Generator]:
-        """Return all that it draws from on devices."""
-        return [found for device, found in self._generator_of.items() if device.type != "cpu"]
 
     def draws_beside(self, device: torch.device) -> bool:
         """Return whether it drew anywhere but on a device."""
-        return any(found != _with_index(device) for found in self._generator_of)
+        return any(found != _with_index(device) for found in self._devices)
 
     # TorchDispatchMode also sets flags of the process, which threads that enter and leave at will would leave wrong
     def __enter__(self) -> Seeded:
@@ -147,6 +181,8 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.was_drawn = True
         return self.generator(device)
 
+
+_OTHERS = "\0 others"
 
 _CHECKPOINTED = (
     "the model draws random numbers (dropout, perhaps) inside torch.utils.checkpoint, whose second run in the backward"

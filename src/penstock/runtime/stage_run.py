@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from penstock.errors import UsageError
+from penstock.model.drawing import enter, here
 from penstock.model.stages import Stage
 from penstock.runtime.adding import Adding, added_together
 from penstock.runtime.again import Again
@@ -107,6 +108,7 @@ class StageRun:
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
         self._again: Again | None = stage.runner
         self._random: Seeded | None = None
+        self._is_drawing = False
         self.has_drawn = False
         self._has_watched = False  # random numbers, for a whole step
         self._losses = [0, 0]  # of a step: how many, and how many of them have a gradient
@@ -149,6 +151,7 @@ class StageRun:
             return
         has_backward = step.mode.has_backward
         with torch.set_grad_enabled(has_backward), self._around(step, mb), step.mode.cast(self.device):
+            enter("loss")
             loss, metrics = batch.compute()
         step.losses[mb] = loss.detach()
         if metrics:
@@ -208,6 +211,7 @@ class StageRun:
         with self._lock, self._around(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last and step.over_batch is None:
+                enter("loss")
                 target = move_to(self.device, step.targets[mb])
                 record.loss, metrics = step.finish(self._results(step, mb, record), mb, target)
                 if metrics:
@@ -224,29 +228,32 @@ class StageRun:
         """Begin the random numbers of a forward anew; return what they will come from, as far as that is known."""
         if self._random is None:
             return ()
-        self._random.reseed(mix(step.seed, self.index, mb))
-        return self._random.generators()
+        self._random.reseed(mix(step.seed, mb))
+        return self._random.seed_all()
 
     @contextmanager
     def _drawing(self, step: Step, mb: int, statistics: AbstractContextManager[Any]) -> Iterator[None]:
         if self._random is None:
             self._random = Seeded(0, self.device)
-        self.draw_from(step, mb)
+        seed = mix(step.seed, mb)
+        self._random.reseed(seed)
+        here.place, here.seed, self._is_drawing = f"stage {self.index}", seed, True  # programs say where they draw
         try:
             with statistics, self._random:
                 yield
         finally:
+            here.place, here.seed, self._is_drawing = "", None, False
             self.has_drawn |= self._random.was_drawn
 
     @contextmanager
-    def _part(self, step: Step, mb: int, pending: Pending | None, number: int) -> Iterator[None]:
-        """Run a part of the stage within the same things, now and when it is run again: its numbers are its own."""
+    def _part(self, step: Step, mb: int, pending: Pending | None) -> Iterator[None]:
+        """Run a part of the stage within the same things, now and when it is run again."""
         with ExitStack() as around:
             around.enter_context(step.mode.cast(self.device))
             if pending is not None:
                 around.enter_context(Deferring(pending))
-            if self._may_draw():
-                around.enter_context(Seeded(mix(mix(step.seed, self.index, mb), number, 1), self.device))
+            if not self._is_drawing and self._may_draw():
+                around.enter_context(self._drawing(step, mb, _NOTHING))
             yield
 
     def _may_draw(self) -> bool:
@@ -256,7 +263,8 @@ class StageRun:
         """
         runs_again = self.keep in RECOMPUTING or self._again is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
-        return self.has_drawn or not self._has_watched or not is_known
+        draws_python = getattr(self.stage.program, "draws_python_random", False)
+        return self.has_drawn or not self._has_watched or not is_known or draws_python
 
     def _results(self, step: Step, mb: int, record: Record) -> Values:
         if not self.results:

@@ -9,10 +9,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import penstock
+import processes
+from cpu_graphs import CpuGraphs
 from penstock.model.capture import capture
 from penstock.pipeline import build
+from penstock.pipeline import graphs as graph_steps
 from pipelines import cuts_of
-from runtime_everywhere import everyone, everywhere, together
+from runtime_everywhere import everyone, together
 
 WIDTH, LENGTH, SIZE, MICRO_BATCHES = 8, 5, 8, 4
 PATHS = ("export", "replay", "direct")
@@ -155,3 +158,123 @@ def test_parts_that_are_run_again_draw_the_same(path, wanted, monkeypatch):
     """Where only such parts drew, nobody noted it: from the second step on, their second run drew other numbers."""
     monkeypatch.setattr(build, "select_recomputed", lambda profile, cuts, *_: [[range(0, cuts[0])], []])
     same(trained(path, keep="fit", memory_limit=2**30), wanted[path])
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("path", PATHS)
+def test_processes_draw_the_same(path, wanted):
+    for losses, gradients in processes.run(in_process, 2, path):
+        same((losses, {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}), wanted[path])
+
+
+def in_process(path):
+    losses, gradients = trained(path, schedule="zb_h1")
+    return losses, {name: gradient.numpy() for name, gradient in gradients.items()}
+
+
+class ByChance(nn.Module):
+    """Draws Python's and numpy's random numbers, in front of a layer and behind it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() < 0.4:
+                continue
+            x = F.dropout(torch.tanh(layer(x)), 0.2) * (1 + np.random.rand())
+        return x
+
+
+@pytest.mark.parametrize("options", [{"keep": "recompute"}, {"lanes": 4}, {"schedule": "dualpipe"}], ids=str)
+def test_pythons_random_numbers_follow_from_the_seed_too(options, monkeypatch):
+    """Lanes drew from one generator in turn, and a forward that was run again drew other numbers than before."""
+    monkeypatch.setattr(__name__ + ".made", lambda path, device: ByChance().double().train())
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate()
+    wanted = trained("replay", lanes=1)
+    random.seed(2)
+    np.random.seed(2)
+    same(trained("replay", **options), wanted)
+    random.seed(1)
+    assert random.getstate() == before
+
+
+def on_graphs(monkeypatch, path, **options):
+    """Return the same of steps that run as graphs, on a CPU as those that the tests have for it."""
+    monkeypatch.setattr(CpuGraphs, "num_replays", 0)
+    monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+    found = trained(path, graphs=True, steps=4, **options)
+    assert CpuGraphs.num_replays
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"lanes": 4}, {"keep": "recompute"}], ids=str)
+@pytest.mark.parametrize("path", ["export", "direct"])
+def test_replays_of_graphs_draw_the_same(path, options, monkeypatch):
+    """A replay seeds the generators of all places at once, before any of them draws."""
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
+    torch.manual_seed(0)
+    wanted = trained(path, lanes=1, steps=4, graphs=False)
+    torch.manual_seed(0)
+    same(on_graphs(monkeypatch, path, **options), wanted)
+
+
+@pytest.mark.parametrize("path", ["export", "direct"])
+def test_replays_of_parts_that_are_run_again(path, monkeypatch):
+    """A backward runs them: the graph of it has to know their generators, and its replay to seed them."""
+    monkeypatch.setattr(build, "select_recomputed", lambda profile, cuts, *_: [[range(0, cuts[0])], []])
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
+    torch.manual_seed(0)
+    wanted = trained(path, lanes=1, steps=4, graphs=False)
+    torch.manual_seed(0)
+    same(on_graphs(monkeypatch, path, keep="fit", memory_limit=2**30), wanted)
+
+
+needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+ON_GPU = {
+    "graphs": {"graphs": True},
+    "eager": {"graphs": False},
+    "elsewhere": {"graphs": True, "cuts": [2]},
+    "4 lanes": {"graphs": True, "lanes": 4},
+    "recompute": {"graphs": True, "keep": "recompute"},
+    "interleaved": {"graphs": True, "schedule": "interleaved_1f1b"},
+    "dualpipe": {"graphs": False, "schedule": "dualpipe"},
+}
+
+
+def on_gpu(path, *, lanes=2, **options):
+    return trained(path, lanes=lanes, steps=4, devices=["cuda:0"] * lanes, **options)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=needs_gpu) for case in ON_GPU])
+@pytest.mark.parametrize("path", ["export", "direct"])
+def test_on_a_gpu_with_graphs_and_without(path, case, monkeypatch):
+    """Each place has a generator that the graphs know, for one cannot be seeded anew within a capture."""
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
+    torch.manual_seed(0)
+    wanted = on_gpu(path, lanes=1, graphs=False)
+    torch.manual_seed(0)
+    same(on_gpu(path, **ON_GPU[case]), wanted)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=needs_gpu) for graphs in (False, True)])
+@pytest.mark.parametrize("path", ["export", "direct"])
+def test_parts_that_are_run_again_on_a_gpu(path, graphs, monkeypatch):
+    """Their second run is in a thread of autograd's, which has to know what draws."""
+    monkeypatch.setattr(build, "select_recomputed", lambda profile, cuts, *_: [[range(0, cuts[0])], []])
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
+    torch.manual_seed(0)
+    wanted = on_gpu(path, lanes=1, graphs=False)
+    torch.manual_seed(0)
+    same(on_gpu(path, keep="fit", memory_limit=2**33, graphs=graphs), wanted)
+
+
+@pytest.mark.parametrize("lanes", [pytest.param(lanes, marks=needs_gpu) for lanes in (2, 4)])
+def test_recurrent_networks_on_a_gpu(lanes):
+    """Those of cuDNN take a seed from the host."""
+    same(on_gpu("replay", lanes=lanes), on_gpu("replay", lanes=1))

@@ -242,13 +242,15 @@ class DirectProgram:
     def compile(self, options: Options) -> None:
         """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
         grouped: list[list[nn.Module]] = [[]]
-        for module, is_plain in zip(self._modules, self._is_plain_behind, strict=True):
+        starts: list[str] = []
+        for path, module, is_plain in zip(self._paths, self._modules, self._is_plain_behind, strict=True):
+            starts += [] if grouped[-1] else [path]
             grouped[-1].append(module)
             is_alone = not self._is_plain_first and len(grouped) == 1
             if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
                 grouped.append([])
         wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped if group]
-        self._modules = [compiled(whole, options) for whole in wholes]
+        self._modules, self._paths = [compiled(whole, options) for whole in wholes], starts
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""

@@ -47,10 +47,13 @@ class ExportProgram:
         self.reassigned = reassigned
         self.device = device
         self._compiled: Callable[..., tuple[Any, ...]] | None = None
+        self._draws: Any = ""  # the first of the compiled nodes that draws
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the operations."""
-        for node in [node for node in self.module.graph.nodes if node.target is enter]:
+        entering = [node for node in self.module.graph.nodes if node.target is enter]
+        self._draws = entering[0].args[0] if entering else ""
+        for node in entering:
             self.module.graph.erase_node(node)
         self.module.recompile()
         self._compiled = compiled(self.module, options)
@@ -62,6 +65,8 @@ class ExportProgram:
         if device != self.device:
             self._move(device)
         run = self.module.forward if self._compiled is None else self._compiled
+        if self._draws:
+            enter(self._draws)
         made: tuple[Any, ...] = run(*tensors, *values, batch_size)
         if self.reassigned:
             count = len(self.outputs)

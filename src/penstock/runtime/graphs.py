@@ -31,7 +31,7 @@ __all__ = ["COMPUTE", "Capture", "Tape"]
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-_DRAWING = frozenset({Kind.F, Kind.RECOMPUTE})
+_FORWARDS = frozenset({Kind.F, Kind.RECOMPUTE})
 _ALONE = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
 
 
@@ -198,12 +198,14 @@ class Capture:
     def _compute(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
         assert self._step is not None
         step, run = self._step, self._stages[i.stage]
-        generators = run.draw_from(step, i.mb) if i.kind in _DRAWING else ()
+        # a backward runs the parts of a stage again that were not kept
+        may_draw = i.kind in _FORWARDS or (run.runs_parts_again and i.kind is not Kind.W)
+        generators = run.draw_from(step, i.mb) if may_draw else ()
         with _ALONE, self._aside(), self._maker.capturing(generators) as replay:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else None
-        is_end = i.kind in _DRAWING and run.is_last
+        is_end = i.kind in _FORWARDS and run.is_last
         loss, metrics = (step.losses.get(i.mb), step.metrics.get(i.mb)) if is_end else (None, None)
         freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
         for slot in freed:
@@ -211,7 +213,7 @@ class Capture:
         events = [slot.free for slot in freed if slot.free is not None]
         for event in events:
             event.record(torch.cuda.current_stream(self._device))
-        draws = run if i.kind in _DRAWING and run.has_drawn else None
+        draws = run if may_draw and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws), i)
 
     @contextmanager

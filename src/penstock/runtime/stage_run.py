@@ -346,6 +346,11 @@ class StageRun:
             raise UsageError("the loss does not depend on any parameter that requires a gradient")
 
     @property
+    def runs_parts_again(self) -> bool:
+        """Whether its backwards run parts of its forwards again."""
+        return self._again is not None
+
+    @property
     def draws_on_host(self) -> bool:
         """Whether its forwards drew random numbers anywhere but on its own device."""
         return self._random is not None and self._random.draws_beside(self.device)

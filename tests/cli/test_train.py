@@ -179,6 +179,8 @@ def test_it_trains_and_its_folder_tells_all(place, monkeypatch):
     code, out, _ = train("out/config.toml", "--steps", "6")
     assert code == 0
     assert "goes on from the checkpoint of step 4" in out
+    assert "cuts as before, by out/plan.json" in out
+    assert json.loads((folder / "plan.json").read_text())["cuts"] == plan["cuts"]
     assert sorted(losses("out")) == [1, 2, 3, 4, 5, 6]
     # and the same in one go
     assert train("run.toml", "--folder", "whole", "--lr", "0.01", "--steps", "6", "--json")[0] == 0

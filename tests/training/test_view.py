@@ -68,7 +68,8 @@ def pretended(folder, lanes=(0, 1), device="cpu", **more):
     schedule = penstock.schedules.build("1f1b", lanes=2, micro_batches=4)
     given = {"is_first": True, "step": 0, "reading": None, "asked": SimpleNamespace(steps=10)} | more
     folder = SimpleNamespace(path=Path(folder))
-    pipe = SimpleNamespace(schedule=schedule, lanes=lanes, devices=[torch.device(device)] * 2)
+    decision = SimpleNamespace(kept_in="")
+    pipe = SimpleNamespace(schedule=schedule, lanes=lanes, devices=[torch.device(device)] * 2, _decision=decision)
     return SimpleNamespace(pipe=pipe, folder=folder, **given)
 
 

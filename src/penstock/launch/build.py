@@ -29,6 +29,7 @@ from penstock.launch.writing import to_toml
 from penstock.model.compiling import options_of
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import share_of_threads
+from penstock.pipeline.plans import NAME, plan_text
 from penstock.runtime.company import world_size
 from penstock.training.callbacks import Callback
 from penstock.training.items import Items
@@ -197,6 +198,7 @@ def _pipeline(
         graphs=config.graphs,
         compile=config.compile,
         timeout=max(config.timeout, _BUILD_SECONDS),
+        plan=config.folder if is_again or config.resume != "never" else None,
         progress=progress,
     )
     pipe = _with_kept_profile(made, kept_profile(config, lanes) if is_again else None)
@@ -275,7 +277,7 @@ class _Papers(Callback):
         folder.write("config.toml", to_toml(self._given))
         folder.write("environment.json", json.dumps(environment(pipe), indent=2) + "\n")
         kept = keep_profile(pipe, self._given.config, lanes_of(self._given.config))
-        folder.write("plan.json", json.dumps(_plan(pipe) | kept, indent=2) + "\n")
+        folder.write(NAME, plan_text(pipe, **kept))
         with suppress(ScheduleError):  # torch's form has no words for some
             pipe.schedule.to_csv(folder.path / "schedule.csv")
 
@@ -298,20 +300,3 @@ def environment(pipe: Pipeline) -> dict[str, Any]:
 
 def _device_name(device: torch.device) -> str:
     return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-
-
-def _plan(pipe: Pipeline) -> dict[str, Any]:
-    schedule = pipe.schedule
-    predicted = pipe._decision.predicted()
-    found: dict[str, Any] = {
-        "schedule": schedule.name,
-        "lanes": schedule.num_lanes,
-        "stages": schedule.num_stages,
-        "micro_batches": schedule.num_mbs,
-        "lane_of": [list(way) for way in schedule.ways],
-        "cuts": list(pipe.cuts),
-        "devices": list(map(str, pipe.devices)),
-    }
-    if predicted is not None:
-        found["predicted"] = {"step_seconds": predicted.step_seconds, "bubble": predicted.bubble}
-    return found

@@ -24,7 +24,8 @@ _KEY = "profile_of"  # in plan.json
 def keep_profile(pipe: Pipeline, config: Config, lanes: int | None) -> dict[str, Any]:
     """Write what was measured into the run folder, if anything was; return what plan.json says of it."""
     if pipe._decision.predicted() is None:
-        return {}
+        before = kept_profile(config, lanes)  # a plan was used again: what it was made by is still there
+        return {} if before is None else {_KEY: _key(config, lanes)}
     pipe.explain().profile.save(Path(config.folder) / _NAME)
     return {_KEY: _key(config, lanes)}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -23,6 +24,7 @@ from penstock.model.compound import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.places import with_threads
+from penstock.pipeline.plans import asked_of, kept_choice, plan_path
 from penstock.pipeline.split import Split, split_batch
 from penstock.planning.partition_rules import find_places
 from penstock.planning.select import select_recomputed
@@ -69,6 +71,7 @@ class Request:
     num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
     layout: BatchLayout = field(default_factory=BatchLayout)  # where the batch is in the example's tensors
     split: Split | None = None  # cuts batches in the user's own way
+    plan: str | PathLike[str] | None = None  # made before, which is used if it is for the same
 
     def read(self) -> tuple[Call, int]:
         """Return the call to capture, and how many samples the example has.
@@ -130,6 +133,9 @@ class Decision:
         recomputed: of each stage the nodes that are run again.
         finer: the same cuts with twice the micro-batches; None where that cannot be.
         coarser: of which this is the finer one.
+        asked: what it is a decision for.
+        kept_in: the file of the plan that it was taken from; nothing where it was made now.
+        is_for_costs: the schedule cannot be built by its name.
     """
 
     captured: Captured
@@ -140,6 +146,9 @@ class Decision:
     recomputed: tuple[tuple[range, ...], ...] | None = None
     finer: Callable[[], Decision | None] = lambda: None
     coarser: Decision | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    kept_in: str = ""
+    is_for_costs: bool = False
 
     def held_bytes(self) -> dict[str, NDArray[np.float64]]:
         """Return what each stage holds for a micro-batch, as far as a profile has told."""
@@ -191,7 +200,16 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
     telling = _Telling(request, captured, ask, batch_size)
     explain = telling.explain
 
+    asked = asked_of(request, captured, first)
+
     def choose() -> dict[str, Any]:
+        if request.plan is not None:
+            path = plan_path(request.plan)
+            kept, why = kept_choice(path, asked, captured, first)
+            if kept is not None:
+                return {**kept, "kept_in": str(path)}
+            if why:
+                warnings.warn(f"plan: {why}; cuts and schedule are decided anew", stacklevel=5)
         only = _only_cuts(ask, first, captured)
         if only is not None:
             captured.graph.check_cuts(only)
@@ -216,6 +234,9 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
         explain,
         telling.predicted,
         None if chosen["recomputed"] is None else _ranges(chosen["recomputed"]),
+        asked=asked,
+        kept_in=chosen.get("kept_in", ""),
+        is_for_costs=ask.is_made_for_costs,
     )
     return replace(decision, finer=partial(_finer, decision, request, batch_size))
 

@@ -110,6 +110,8 @@ class Pipeline(ModelFace):
             one value for all lanes or a list.
         cluster: speeds and links of the lanes, for the choice of cuts.
         profile: one that was made before, or its file: nothing is measured.
+        plan: a run folder, or its plan.json: where there is one for the same model and settings, its cuts and schedule
+            are used, and nothing is measured; else a warning says what has changed.
         analytic: rates of a device, or the name of one: count instead of measure.
         capture_path: "direct", "export" or "replay" to have one of these.
         transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
@@ -155,6 +157,7 @@ class Pipeline(ModelFace):
         memory_limit: Limit | None = None,
         cluster: Cluster | None = None,
         profile: Profile | str | PathLike[str] | None = None,
+        plan: str | PathLike[str] | None = None,
         analytic: Rates | str | None = None,
         capture_path: str = "auto",
         transport: str = "auto",
@@ -175,7 +178,7 @@ class Pipeline(ModelFace):
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
             memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
-            threads_per_lane(self.devices), BatchLayout(batch_dim, whole), split,
+            threads_per_lane(self.devices), BatchLayout(batch_dim, whole), split, plan,
         )  # fmt: skip
         self._company: Company = found_company(
             self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from penstock.feeding.feed import Feed, feed
 from penstock.feeding.sharding import check_not_sharded
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.places import threads_per_lane, with_threads
+from penstock.pipeline.plans import NAME, plan_text
 from penstock.torchrun import attempt
 from penstock.training.asking import Asked
 from penstock.training.callbacks import Callback, Callbacks
@@ -175,6 +177,7 @@ class Trainer:
             self._checkpoints.check()  # now, and not after the last step
             faults = Faults(self, self._callbacks)
             restored = self._resume(faults)
+            self._write_plan()
             self._callbacks.tell("on_train_begin", self)
             if restored is not None:
                 self._callbacks.tell("on_recover", self, restored.step)
@@ -241,6 +244,13 @@ class Trainer:
             for why in restored.passed_over:
                 faults.tell("damaged checkpoint", restored.step, why)
         return restored
+
+    def _write_plan(self) -> None:
+        """Write down how the model is cut, for a pipeline that goes on in this folder."""
+        try:
+            self.folder.write(NAME, plan_text(self.pipe))
+        except OSError as error:
+            warnings.warn(f"{NAME}: cannot be written ({error}); a resume decides anew", stacklevel=3)
 
     # ---- the loop
 

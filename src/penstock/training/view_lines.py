@@ -60,7 +60,9 @@ def begin_line(trainer: Trainer) -> str:
     schedule, asked = trainer.pipe.schedule, trainer.asked
     lanes = f"{schedule.num_lanes} lane{'s' if schedule.num_lanes > 1 else ''}"
     parts = f"{printable(schedule.name)}, {lanes}, {schedule.num_mbs} micro-batches, {asked.steps} steps"
-    return f"training: {parts}, in {_shown(trainer.folder.path)}"
+    kept = trainer.pipe._decision.kept_in
+    plan = f"; cuts as before, by {_shown(Path(kept))}" if kept else ""
+    return f"training: {parts}, in {_shown(trainer.folder.path)}{plan}"
 
 
 def memory_kind(trainer: Trainer) -> str:

@@ -1,7 +1,7 @@
 """Randomness: a micro-batch draws numbers of its own, the same in every run of it, whatever other threads draw.
 
 Numbers follow from a seed and from the name of what draws them, never from the stage: another cut, schedule or keep
-policy draws the same ones. docs/design/randomness.md has the reasons.
+policy draws the same ones. docs/design/runtime.md has the reasons.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Step:
         over_batch: takes the results of all micro-batches, where one loss is computed of all; `finish` is not called.
         factor: on top of that, of all losses alike: a gradient scaler's, which only the device knows.
         seeds: scales times factor as a tensor, where it may change after what reads it was captured.
-        seed: random numbers of a stage and micro-batch follow from it.
+        seed: random numbers follow from it, the micro-batch and what draws them.
         measures_memory: forwards count what they save, whatever their keep policy.
         tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
         watch: is told of every action.

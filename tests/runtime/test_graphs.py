@@ -105,6 +105,34 @@ def test_training_equals_the_plain_model(schedule, keep):
     assert CpuGraphs.num_replays
 
 
+def spread(output, target):
+    off = output - target
+    return {"loss": off.std(), "largest": off.abs().max()}
+
+
+@pytest.mark.parametrize("keep", ["hold", "recompute"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_gpipe", "looped_bfs"])
+def test_a_loss_over_the_batch_is_captured_with_its_metrics(schedule, keep):
+    model, x = model_of(), next(data(0))
+    schedule = penstock.schedules.build(schedule, lanes=2, micro_batches=4)
+    with penstock.Pipeline(
+        model, example=x, loss=spread, schedule=schedule, keep=keep, loss_over="batch", graphs=True,
+        cuts=[16 * k // schedule.num_stages for k in range(1, schedule.num_stages)], devices=[_where["device"]] * 2,
+    ) as pipe:  # fmt: skip
+        for step in range(4):
+            x, target = data(step)
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            wanted = spread(reference(x), target)
+            wanted["loss"].backward()
+            pipe.zero_grad()
+            loss, metrics = pipe.step(x, target, metrics=True)
+            gradients = {name: p.grad for name, p in reference.named_parameters()}
+            assert not list(differences(pipe, loss, (wanted["loss"].detach(), gradients))), step
+            assert metrics["largest"].item() == pytest.approx(wanted["largest"].item()), step
+    assert CpuGraphs.num_replays
+
+
 def test_batches_of_other_shapes_have_graphs_of_their_own():
     model = model_of()
     with pipeline(model) as pipe:

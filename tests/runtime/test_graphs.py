@@ -145,6 +145,60 @@ def test_batches_of_other_shapes_have_graphs_of_their_own():
     assert CpuGraphs.num_replays
 
 
+def test_graphs_are_kept_for_the_most_frequent_shapes(monkeypatch):
+    """The first shapes that came kept their graphs for ever, and a frequent one that came later had none."""
+    monkeypatch.setattr(graph_steps, "_MOST_SHAPES", 2)
+    model = model_of()
+    sizes = [10, 10, 3, 3, 7, 7, 7, 7, 7, 10, 10, 10, 3]
+    with pipeline(model) as pipe:
+        kept = []
+        for step, batch in enumerate(sizes):
+            x, target = data(step, batch)
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            assert not list(differences(pipe, pipe.step(x, target), plain(reference, x, target))), step
+            kept.append({sum(key[1]) for key in pipe._graphs._tapes})
+    assert kept[3] == kept[7] == {10, 3}
+    assert kept[8] == {7, 3}  # before its fifth step 7 has come four times, and 10 twice
+    assert kept[-1] == {7, 10}  # and before its fifth 10 has come four times, and 3 twice
+    assert all(len(shapes) <= 2 for shapes in kept)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_lengths_that_change_have_graphs_of_their_own(graphs):
+    """A model captured by export, whose programs for other lengths are other ones."""
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh() + torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None] / x.shape[1]
+            return x
+
+    model = Model().double().to(_where["device"])
+
+    def sequences(seed, length):
+        x, _ = data(seed, 6 * length)
+        return x.view(6, length, WIDTH)
+
+    options = {"lanes": 2, "micro_batches": 3, "devices": [_where["device"]] * 2, "graphs": graphs}
+    loss = nn.functional.mse_loss
+    with penstock.Pipeline(model, example=sequences(0, 5), loss=loss, capture_path="export", **options) as pipe:
+        for step, length in enumerate([5, 5, 5, 3, 3, 3, 5, 4, 3, 4, 4, 5]):
+            x = sequences(step, length)
+            pipe.zero_grad()
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            wanted = plain(reference, x, torch.zeros_like(x))
+            assert not list(differences(pipe, pipe.step(x, torch.zeros_like(x)), wanted)), step
+    assert bool(CpuGraphs.num_replays) == graphs
+
+
 def test_random_numbers_are_fresh_in_every_replay_and_the_same_when_recomputed():
     torch.manual_seed(0)
     model = (

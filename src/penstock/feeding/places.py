@@ -86,6 +86,6 @@ def places_of(pipe: Pipeline, *, is_split: bool = False) -> Places:
 
     def names_of(batch: object) -> Sequence[str]:
         args, kwargs = arguments_of(batch, "batch")
-        return chain.read(*args, **kwargs).names
+        return chain.names(*args, **kwargs)
 
     return Places(devices, inputs, target, names_of, has_target=is_split or pipe._loss is not None)

@@ -82,18 +82,19 @@ def compound_chain(
 
         tensors = {name: piece.held.get(name) for piece in pieces for name in piece.held}
         kept = {name for piece in pieces for name in piece.state_dict()}
-        stage = Stage(index, tensors=tensors, program_of=_once(program_of), unsaved=set(tensors) - kept)
+        stage = Stage(index, tensors=tensors, program_of=_once(program_of, chain), unsaved=set(tensors) - kept)
         stage.runner, stage.held.twins = runner, [piece.held for piece in pieces]
         stages.append(stage.train(chain.training))
     return chain.with_stages(stages)
 
 
-def _once(program_of: Callable[[bool], Program]) -> Callable[[bool], Program]:
-    made: dict[bool, Program] = {}
+def _once(program_of: Callable[[bool], Program], chain: Chain) -> Callable[[bool], Program]:
+    made: dict[tuple[bool, int], Program] = {}
 
     def program(training: bool) -> Program:
-        if training not in made:
-            made[training] = program_of(training)
-        return made[training]
+        key = (training, chain.form)
+        if key not in made:
+            made[key] = program_of(training)
+        return made[key]
 
     return program

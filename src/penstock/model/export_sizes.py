@@ -1,13 +1,14 @@
-"""Sizes: what torch.export says of a dimension, as a function of the batch size."""
+"""Sizes: what torch.export says of a dimension, as a function of the batch size, and for which shapes a trace holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-__all__ = ["affine", "hint"]
+__all__ = ["ShapeGuards", "affine", "hint"]
 
 
 def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
@@ -37,3 +38,50 @@ def _fit(expression: Any, symbols: frozenset[Any]) -> tuple[int, int] | None:  #
     fixed = at_2 - 2 * slope
     is_even = at_7 == fixed + 7 * slope and at_24 == fixed + 24 * slope
     return (fixed, slope) if is_even else None
+
+
+class ShapeGuards:
+    """For which shapes of the inputs a trace holds.
+
+    While it traces, torch notes every comparison of sizes that the model's code makes, as `length % 8 == 0`. A trace
+    holds for all shapes for which these come out the same.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        names = set(program.graph_signature.user_inputs)
+        inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+        self._shapes: list[tuple[object, ...]] = [tuple(map(_expression, node.meta["val"].shape)) for node in inputs]
+        symbols = [size for node in inputs for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
+        environment = symbols[0].node.shape_env if symbols else None
+        same = dict(environment.replacements) if environment is not None else {}
+        self._guards = [guard.expr.xreplace(same) for guard in environment.guards] if environment is not None else []
+        self._known: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def allow(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Return whether the trace holds for inputs of these shapes."""
+        key = tuple(tuple(shape) for shape in shapes)
+        if key not in self._known:
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
+            self._known[key] = self._look(key)
+        return self._known[key]
+
+    def _look(self, shapes: tuple[tuple[int, ...], ...]) -> bool:
+        size_of: dict[Any, int] = {}
+        pairs = [pair for own, given in zip(self._shapes, shapes, strict=True) for pair in zip(own, given, strict=True)]
+        for own, given in pairs:
+            if getattr(own, "is_Symbol", False):
+                size_of.setdefault(own, given)
+        is_equal = all(_filled(own, size_of) == given for own, given in pairs)
+        return is_equal and all(bool(_filled(guard, size_of) == True) for guard in self._guards)  # noqa: E712 - sympy's
+
+
+_MOST_SHAPES = 1024
+
+
+def _expression(size: object) -> object:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _filled(expression: Any, size_of: dict[Any, int]) -> Any:  # noqa: ANN401 - of sympy
+    return expression if isinstance(expression, int) else expression.subs(size_of)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,27 +18,32 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.model.example import Call
-from penstock.model.export_sizes import hint
+from penstock.model.export_sizes import ShapeGuards, hint
 from penstock.model.modes import RandomStates
 from penstock.model.sanitizer import unsanitized
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
 from penstock.model.untouched import OF_TORCH, untouched
 
-__all__ = ["Traced", "is_cache", "trace"]
+__all__ = ["OpenDims", "Traced", "is_cache", "trace"]
 
 
 @dataclass(frozen=True)
 class Traced:
     """A traced model: torch's program, what the outputs go into, and the buffers that forward gave another tensor.
 
-    The program's outputs are the model's tensors, then the new tensors of `reassigned`.
+    The program's outputs are the model's tensors, then the new tensors of `reassigned`. `guards` says for which shapes
+    of the inputs it holds.
     """
 
     program: torch.export.ExportedProgram
     template: object
     num_outputs: int
     reassigned: tuple[str, ...]
+    guards: ShapeGuards
+
+
+OpenDims = Sequence[frozenset[int]]
 
 
 class _RefusedError(Exception):
@@ -82,8 +87,13 @@ class _Reduced(nn.Module):
         return [*outputs, *(after[name] for name in reassigned)]
 
 
-def trace(model: nn.Module, call: Call) -> Traced:
+def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
     """Trace a model in the mode that it is in.
+
+    Args:
+        model: the user's.
+        call: how it is called.
+        open_dims: for each tensor the dimensions, besides the batch, that calls may have of another size.
 
     Raises:
         CaptureError: when torch.export cannot take it, or would not keep what it means; says where and why.
@@ -92,7 +102,7 @@ def trace(model: nn.Module, call: Call) -> Traced:
     reduced = _Reduced(model, call, seen.update)
     try:
         with unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len():
-            program = _export(reduced, call)
+            program = _export(reduced, call, open_dims)
             if seen["kept"]:
                 _check_kept(reduced, call, seen["kept"])
     except _RefusedError as refusal:
@@ -100,11 +110,11 @@ def trace(model: nn.Module, call: Call) -> Traced:
     except Exception as error:
         where = line_of(error) or "within torch"
         raise CaptureError(f"torch.export stopped {where}: {_first_line(error)}") from error
-    _check(program, call)
-    return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"])
+    _check(program, call, open_dims)
+    return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"], ShapeGuards(program))
 
 
-def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
+def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.export.ExportedProgram:
     """Export with a batch size that nothing else is a multiple of, so that its traces can be told from other numbers.
 
     One symbol stands for the batch. Where the model sets its inputs' batches apart, the trace is made twice with what
@@ -112,7 +122,11 @@ def _export(reduced: _Reduced, call: Call) -> torch.export.ExportedProgram:
     """
 
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
-        shapes = tuple(None if dim is None else {dim: size} for dim in call.batch_dims)
+        free = open_dims or (frozenset[int](),) * len(call.tensors)
+        shapes = tuple(
+            dict.fromkeys(dims, torch.export.Dim.AUTO) | ({} if dim is None else {dim: size}) or None
+            for dim, dims in zip(call.batch_dims, free, strict=True)
+        )
         tensors = call.resized(batch_size).tensors
         with untouched(reduced.model):
             return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
@@ -192,21 +206,32 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
             yield from ((node, number) for number in found)
 
 
-def _check(program: torch.export.ExportedProgram, call: Call) -> None:
-    """Refuse what depends on data, or holds for one batch size only."""
+def _check(program: torch.export.ExportedProgram, call: Call, open_dims: OpenDims) -> None:
+    """Refuse what depends on data, or holds for one size of the batch, or of an open dimension, only."""
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
-        if dim is not None and not isinstance(node.meta["val"].shape[dim], torch.SymInt):
+        if dim is not None and not _is_symbolic(node.meta["val"].shape[dim]):
             raise CaptureError(f"the model's forward holds for this batch size only (seen at input {name})")
+    for node, name, dims in zip(inputs, call.names, open_dims, strict=bool(open_dims)):
+        fixed = [str(dim) for dim in sorted(dims) if not _is_symbolic(node.meta["val"].shape[dim])]
+        if fixed:
+            raise CaptureError(f"the model's forward holds for one size of dimension {', '.join(fixed)} of {name} only")
+    sizes = [node.meta["val"].shape[d] for node, d in zip(inputs, call.batch_dims, strict=True) if d is not None]
+    of_batch = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     for symbol, bounds in program.range_constraints.items():
-        if bounds.upper < 4096:  # higher ones come from kernels that count in 32 bits
+        if symbol in of_batch and bounds.upper < 4096:  # higher ones come from kernels that count in 32 bits
             raise CaptureError(f"the model's forward holds for batches up to {bounds.upper} only ({symbol})")
     for node in program.graph.nodes:
         if "_add_batch_dim" in str(node.target):
             raise CaptureError(f"torch.vmap cannot be cut out of the trace {_where(node)}")
         if _is_unbacked(node.meta.get("val")):
             raise CaptureError(f"a shape or number depends on data {_where(node)}")
+
+
+def _is_symbolic(size: object) -> bool:
+    """Return whether a size may vary; one that the model's code made a number of is a symbol with one value."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _is_unbacked(value: object) -> bool:

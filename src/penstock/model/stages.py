@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from penstock.model.example import Call, array_hint, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
 
-__all__ = ["Chain", "Held", "Program", "Results", "Stage", "make_chain"]
+__all__ = ["Chain", "Forms", "Held", "Program", "Results", "Stage", "make_chain"]
 
 
 class Held:
@@ -127,7 +128,7 @@ class Stage(nn.Module):
         self.runner: Any = None  # of a stage of several pieces: what runs those that are run in a way of their own
         self._program_of = program_of
         self._options: Options | None = None  # that programs are compiled with; None: they are not
-        self._compiled: set[bool] = set()  # the modes whose program has been compiled
+        self._compiled: set[Program] = set()
         hidden = set(unsaved)
         for name, tensor in tensors.items():
             self.held.add(name, tensor, is_persistent=name not in hidden)
@@ -136,8 +137,8 @@ class Stage(nn.Module):
     def program(self) -> Program:
         """What it runs in the mode that it is in."""
         program = self._program_of(self.training)
-        if self._options is not None and self.training not in self._compiled:
-            self._compiled.add(self.training)
+        if self._options is not None and program not in self._compiled:
+            self._compiled.add(program)
             program.compile(self._options)
         return program
 
@@ -160,6 +161,19 @@ class Stage(nn.Module):
         return self.program.run(self.held, values, batch_size)
 
 
+@dataclass(frozen=True)
+class Forms:
+    """The programs of stages for several shapes of batches.
+
+    Attributes:
+        now: returns the number of the form that stages run.
+        choose: lets stages run the form that holds for a call, in a mode; captures it if need be.
+    """
+
+    now: Callable[[], int] = lambda: 0
+    choose: Callable[[Call, bool], None] = lambda call, training: None
+
+
 class Chain:
     """All stages, run one after the other: called as the model is, it returns what the model returns."""
 
@@ -168,12 +182,18 @@ class Chain:
         results_of: Callable[[bool], Results],
         aliases: Mapping[str, str] | None = None,
         has_fixed_shapes: bool = False,
+        forms: Forms | None = None,
     ) -> None:  # fmt: skip
         self.stages: list[Stage] = list(stages)
         self.training = stages[0].training
         self.example, self._parameter_names = example, tuple(parameter_names)
         self.aliases, self.has_fixed_shapes = dict(aliases or {}), has_fixed_shapes
-        self._results_of = results_of
+        self._results_of, self._forms = results_of, forms or Forms()
+
+    @property
+    def form(self) -> int:
+        """The number of the programs that stages run: other shapes of batches may need others."""
+        return self._forms.now()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Run all stages on a batch."""
@@ -194,6 +214,7 @@ class Chain:
             results_of=self._results_of,
             aliases=self.aliases,
             has_fixed_shapes=self.has_fixed_shapes,
+            forms=self._forms,
         )
 
     def results(self, training: bool) -> Results:
@@ -220,15 +241,41 @@ class Chain:
         """Read a batch.
 
         Raises:
-            UsageError: when it does not have the example's tensors, or other plain values than the example had.
+            UsageError: when it does not have the example's tensors, other plain values than the example had, or other
+                shapes than were captured.
         """
+        return self._read(args, kwargs, has_fixed_shapes=self.has_fixed_shapes)
+
+    def read_any(self, *args: Any, **kwargs: Any) -> Call:  # noqa: ANN401 - as the model
+        """Read a batch of any shapes, and let the stages run the programs for these.
+
+        Raises:
+            UsageError: as `read`, but only for shapes that no path can capture.
+        """
+        call = self._read(args, kwargs, has_fixed_shapes=False)
+        self.choose(call)
+        return call
+
+    def choose(self, call: Call) -> None:
+        """Let the stages run the programs for a call's shapes, in the mode that they are in."""
+        if self.has_fixed_shapes:
+            place_of = {name: place for place, name in enumerate(call.names)}
+            tensors = tuple(call.tensors[place_of[name]] for name in self.example.names)
+            alike = replace(self.example, tensors=tensors, batch_size=call.batch_size)
+            self._forms.choose(alike, self.training)
+
+    def names(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # noqa: ANN401 - as the model
+        """Return the names of a batch's tensors."""
+        return read_call(args, kwargs, self._parameter_names, like=self.example).names
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_fixed_shapes: bool) -> Call:
         call = read_call(args, kwargs, self._parameter_names, like=self.example)
-        faults = list(self._faults(call))
+        faults = list(self._faults(call, has_fixed_shapes=has_fixed_shapes))
         if faults:
             raise UsageError(f"the batch is not like the example that was captured: {'; '.join(faults)}")
         return call
 
-    def _faults(self, call: Call) -> Iterator[str]:
+    def _faults(self, call: Call, *, has_fixed_shapes: bool) -> Iterator[str]:
         """Yield in what a batch differs from the example so that stages would not compute what the model does."""
         example = self.example
         missing = [name for name in example.names if name not in call.names]
@@ -246,9 +293,8 @@ class Chain:
             if dim is not None and given.shape[dim : dim + 1] != (call.batch_size,):
                 size = given.shape[dim] if given.dim() > dim else "missing"
                 yield f"{name}: dimension {dim} is {size}, but the batch has {call.batch_size} samples"
-            if self.has_fixed_shapes and (
-                given.dtype != tensor.dtype or _without(given.shape, dim) != _without(tensor.shape, dim)
-            ):
+            is_other_type = self.has_fixed_shapes and given.dtype != tensor.dtype
+            if is_other_type or (has_fixed_shapes and _without(given.shape, dim) != _without(tensor.shape, dim)):
                 yield f"{name}: {given.dtype} {tuple(given.shape)}, captured as {tensor.dtype} {tuple(tensor.shape)}"
 
     def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
@@ -274,7 +320,7 @@ def _without(shape: Sequence[int], dim: int | None) -> list[int]:
 
 def make_chain(
     model: nn.Module, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results],
-    forward_of: nn.Module | None = None, has_fixed_shapes: bool = False,
+    forward_of: nn.Module | None = None, has_fixed_shapes: bool = False, forms: Forms | None = None,
 ) -> Chain:  # fmt: skip
     """Return the chain of a model's stages; buffers that one of them replaces are replaced everywhere.
 
@@ -284,7 +330,8 @@ def make_chain(
         example: the call that was captured.
         results_of: for training or evaluation, what the model returns.
         forward_of: the module whose forward names the arguments; by default the model.
-        has_fixed_shapes: batches must have the example's shapes, but for the batch itself.
+        has_fixed_shapes: programs hold for the example's shapes, but for the batch itself.
+        forms: the programs for other shapes.
     """
     shared = buffer_places(model)
     for stage in stages:
@@ -296,6 +343,7 @@ def make_chain(
         results_of=results_of,
         aliases=aliases_of(model),
         has_fixed_shapes=has_fixed_shapes,
+        forms=forms,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,8 @@ class BatchReader:
         is_due = bool(target is not None and self._num_mbs > 1 and self._exactness.is_due())
         key = None if is_due else self._key(batch, target, groups)
         if key in self._known:
+            assert isinstance(batch, torch.Tensor)
+            self._chain.choose(replace(self._chain.example, tensors=(batch,), batch_size=batch.shape[0]))
             return self._again(batch, target, *self._known[key])
         if self._loss is not None and target == () and needs_target(self._loss):
             raise UsageError(
@@ -107,10 +109,12 @@ class BatchReader:
             self._known[key] = (list(sizes), shares)
         return Ready(pieces, targets, shares, self._target_dims(target, call.batch_size))
 
-    def _read_call(self, batch: object) -> Call:
+    def _read_call(self, batch: object, *, is_part: bool = False) -> Call:
+        """Read a batch of any shapes; a part of one has the example's, for all parts run by the same programs."""
         args, kwargs = arguments_of(batch, "batch")
+        read = self._chain.read if is_part else self._chain.read_any
         try:
-            call = self._chain.read(*args, **kwargs)
+            call = read(*args, **kwargs)
         except UsageError as error:
             raise UsageError(str(error).replace("the example holds", "the batch holds")) from None
         self._check_types(call)
@@ -125,7 +129,7 @@ class BatchReader:
             made = [(batch, target or ())]
         else:
             made = split_batch(self._split, batch, target, self._num_mbs)
-        calls, targets = [self._read_call(piece) for piece, _ in made], [own for _, own in made]
+        calls, targets = [self._read_call(piece, is_part=True) for piece, _ in made], [own for _, own in made]
         sizes = [call.batch_size for call in calls]
         pieces = Batch([dict(zip(call.names, call.tensors, strict=True)) for call in calls], sizes)
         if target is None:

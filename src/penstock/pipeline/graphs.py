@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +40,8 @@ class Run(Protocol):
 Wanted = bool | Literal["auto"]
 
 _MOST_SEEN = 256
-_MOST_SHAPES = 8  # of batches that graphs are kept for; others run eagerly
+_MOST_SHAPES = 8  # of batches that graphs are kept for, the most frequent ones; others run eagerly
+_HOW_MUCH_OFTENER = 2  # a shape must come than one that has graphs, to take its place
 
 
 class GraphSteps:
@@ -65,7 +67,7 @@ class GraphSteps:
         self._progress, self._wanted = progress, wanted
         self._makers: dict[int, Maker] = {}
         self._tapes: dict[object, dict[int, Tape]] = {}
-        self._seen: set[object] = set()
+        self._counts: Counter[object] = Counter()  # steps of each shape
         self._gradients = _Gradients()
         self._ground: list[tuple[int, bool, bool]] = []
         on_gpu = all(map(has_graphs, setup.devices))
@@ -98,7 +100,7 @@ class GraphSteps:
             tape.forget()
         self._tapes.clear()
         self._makers.clear()
-        self._seen.clear()
+        self._counts.clear()
         self._gradients = _Gradients()  # what was frozen wants none any more
 
     def _give_up(self, why: str) -> None:
@@ -115,23 +117,42 @@ class GraphSteps:
             return
         ground, key = self._look(), _signature(step)
         # lanes of several processes capture together or not at all
-        told = self._company.agree(step, "ground", [ground != self._ground, key in self._seen])
+        told = self._company.agree(step, "ground", [ground != self._ground, key in self._counts])
         if any(has_changed for has_changed, _ in told):
             self.forget()
             self._ground = ground
-        elif key not in self._tapes and all(is_seen for _, is_seen in told) and len(self._tapes) < _MOST_SHAPES:
+        elif key not in self._tapes and all(is_seen for _, is_seen in told) and self._has_room(key):
             self._capture(step, key, run)
         tapes = self._tapes.get(key)
         if tapes is None:
             run(step, is_recorded=True)
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(key)  # not before: a step that failed has warmed up nothing
+            self._count(key)  # not before: a step that failed has warmed up nothing
             self._gradients.note(self._parameters())
             return
         self._prepare_gradients()
         step.tapes = tapes
         run(step, is_recorded=True)
+        self._count(key)
+
+    def _count(self, key: object) -> None:
+        self._counts[key] += 1
+        if len(self._counts) > _MOST_SEEN:
+            for rare in [other for other in self._counts if other not in self._tapes and other != key]:
+                del self._counts[rare]
+
+    def _has_room(self, key: object) -> bool:
+        """Return whether there may be graphs for one more shape; lets those of a rarer one go.
+
+        Steps have the same shapes in all processes, so these come to the same.
+        """
+        if len(self._tapes) < _MOST_SHAPES:
+            return True
+        rarest = min(self._tapes, key=lambda other: self._counts[other])
+        if self._counts[key] < _HOW_MUCH_OFTENER * self._counts[rarest]:
+            return False
+        for tape in self._tapes.pop(rarest).values():
+            tape.forget()
+        return True
 
     def _prepare_gradients(self) -> None:
         """Let gradients be where graphs add to, behind the step before, on whatever stream that was asked for."""

@@ -289,8 +289,8 @@ class Pipeline(ModelFace):
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
-        ready = self._read(batch, _given(target))
         with self._in_mode(False):
+            ready = self._read(batch, _given(target))
             step = self._step(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
             self._run(step)
         loss = self._total(step, ready.shares)

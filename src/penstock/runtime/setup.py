@@ -60,8 +60,8 @@ class Setup:
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
-        self._made: dict[tuple[bool, bool], list[Executor]] = {}
-        self._lowered: dict[bool, Lowered] = {}
+        self._made: dict[tuple[bool, bool, int], list[Executor]] = {}
+        self._lowered: dict[tuple[bool, int], Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
         self._locks: dict[int, AbstractContextManager[Any]] = {}  # a recompute takes its own twice
         self._adding = Adding()
@@ -108,13 +108,14 @@ class Setup:
 
     def lowered(self, training: bool) -> Lowered:
         """Return the schedule with all that lanes do, in a mode: what skips stages may differ."""
-        if training not in self._lowered:
-            self._lowered[training] = lower(self.schedule, keep=self.keep, skips=self.wiring(training).skips)
-        return self._lowered[training]
+        key = (training, self.chains[0].form)
+        if key not in self._lowered:
+            self._lowered[key] = lower(self.schedule, keep=self.keep, skips=self.wiring(training).skips)
+        return self._lowered[key]
 
     def executors(self, *, training: bool, has_backward: bool) -> list[Executor]:
-        """Return the executors of the lanes that run here."""
-        key = (training, has_backward)
+        """Return the executors of the lanes that run here, for the shapes of batches that were read last."""
+        key = (training, has_backward, self.chains[0].form)
         if key not in self._made:
             wiring, lowered = self.wiring(training), self.lowered(training)
             program_of = partial(make_program, lowered, forward_only=not has_backward)

@@ -1,11 +1,14 @@
 """Traps: models that were once captured wrong without a word. Each tells its story in a line."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import penstock
 from penstock.errors import CaptureError, UsageError
 from penstock.model.capture import capture
 from transparency import WIDTH, Layers, check, rows
@@ -369,3 +372,86 @@ def test_batches_that_were_not_captured_are_refused(change, message):
     without = {key: value for key, value in example.items() if key != "scale"}
     with pytest.raises(UsageError, match="scale"):
         chain(**without)
+
+
+def stepped(model, example, **options):
+    """Return the largest difference between gradients of a step and those of the plain model."""
+    plain = copy.deepcopy(model)
+    loss = lambda out, target: ((out - target) ** 2).mean()  # noqa: E731
+    target = torch.ones_like(plain(example).detach())
+    loss(plain(example), target).backward()
+    with penstock.Pipeline(model, example=example, loss=loss, lanes=2, timeout=60, **options) as pipe:
+        pipe.step(example, target)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((own.grad - other.grad).abs().max()) for own, other in pairs)
+
+
+class OwnRows(nn.Module):
+    """Its code goes through the samples one by one, so that another batch size is another way through it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, rows):
+        padded = torch.stack([torch.cat([row.new_zeros(2), row[:2]]) for row in rows])
+        scale = padded.detach().pow(2).mean(1, keepdim=True)
+        x = self.first(padded).tanh()
+        return self.third(self.second(x + scale).tanh() * scale)
+
+
+def test_replay_of_code_that_loops_over_the_samples():
+    """Stages took values by their turn in the code, which follows the batch size: KeyError 'value_133' in timesfm."""
+    assert stepped(OwnRows(), torch.randn(8, 4, dtype=torch.float64), capture_path="replay") < 1e-12
+
+
+class Mapped(OwnRows):
+    """A mask that torch.vmap makes between layers, from an input, as transformers' masks of images."""
+
+    def forward(self, rows):
+        x = self.first(rows).tanh()
+        signs = rows > 0
+
+        def is_seen(row, place):
+            return row.new_ones((), dtype=torch.bool) & signs[row, place]
+
+        places = torch.vmap(is_seen, in_dims=(None, 0))
+        mask = torch.vmap(places, in_dims=(0, None))(torch.arange(rows.shape[0]), torch.arange(4))
+        return self.third(self.second(x).tanh().where(mask, 0.5))
+
+
+def test_replay_fills_no_hole_while_vmap_holds_it():
+    """gemma3: "not possible to get the gradient edge for a Tensor that does not require gradients"."""
+    example = torch.randn(8, 4, dtype=torch.float64)
+    for cut in ("second", "third"):
+        assert stepped(Mapped(), example, capture_path="replay", cuts=[cut]) < 1e-12
+
+
+class Wary(nn.Linear):
+    """A layer that wants to be trained, as code that hooks the gradient of its result."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        if not out.requires_grad:
+            raise RuntimeError("nothing here is trained")
+        return out
+
+
+class Guarded(OwnRows):
+    """Layers that do not run without gradients, as a profile runs them."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = Wary(4, 4).double()
+
+    def forward(self, rows):
+        return self.third(self.second(self.first(rows).tanh()).tanh())
+
+
+def test_a_model_that_cannot_run_node_by_node_is_cut_by_its_parameters():
+    """The profile failed with the model's own RuntimeError, though the model can be trained."""
+    example = torch.randn(8, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="cannot be profiled.*nothing here is trained"):
+        assert stepped(Guarded(), example, capture_path="replay") < 1e-12

@@ -229,3 +229,22 @@ def test_the_check_leaves_no_trace():
         assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class Patches(nn.Module):
+    """Words with pictures whose patches stand in one long list, as in Qwen2-VL; returns its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.patches = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, words, patches):
+        seen = self.patches(patches).view(words.shape[0], -1, 4).mean(1)
+        return ((self.words(words) + seen * torch.arange(words.shape[0])[:, None]) ** 2).mean()
+
+
+def test_a_batch_that_is_no_plain_stack_is_refused_when_the_pipeline_is_made():
+    """Every micro-batch got the patches of all samples, and the first step failed in a lane with torch's own error."""
+    words, patches = torch.randn(7, 4), torch.randn(7 * 3, 4)
+    with pytest.raises(UsageError, match="would not compute what the whole batch does: the example cut to 5 samples"):
+        penstock.Pipeline(Patches(), example={"words": words, "patches": patches}, lanes=2, micro_batches=3)

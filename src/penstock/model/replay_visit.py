@@ -110,7 +110,15 @@ class _VisitWalk(Walk):
         name = getattr(function, "__name__", "")
         is_in_place = name.startswith("__") or (name.endswith("_") and not name.endswith("__"))
         inputs = list(tensors_in((args, kwargs)))
-        if not inputs or is_in_place or is_look(function) or is_read(function) or is_data_shaped(function, args):
+        is_mapped = any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in inputs)  # by vmap
+        if (
+            not inputs
+            or is_mapped
+            or is_in_place
+            or is_look(function)
+            or is_read(function)
+            or is_data_shaped(function, args)
+        ):
             return function(*args, **kwargs)
         tensors, template = flatten((args, kwargs))
         shapes: list[object] = []

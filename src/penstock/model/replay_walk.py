@@ -88,7 +88,8 @@ def _mark_what_vmap_returns() -> None:
         result = original(*args, **kwargs)
         for walk in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if isinstance(walk, Walk) and walk.is_looking:
-                walk.mark_results(result)
+                with walk.switched(on=False):  # vmap still holds its results, so that no hole may be filled yet
+                    walk.mark_results(result)
         return result
 
     unwrap.is_seen_by_walks = True  # type: ignore[attr-defined]

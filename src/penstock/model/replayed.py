@@ -49,13 +49,15 @@ class Replayed:
                 recording = record(self.model, self.call)
                 other = _second(self.model, self.call)
             self._recording_of[training] = recording
+            if other is not None and _ways(other) != _ways(recording):  # code that loops over samples
+                recording.is_read = True
             recording.seen_of = _seen_of(recording, other, self.call.batch_size)
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
         return self._graph_of[training]
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether control flow or shapes depend on data or chance: another run may call other modules."""
+        """Whether control flow or shapes depend on data, chance or the batch size: another run may go another way."""
         self._graph(self.training)
         return self._recording_of[self.training].is_read
 
@@ -137,11 +139,16 @@ def _seen_of(recording: Recording, other: Recording | None, size: int) -> dict[t
     return found
 
 
+def _ways(recording: Recording) -> list[object]:
+    """Return where each tensor came to be: two runs with equal ones took the same way through the model's code."""
+    return [seen.marks for seen in recording.seen]
+
+
 def _read_graph(recording: Recording, other: Recording | None, model: nn.Module, call: Call) -> Graph:
     if not recording.units:
         raise CaptureError("replay cuts between module calls, and the model calls none")
     parameters, first_of = read_parameters(model)
-    if other is not None and [s.marks for s in other.seen] != [s.marks for s in recording.seen]:
+    if other is not None and _ways(other) != _ways(recording):
         other = None
     values: list[Value] = []
     index_of: dict[int, int] = {}

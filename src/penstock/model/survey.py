@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import GraphError, PenstockError, UsageError, in_short
 from penstock.model.graph import Graph, Node
+from penstock.model.parameters import held_tensors
 from penstock.model.saved import Ledger, Saved, num_bytes, record_saved
 from penstock.model.trial import Trial
 from penstock.model.visit import RunNode
@@ -29,6 +30,7 @@ __all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
 _MOST_REASON = 120  # characters of an error in a warning
 
 Progress = Callable[[int, int, str], None]
+_GUESSED_SECONDS, _GUESSED_RATE = 1e-5, 1e10  # of a node that cannot be run; bytes a second
 _TRIES = 3  # runs with other random numbers, for nodes that the first run skipped
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -86,7 +88,8 @@ def survey(
     Nodes of one signature with tensors of the same shapes, types and strides are examined once. What a node may change
     (buffers, inputs) is a copy; random generators go on afterwards as if nothing had been drawn.
 
-    A model whose control flow depends on data or chance may skip nodes in this run: see `_fill_gaps`.
+    A model whose control flow depends on data or chance may skip nodes in this run: see `_fill_gaps`. Where a model
+    cannot run node by node at all, as one that takes gradients in its forward, all costs are guessed from parameters.
 
     Raises:
         UsageError: when the batch size is not positive.
@@ -96,7 +99,12 @@ def survey(
         raise UsageError(f"batch_size: {batch_size} must be at least 1")
     visitor = _Surveyor(captured.graph, examiner, progress)
     with _random_state_kept(device):
-        captured.visit(visitor, device=device, batch_size=batch_size)
+        try:
+            captured.visit(visitor, device=device, batch_size=batch_size)
+        except PenstockError:
+            raise
+        except Exception as error:
+            _guess_all(captured, visitor, error)
         if visitor.missing and getattr(captured, "is_dynamic", False):
             _fill_gaps(captured, visitor, device=device, batch_size=batch_size)
         elif visitor.missing:
@@ -142,6 +150,24 @@ def _fill_gaps(
     if visitor.missing:
         names = ", ".join(graph.nodes[index].name for index in visitor.missing[:5])
         warnings.warn(f"no profiling run called these nodes, their costs count as zero: {names}", stacklevel=4)
+
+
+def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> None:
+    """Guess what each node costs from the bytes of its parameters; where to cut follows, what is computed does not."""
+    held, graph = held_tensors(captured.model), captured.graph
+    visitor.rows.clear()
+    for index, node in enumerate(graph.nodes):
+        parameters = [_leaf(held[n], graph.parameters[n].is_trainable) for n in node.parameters if n in held]
+        trial = Trial(node, lambda *_: [], inputs=[], parameters=parameters, writes_inputs=False)
+        seconds = _GUESSED_SECONDS + sum(num_bytes(tensor) for tensor in parameters) / _GUESSED_RATE
+        visitor.rows.append((index, visitor.examiner.guess(trial, seconds), 0.0, 0.0))
+        visitor.seen.add(index)
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    warnings.warn(
+        f"the model cannot be profiled, for it does not run node by node ({type(error).__name__}: {reason}). Cuts follow "
+        "the sizes of its parameters; cuts=[...] sets them",
+        stacklevel=4,
+    )
 
 
 def _visit_missing(

@@ -116,6 +116,7 @@ class Exactness:
         few = call.rows(list(range(min(_ROWS, call.batch_size))))
         self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
         if self._loss is None:
+            self._check_fewer(chain, few, call, model)
             self._find_inner_weight(chain, _with_ignored(few, _label_names(few)), _label_names(few))
             return
         try:
@@ -139,6 +140,15 @@ class Exactness:
             self.is_settled = False  # an output mixes samples: what the loss does with it is looked at
         if self._given is not None or self._over_batch:
             self.is_settled = False  # what the user says is looked at, too
+
+    def _check_fewer(self, chain: Chain, few: Call, call: Call, model: nn.Module) -> None:
+        """Refuse an example that fails with fewer samples only: patches of all pictures in one list, say."""
+        try:
+            run_call(chain, few)
+        except UsageError as error:
+            if few.batch_size == call.batch_size or call_fails(chain, call):
+                return  # the model fails by itself: the step will say so
+            raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
 
     def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
         """Compare the whole example with the micro-batches that the user makes of it."""

@@ -34,14 +34,28 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with."""
+    """What a model is called with; `dim` is the dimension of its samples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    dim: int = 0
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with every tensor changed."""
-        return Batch(tuple(_mapped(x, change) for x in self.args), _mapped(self.kwargs, change))
+        return Batch(tuple(_mapped(x, change) for x in self.args), _mapped(self.kwargs, change), self.dim)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order in which `mapped` visits them."""
+        found: list[Tensor] = []
+        self.mapped(lambda x: found.append(x) or x)
+        return found
+
+    def rows(self, size: int, rows: Sequence[int]) -> Batch:
+        """Return some rows of a batch of a size."""
+        index = torch.tensor(list(rows))
+        return self.mapped(
+            lambda x: x.index_select(self.dim, index) if x.ndim > self.dim and x.shape[self.dim] == size else x
+        )
 
     def to(self, dtype: torch.dtype) -> Batch:
         """Return a copy with every float in a precision."""
@@ -49,8 +63,7 @@ class Batch:
 
     def resized(self, old: int, new: int) -> Batch:
         """Return a batch of another size: rows are left out, or come again."""
-        rows = torch.arange(new) % old
-        return self.mapped(lambda x: x[rows] if x.ndim and x.shape[0] == old else x)
+        return self.rows(old, [row % old for row in range(new)])
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,11 @@ class Outcome:
     buffers: dict[str, Tensor]
 
 
-def as_batch(example: Any) -> Batch:  # noqa: ANN401
+def as_batch(example: Any, dim: int = 0) -> Batch:  # noqa: ANN401
     """Return an example in one form, whichever it came in."""
     if isinstance(example, dict):
-        return Batch((), dict(example))
-    return Batch(example if isinstance(example, tuple) else (example,), {})
+        return Batch((), dict(example), dim)
+    return Batch(example if isinstance(example, tuple) else (example,), {}, dim)
 
 
 def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
@@ -189,14 +202,14 @@ def difference(ours: Outcome, plain: Outcome, dtype: torch.dtype) -> str:
         mine, theirs = getattr(ours, what), getattr(plain, what)
         if mine.keys() != theirs.keys():
             return f"{what}: {sorted(mine.keys() ^ theirs.keys())[:5]} only on one side"
-        wrong = [text for name in mine if (text := _differs(mine[name], theirs[name], TOLERANCE[dtype]))]
+        wrong = {name: text for name in mine if (text := _differs(mine[name], theirs[name], dtype))}
         if wrong:
-            first = next(name for name in mine if _differs(mine[name], theirs[name], TOLERANCE[dtype]))
-            return f"{len(wrong)} of {len(mine)} {what} differ, first {first}: {wrong[0]}"
+            first = next(iter(wrong))
+            return f"{len(wrong)} of {len(mine)} {what} differ, first {first}: {wrong[first]}"
     return ""
 
 
-def _differs(a: Tensor | None, b: Tensor | None, tolerance: float) -> str:
+def _differs(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> str:
     if a is None or b is None:
         return "" if a is b else f"{'none' if a is None else 'one'} where {'none' if b is None else 'one'} is due"
     if a.is_sparse or b.is_sparse:
@@ -210,5 +223,6 @@ def _differs(a: Tensor | None, b: Tensor | None, tolerance: float) -> str:
     if not torch.equal(a.isfinite(), b.isfinite()):
         return "not finite elsewhere"
     a, b = torch.nan_to_num(a, 0, 0, 0), torch.nan_to_num(b, 0, 0, 0)
+    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(b.dtype, 0.0))  # a model may compute a loss in float32
     worst, size = (a - b).abs().max().item(), b.abs().max().item()
     return "" if worst <= tolerance * max(1.0, size) else f"by {worst:.2e} of {size:.2e}"

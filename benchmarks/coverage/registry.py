@@ -23,25 +23,25 @@ class Entry:
         build: returns the model and an example: a tensor, a tuple of arguments or a dict of keyword arguments.
         group: "plain" for architectures, "pattern" for a habit that is hard to capture.
         is_single: compared in float32, because in float64 the habit would not show (autocast).
-        has_one_batch_size: another batch size means nothing to it.
+        batch_dim: the dimension of the samples in every input.
     """
 
     build: Builder
     group: str
     is_single: bool = False
-    has_one_batch_size: bool = False
+    batch_dim: int = 0
 
 
 ENTRIES: dict[str, Entry] = {}
 
 
-def model(group: str, *, is_single: bool = False, has_one_batch_size: bool = False) -> Callable[[Builder], Builder]:
+def model(group: str, *, is_single: bool = False, batch_dim: int = 0) -> Callable[[Builder], Builder]:
     """Register a builder under its own name."""
 
     def register(build: Builder) -> Builder:
         if build.__name__ in ENTRIES:
             raise ValueError(f"two models are called {build.__name__}")
-        ENTRIES[build.__name__] = Entry(build, group, is_single, has_one_batch_size)
+        ENTRIES[build.__name__] = Entry(build, group, is_single, batch_dim)
         return build
 
     return register

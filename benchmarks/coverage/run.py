@@ -1,17 +1,18 @@
-"""How many models can be captured, and come out right? Ours and torch.distributed.pipelining side by side.
+"""How many models come out right by the user's path, `Pipeline(model, example=…)` and `step`?
 
-    .venv/bin/python benchmarks/coverage/run.py [NAME|GROUP ...] [--jobs 2] [--timeout 300] [--out results.json]
-    .venv/bin/python benchmarks/coverage/run.py --only-failed results.json --out results.json
+    .venv/bin/python benchmarks/coverage/run.py [NAME|GROUP ...] [--what ours,peer] [--jobs 2] [--timeout 300]
+    .venv/bin/python benchmarks/coverage/run.py gpt2 --timeout 60      # one model, in a process of its own
+    .venv/bin/python benchmarks/coverage/run.py --again refused,wrong  # what came out so in results.csv
 
-A group is plain, pattern, hf or all-hf, or one of the groups of hf.py. Each model runs in processes of its own, so that
-a crash or a hang costs one model. A model is right when all its cases are: 2 and 4 stages, training and evaluation, two
-batch sizes.
+A group is plain, pattern, torch.nn, timm, torchvision, hf or all-hf, or one of the groups of hf.py. Each model runs in
+a process of its own, so that a crash or a hang costs one model. results.csv keeps the newest row of each model; it is
+written after each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import multiprocessing
 import os
 import sys
@@ -24,22 +25,26 @@ from typing import Any
 HERE = Path(__file__).parent
 # processes are forked from one that has imported everything, so that a model costs its own time and no imports
 CONTEXT = multiprocessing.get_context("forkserver")
+FIELDS = ("model", "group", "dtype", "path", "nodes", "outcome", "option", "why", "note", "seconds", "stages", "peer")
 Report = dict[str, Any]
+Row = dict[str, str]
 
 
 def groups() -> dict[str, list[str]]:
     """Return the models of each group."""
     import hf
+    import pictures
     from models import ENTRIES
 
-    found: dict[str, list[str]] = {"plain": [], "pattern": []}
+    found: dict[str, list[str]] = {"plain": [], "pattern": [], "torch.nn": []}
     for name, entry in ENTRIES.items():
         found[entry.group].append(name)
-    return found | {group: list(names) for group, names in hf.GROUPS.items()}
-
-
-def group_of() -> dict[str, str]:
-    return {name: group for group, names in groups().items() for name in names}
+    found |= {group: list(names) for group, names in hf.GROUPS.items()}
+    listed = {name for names in hf.GROUPS.values() for name in names}
+    found["the rest of transformers"] = [name for name in hf.ALL if name not in listed]
+    found["timm"] = [f"timm:{name}" for name in pictures.TIMM]
+    found["torchvision"] = [f"torchvision:{name}" for name in pictures.TORCHVISION]
+    return found
 
 
 def chosen(words: list[str]) -> list[str]:
@@ -66,11 +71,11 @@ def attempt(name: str, what: str, timeout: float) -> Report:
     there.close()
     try:
         if not here.poll(timeout):
-            return {"model": name, "what": what, "error": f"no answer in {timeout:.0f} s"}
+            return {"outcome": "hang", "why": f"no answer in {timeout:.0f} s", "error": "no answer"}
         return here.recv()
     except EOFError:
         process.join(5)
-        return {"model": name, "what": what, "error": f"exit code {process.exitcode}"}
+        return {"outcome": "crashed", "why": f"exit code {process.exitcode}", "error": "exit"}
     finally:
         process.kill()
         process.join()
@@ -85,88 +90,99 @@ def _work(connection: Connection, name: str, what: str) -> None:
     connection.send(worker.report_of(name, what))
 
 
-def is_right(report: Report | None) -> bool:
-    """Return whether all cases that the plain model can run came out right, and there were some."""
-    if not report or "error" in report:
-        return False
-    cases = [text for text in report["results"].values() if not text.startswith("skip")]
-    return bool(cases) and all(text == "ok" for text in cases)
-
-
-def first_fault(report: Report) -> str:
+def summary(what: str, report: Report) -> Row:
+    """Return the cells of a row that a report fills."""
+    if what == "ours":
+        if "outcome" not in report:
+            report = report | {"outcome": "not built", "why": report.get("error", "")}
+        return {key: " ".join(str(report.get(key, "")).split()) for key in FIELDS if key in report}
     if "error" in report:
-        return report["error"]
-    return next((f"{key}: {text}" for key, text in report["results"].items() if text != "ok"), "")
+        return {what: f"no: {report['error']}"}
+    cases = {key: text for key, text in report["results"].items() if not text.startswith("skip")}
+    wrong = [f"no: {key}: {text}" for key, text in cases.items() if text != "ok"]
+    return {what: "" if not cases else (wrong or ["yes"])[0]}
 
 
-def run_all(
-    names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Report], out: Path | None
-) -> None:
-    """Run models side by side and keep their reports by name."""
+def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Row], out: Path) -> None:
+    """Run models side by side and keep a row for each."""
+    group_of = {name: group for group, of_group in groups().items() for name in of_group}
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, name, what, timeout): (name, what) for name in names for what in whats}
         for number, done in enumerate(as_completed(waiting), 1):
             name, what = waiting[done]
-            report = done.result()
-            results.setdefault(name, {})[what] = report
-            mark = "right" if is_right(report) else "WRONG"
-            text = f"{report.get('path', '')} {report.get('seconds', '')} s"
-            fault = "" if mark == "right" else f"  {first_fault(report)[:240]}"
-            if out is not None:
-                out.write_text(json.dumps(results, indent=1, sort_keys=True))
-            print(f"[{number}/{len(waiting)}] {mark} {what:5} {name:28} {text}{fault}", file=sys.stderr, flush=True)
+            cells = summary(what, done.result())
+            row = results.setdefault(name, {"model": name, "group": group_of.get(name, "other")})
+            if what == "ours":
+                for key in ("dtype", "path", "nodes", "option", "why", "note"):
+                    row.pop(key, None)
+            row |= cells
+            write(results, out)
+            text = " ".join(cells.get(key, "") for key in ("path", "seconds", "outcome", "option", "why", what))
+            print(f"[{number}/{len(waiting)}] {what:6} {name:28} {text[:400]}", file=sys.stderr, flush=True)
 
 
-def table(results: dict[str, Report]) -> str:
-    """Return the counts of each group in Markdown."""
-    own_group = group_of()
-    rows: dict[str, list[Report]] = {}
-    for name, report in results.items():
-        rows.setdefault(own_group.get(name, "other"), []).append(report)
-    lines = ["| group | models | ours right | export · replay · direct | peer right |", "|---|---|---|---|---|"]
-    everything = [report for reports in rows.values() for report in reports]
-    for group, reports in [*rows.items(), ("all", everything)]:
-        paths = Counter(report["ours"]["path"] for report in reports if is_right(report.get("ours")))
+def read(path: Path) -> dict[str, Row]:
+    """Return the rows of earlier runs, by model."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["model"]: row for row in csv.DictReader(file)}
+
+
+def write(results: dict[str, Row], path: Path) -> None:
+    """Write all rows, sorted by model, in place of the file."""
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(results[name] for name in sorted(results))
+    part.replace(path)
+
+
+def table(results: dict[str, Row]) -> str:
+    """Return the counts of each group in Markdown; models that cannot be built or compared are left out."""
+    rows: dict[str, list[Row]] = {}
+    for row in results.values():
+        if row.get("outcome") not in ("not built", "not comparable", "", None):
+            rows.setdefault(row["group"], []).append(row)
+    lines = ["| group | models | right | refused | wrong, crashed, hang | export · replay · direct | peer right |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    everything = [row for of_group in rows.values() for row in of_group]
+    for group, of_group in [*rows.items(), ("all", everything)]:
+        count = Counter(row["outcome"] for row in of_group)
+        paths = Counter(row["path"] for row in of_group if row["outcome"] == "right")
         by_path = " · ".join(str(paths[path]) for path in ("export", "replay", "direct"))
-        cells = [_share(reports, what) for what in ("ours", "peer")]
-        lines.append(f"| {group} | {len(reports)} | {cells[0]} | {by_path} | {cells[1]} |")
+        bad = count["wrong"] + count["crashed"] + count["hang"]
+        tried = [row["peer"] for row in of_group if row.get("peer")]
+        peer = f"{sum(text == 'yes' for text in tried)} of {len(tried)}" if tried else "–"
+        share = f"{count['right']} ({count['right'] / len(of_group):.1%})"
+        lines.append(f"| {group} | {len(of_group)} | {share} | {count['refused']} | {bad} | {by_path} | {peer} |")
     return "\n".join(lines)
-
-
-def _share(reports: list[Report], what: str) -> str:
-    known = [report[what] for report in reports if what in report]
-    right = sum(is_right(report) for report in known)
-    of_all = "" if len(known) == len(reports) else f" of {len(known)} tried"
-    return f"{right}{of_all} ({right / max(1, len(known)):.0%})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="models or groups; all groups if none is given")
-    parser.add_argument("--what", default="ours,peer", help="ours, peer, plain, with commas between")
+    parser.add_argument("--what", default="ours", help="ours, stages, peer, with commas between")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one model")
-    parser.add_argument("--out", type=Path, help="where the results go; earlier ones of other models are kept")
-    parser.add_argument("--only-failed", type=Path, help="run again what failed, or is missing, in earlier results")
+    parser.add_argument("--out", type=Path, default=HERE / "results.csv", help="the rows of other models are kept")
+    parser.add_argument("--again", default="", help="only models with one of these outcomes, with commas between")
+    parser.add_argument("--missing", action="store_true", help="only models that have no outcome")
     given = parser.parse_args()
-    whats = given.what.split(",")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.export._trace", "transformers", "worker"])
-    results: dict[str, Report] = {}
-    for earlier in (given.out, given.only_failed):
-        if earlier and earlier.exists():
-            results |= json.loads(earlier.read_text())
-    names = chosen(given.names or (list(results) if given.only_failed else []))
-    if given.only_failed:
-        names = [name for name in names if not is_right(results.get(name, {}).get(whats[0]))]
-    try:
-        run_all(names, whats, given.jobs, given.timeout, results, given.out)
-    finally:
-        if given.out:
-            given.out.write_text(json.dumps(results, indent=1, sort_keys=True))
+    results = read(given.out)
+    names = chosen(given.names or (list(results) if given.again else []))
+    if given.again:
+        names = [name for name in names if results.get(name, {}).get("outcome") in given.again.split(",")]
+    if given.missing:
+        names = [name for name in names if not results.get(name, {}).get("outcome")]
+    run_all(names, given.what.split(","), given.jobs, given.timeout, results, given.out)
     print(table(results))
-    faults = [(name, first_fault(results[name][what]), what) for name in names for what in whats]
-    print("\n".join(f"- {what} {name}: {fault}" for name, fault, what in faults if fault and what != "peer"))
+    for name in names:
+        if results[name].get("outcome") not in ("right", None):
+            print(f"- {name}: {results[name].get('outcome')}: {results[name].get('why')}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Take one model through capture, or through the peer, and print one JSON line of what came out right.
+"""Take one model through Penstock, or through the peer, and print one JSON line of what came out.
 
-    .venv/bin/python benchmarks/coverage/worker.py NAME [--what ours|peer|plain]
+    .venv/bin/python benchmarks/coverage/worker.py NAME [--what ours|stages|peer|plain]
 
-NAME is one of models.py, or a model type of transformers. The model runs as it is, forward and
-backward, and then as stages: at 2 and 4 stages, in training (dropout on, same seed) and evaluation, for the example's
-batch size and another one. Loss, outputs, every gradient and every buffer must agree, in float64 to 1e-10.
+NAME is one of models.py, timm:NAME, torchvision:NAME, or a model type of transformers. `ours` is the user's path:
+`Pipeline(model, example=…)`, then `step` (users_path.py). `stages` runs captured stages in order: 2 and 4 of them, in
+training (dropout on, same seed) and evaluation, for two batch sizes. Loss, every gradient and every buffer must agree
+with the plain model, in float64 to 1e-10.
 """
 
 from __future__ import annotations
@@ -22,26 +23,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compare import Batch, Outcome, as_batch, difference, restore, run, snapshot
 from models import BATCH, ENTRIES
-from torch import nn
+from pictures import build_picture
+from registry import Entry
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from penstock.model.graph import Graph
 
 STAGES = (2, 4)
 OTHER_BATCH = 6
+USERS_BATCH = 4 * BATCH  # eight micro-batches of two samples, by default
 
 
 def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
     """Return a model and a batch, the same ones every time."""
     torch.manual_seed(0)
+    if ":" in name:
+        model, example = build_picture(name, batch_size)
+        return model, as_batch(example)
     if name in ENTRIES:
-        model, example = ENTRIES[name].build()
-        batch = as_batch(example)
-        return model, batch if batch_size == BATCH else batch.resized(BATCH, batch_size)
+        model, _ = ENTRIES[name].build()
+        return model, _joined(ENTRIES[name], batch_size)
     from penstock.model.named import load
 
     model, example = load(name, batch_size=batch_size)
     return model, as_batch(example)
+
+
+def _joined(entry: Entry, batch_size: int) -> Batch:
+    """Return a batch of several examples, each with random numbers of its own."""
+    examples = []
+    for seed in range(-(-batch_size // BATCH)):
+        torch.manual_seed(seed)
+        examples.append(as_batch(entry.build()[1], entry.batch_dim))
+    columns = iter(list(zip(*(example.tensors() for example in examples), strict=True)))
+
+    def join(x: Tensor) -> Tensor:
+        column, dim = next(columns), entry.batch_dim
+        has_batch = x.dim() > dim and x.shape[dim] == BATCH
+        return torch.cat(column, dim).narrow(dim, 0, batch_size) if has_batch else x
+
+    return examples[0].mapped(join)
 
 
 def even_cuts(graph: Graph, stages: int) -> list[int]:
@@ -85,7 +107,7 @@ class Plain:
     def __init__(self, name: str) -> None:
         self.name = name
         entry = ENTRIES.get(name)
-        self.sizes = [BATCH] if entry and entry.has_one_batch_size else [BATCH, OTHER_BATCH]
+        self.sizes = [BATCH, OTHER_BATCH]
         self.dtype = torch.float32 if entry and entry.is_single else torch.float64
         self.batches = {size: build(name, size)[1] for size in self.sizes}
         self.outcomes: dict[tuple[bool, int], Outcome | str] = {}
@@ -127,7 +149,27 @@ class Plain:
         return results
 
 
-def ours(it: Plain) -> dict[str, Any]:
+def ours(name: str) -> dict[str, Any]:
+    """Take a model through `Pipeline` and `step`, in float64, or in float32 where it is written into the model."""
+    from users_path import run_pipeline, without_dropout
+
+    entry = ENTRIES.get(name)
+    dtypes = [torch.float32] if entry and entry.is_single else [torch.float64, torch.float32]
+    for dtype in dtypes:
+        model, batch = build(name, USERS_BATCH)
+        model = without_dropout(model.to(dtype))
+        try:
+            report = run_pipeline(model, batch.to(dtype), USERS_BATCH, dtype)
+        except Exception as error:  # the plain model's
+            if dtype == dtypes[-1]:
+                raise
+            del error
+            continue
+        return report | {"dtype": str(dtype).removeprefix("torch.")}
+    raise AssertionError("one of the precisions is the last")
+
+
+def stages(it: Plain) -> dict[str, Any]:
     from penstock.model.capture import capture
 
     model = it.fresh().train()
@@ -189,15 +231,18 @@ def only_plain(it: Plain) -> dict[str, Any]:
 
 
 def report_of(name: str, what: str) -> dict[str, Any]:
-    """Take one model through one of the three and return what came out."""
+    """Take one model through one of the four and return what came out."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     report: dict[str, Any] = {"model": name, "what": what}
     begin = time.perf_counter()
     try:
-        it = Plain(name)
-        report["dtype"] = str(it.dtype).removeprefix("torch.")
-        report |= {"ours": ours, "peer": peer, "plain": only_plain}[what](it)
+        if what == "ours":
+            report |= ours(name)
+        else:
+            it = Plain(name)
+            report["dtype"] = str(it.dtype).removeprefix("torch.")
+            report |= {"stages": stages, "peer": peer, "plain": only_plain}[what](it)
     except Exception as error:
         report["error"] = where(error)
     report["seconds"] = round(time.perf_counter() - begin, 2)
@@ -207,7 +252,7 @@ def report_of(name: str, what: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
-    parser.add_argument("--what", choices=("ours", "peer", "plain"), default="ours")
+    parser.add_argument("--what", choices=("ours", "stages", "peer", "plain"), default="ours")
     given = parser.parse_args()
     print(json.dumps(report_of(given.name, given.what)), flush=True)
 

@@ -1,4 +1,4 @@
-"""Public architectures with small random weights, cut in 2 and 4: the check of benchmarks/coverage, on a few."""
+"""Public architectures with small random weights: the checks of benchmarks/coverage, on a few."""
 
 import sys
 from pathlib import Path
@@ -46,8 +46,19 @@ def _one_thread(monkeypatch):
 def test_stages_of_public_architectures_compute_what_the_model_computes(name):
     import worker
 
-    report = worker.report_of(name, "ours")
+    report = worker.report_of(name, "stages")
     assert "error" not in report, report["error"]
     assert len(report["results"]) >= 4
     wrong = {case: text for case, text in report["results"].items() if text != "ok" and not text.startswith("skip")}
     assert not wrong
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["lstm_time_first", "resnet50", "gpt2", "switch_transformers", "timesfm", "gemma3"])
+def test_the_users_path_computes_what_the_model_computes(name):
+    """`Pipeline(model, example=…)` with its defaults, then `step`: loss, gradients and buffers."""
+    import worker
+
+    report = worker.report_of(name, "ours")
+    assert report.get("outcome") == "right", report

@@ -164,7 +164,7 @@ def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> N
         visitor.seen.add(index)
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     warnings.warn(
-        f"the model cannot be profiled, for it does not run node by node ({type(error).__name__}: {reason}). Cuts follow "
+        f"the model cannot be profiled: it does not run node by node ({type(error).__name__}: {reason}). Cuts follow "
         "the sizes of its parameters; cuts=[...] sets them",
         stacklevel=4,
     )

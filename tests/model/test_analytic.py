@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock.errors import CostError, UsageError
 from penstock.model.analytic import analytic
 from penstock.model.capture import capture
@@ -195,3 +196,29 @@ def test_rates_can_be_measured():
     assert rates.flops_per_second > 0
     assert rates.bytes_per_second > 0
     assert rates.launch_seconds > 0
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in its forward, and says no device, as most code for one CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() * (torch.rand(x.shape[0], 1) < 2) + torch.bernoulli(torch.zeros_like(x))
+        return x
+
+
+@pytest.mark.parametrize("path", ["export", "replay"])
+def test_random_numbers_in_the_forward_of_a_model_on_meta(path):
+    """They came to be on the CPU, where the model was not: "not on the expected device meta"."""
+    with torch.device("meta"):
+        model = Noisy()
+    example, real = torch.randn(6, 8), Noisy()
+    options = {"analytic": "cpu", "capture_path": path, "lanes": 2, "timeout": 60}
+    with penstock.Pipeline(model, example=example, loss=nn.functional.mse_loss, **options) as pipe:
+        pipe.load_state_dict(real.state_dict())
+        loss = pipe.step(example, torch.zeros(6, 8))
+    torch.testing.assert_close(loss, nn.functional.mse_loss(real(example), torch.zeros(6, 8)).detach())

@@ -20,6 +20,7 @@ from penstock.errors import CaptureError
 from penstock.model.example import Call
 from penstock.model.export_sizes import ShapeGuards, hint
 from penstock.model.modes import RandomStates
+from penstock.model.parameters import tensors_at_home
 from penstock.model.sanitizer import unsanitized
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
@@ -101,7 +102,10 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
     seen: dict[str, Any] = {}
     reduced = _Reduced(model, call, seen.update)
     try:
-        with unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len():
+        with (
+            unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len(),
+            tensors_at_home(model, call),
+        ):  # fmt: skip
             program = _export(reduced, call, open_dims)
             if seen["kept"]:
                 _check_kept(reduced, call, seen["kept"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "main_device",
     "module_signature",
     "read_parameters",
+    "tensors_at_home",
     "unsaved_names",
 ]
 
@@ -78,6 +80,15 @@ def module_signature(module: nn.Module) -> str:
     """Return a text that is the same for modules that do the same work on inputs of the same shapes."""
     shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
     return f"{type(module).__qualname__}({module.extra_repr()}){shapes}"
+
+
+def tensors_at_home(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:
+    """Let tensors that a model on meta makes out of nothing, such as random numbers, be on meta, too.
+
+    There the model's own `torch.rand(n)` would be on the CPU, which no lane is when it runs.
+    """
+    home = main_device(model, call)
+    return home if home.type == "meta" else contextlib.nullcontext()
 
 
 def main_device(model: nn.Module, call: Call) -> torch.device:

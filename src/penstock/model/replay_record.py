@@ -14,7 +14,7 @@ from torch import nn
 from penstock.model.example import Call
 from penstock.model.export_trace import is_cache
 from penstock.model.modes import RandomStates, in_mode
-from penstock.model.parameters import held_tensors
+from penstock.model.parameters import held_tensors, tensors_at_home
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import describe, is_imaginable
 from penstock.model.replay_shell import make_shell
@@ -141,7 +141,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     states = RandomStates()
     versions = {name: (tensor, tensor._version) for name, tensor in held_tensors(model).items()}
     try:
-        with unchanged(model):
+        with unchanged(model), tensors_at_home(model, call):
             result = recorder.run(shell, inside, call)
             after = held_tensors(shell)
             changed = {name for name, (t, v) in versions.items() if after.get(name) is not t or t._version != v}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,11 @@ def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *
     walk = _VisitWalk(shell, graph, visitor, index_of)
     args, kwargs = call.map(lambda tensor: tensor.detach().to(device)).arguments()
     try:
-        with torch.no_grad(), walk.watching(dict(shell.named_modules())):
+        with (
+            torch.no_grad(),
+            device if device.type == "meta" else nullcontext(),
+            walk.watching(dict(shell.named_modules())),
+        ):
             shell(*args, **kwargs)
     except RuntimeError as error:
         if device.type == "meta":

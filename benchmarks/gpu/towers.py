@@ -5,6 +5,8 @@ alone, which no way to run these kernels can be quicker than.
 In bf16: an image tower of 12 × 768 on patches of 32 × 32 of a 224 × 224 image, a text tower of 12 × 512 on 77 words.
 Each contender is called with data that is on the GPU; by how much its results are off is told against the same weights
 in float64. They are cosines of vectors that have nothing to do with each other, so rounding to bf16 shows.
+
+Last come transformers' own CLIPModel (ViT-B/32, random weights), unchanged: eager and ours, called as users call it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from clock import milliseconds, ratio, spread
@@ -25,6 +29,7 @@ BATCHES = (1, 8, 32)
 WORDS, VOCABULARY = 77, 49408
 SHAPES = [(768, 12, (224 // 32) ** 2 + 1), (512, 8, WORDS)]  # width, heads and tokens of the towers
 OVER_EAGER = {1: 10.0, 8: 5.0, 32: 4.0}  # what ours is to reach
+CLIP_OVER_EAGER = {1: 8.0}  # what ours is to reach with transformers' own CLIPModel
 OVER_ONE_STREAM = {1: 1.5, 8: 1.25, 32: 1.15}
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -190,7 +195,40 @@ def run(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> dict[int, dict
             both = f"{reached[0]:.2f}×, compiled {reached[1]:.2f}×"
             print(f"  batch {batch:>2}  ours over {name:<18} {both} (to reach: {bar[batch]:g}×)", flush=True)
     print(told, flush=True)
+    run_clip(repeats, batches)
     return found
+
+
+def run_clip(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> None:
+    """Time transformers' CLIPModel, as it is: eager and ours."""
+    try:
+        import transformers
+    except ImportError:
+        print("  CLIPModel of transformers: not installed, not run", flush=True)
+        return
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(transformers.CLIPConfig()).cuda().bfloat16().eval()
+    exact = copy.deepcopy(model).double()
+    for batch in batches:
+        data = [data_of(batch) for _ in range(4)]
+        with torch.no_grad():
+            wanted = [_similarity(exact, images.double(), words) for images, words in data]
+        graph = Graph(model, {"input_ids": data[0][1], "pixel_values": data[0][0]})
+        times = {}
+        for name, callee in (("eager", model), ("ours", graph)):
+            with torch.no_grad():
+                times[name], error = _times(partial(_similarity, callee), data, wanted, repeats)
+            print(
+                f"  batch {batch:>2}  CLIPModel, {name:<9} {spread(times[name]):<24} ms  off by {error:.1e}", flush=True
+            )
+        bar = f" (to reach: {CLIP_OVER_EAGER[batch]:g}×)" if batch in CLIP_OVER_EAGER else ""
+        as_it_is = f"; runs as it is: {graph.obstacle}" if graph.obstacle else ""
+        reached = ratio(times["eager"], times["ours"])
+        print(f"  batch {batch:>2}  CLIPModel, ours over eager {reached:.2f}×{bar}{as_it_is}", flush=True)
+
+
+def _similarity(model: Callable[..., Any], images: Tensor, words: Tensor) -> Tensor:
+    return model(input_ids=words, pixel_values=images).logits_per_image
 
 
 def _times(

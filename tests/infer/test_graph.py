@@ -1170,3 +1170,39 @@ class TestOnGpu:
         assert graph.obstacle == ""
         assert not torch.equal(drawn[0], drawn[1])
         assert not torch.equal(drawn[1], drawn[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*loss_type")
+@pytest.mark.parametrize("name", ["clip", "albert"])
+def test_models_of_transformers_are_captured_at_batch_1(name, device):
+    """A tensor with a dimension of 1 was taken for one that the batch size is written into, and no graph was made."""
+    pytest.importorskip("transformers")
+    from penstock.model.named import load
+
+    model, example = load(name, batch_size=1)
+    example.pop("labels", None)
+    example.pop("return_loss", None)
+    model, example = model.to(device).eval(), {key: value.to(device) for key, value in example.items()}
+    graph = Graph(model, example)
+    assert not graph.obstacle
+    for size in (1, 1, 3):
+        batch = {key: value.repeat(size, *[1] * (value.dim() - 1)) for key, value in example.items()}
+        with torch.no_grad():
+            wanted = model(**batch)
+        made = graph(**batch)
+        for key, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(made[key], value, rtol=1e-4, atol=1e-5)
+    assert CpuGraphs.num_replays or device == "cuda"
+
+
+def test_a_model_that_runs_as_it_is_is_called_and_nothing_more(monkeypatch):
+    """Its modules were gone through at every call, which took longer than a small model does."""
+    model = Towers().eval()
+    given = (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+    graph = Graph(model, given)  # on a CPU
+    monkeypatch.setattr(nn.Module, "modules", lambda self: pytest.fail("went through the modules"))
+    monkeypatch.setattr(graph_module, "flatten", lambda *_: pytest.fail("took the arguments apart"))
+    made = graph(*given)
+    torch.testing.assert_close(made["both"], model(*given)["both"].detach())
+    assert not made["both"].requires_grad

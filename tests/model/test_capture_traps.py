@@ -455,3 +455,23 @@ def test_a_model_that_cannot_run_node_by_node_is_cut_by_its_parameters():
     example = torch.randn(8, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match="cannot be profiled.*nothing here is trained"):
         assert stepped(Guarded(), example, capture_path="replay") < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*loss_type")
+@pytest.mark.parametrize("name", ["clip", "albert"])
+def test_export_takes_models_in_which_something_is_as_long_as_the_batch(name):
+    """position_ids of (1, 77) at batch 1: "the batch size is written into a tensor of the trace"."""
+    pytest.importorskip("transformers")
+    from penstock.model.named import load
+
+    for batch_size in (1, 3):
+        model, example = load(name, batch_size=batch_size)
+        model.eval()
+        example.pop("labels", None)
+        example.pop("return_loss", None)
+        with penstock.Pipeline(model, example=example, lanes=2, micro_batches=1, timeout=60) as pipe:
+            assert pipe._decision.captured.path == "export"
+            made, wanted = pipe(example), model(**example)
+        for key, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(made[key], value.detach(), rtol=1e-4, atol=1e-5)

@@ -233,3 +233,24 @@ def in_process():
         torch.testing.assert_close(gradient, dict(plain.named_parameters())[name].grad, msg=name)
     assert abs(losses[-1] - float(loss(plain(**data(21)), TARGET))) < 1e-12
     return losses
+
+
+@pytest.mark.filterwarnings("ignore:.*loss_type")
+def test_a_cache_that_is_left_out_is_told_once():
+    """`use_cache=True`, the default of every decoder of transformers, returned no cache without a word."""
+    pytest.importorskip("transformers")
+    from penstock.model.named import load
+
+    model, example = load("gpt2", batch_size=4)
+    model.config.use_cache = True
+    assert model(**example).past_key_values is not None
+    with penstock.Pipeline(model, example=example, lanes=2, timeout=60) as pipe:
+        with pytest.warns(UserWarning, match="a pipeline returns none: past_key_values is None"):
+            assert pipe(example).past_key_values is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe(example)
+    model.config.use_cache = False
+    with penstock.Pipeline(model, example=example, lanes=2, timeout=60) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(example)

@@ -272,6 +272,9 @@ class Graph:
         return copies
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the model
+        _, tensors = quick_name(args, kwargs)
+        if tensors and all(tensor.device == self.device for tensor in tensors):
+            return self._plain(*args, **kwargs)
         found, template = flatten((args, dict(kwargs)))
         args, kwargs = rebuild(template, [tensor.to(self.device, non_blocking=True) for tensor in found])
         return self._plain(*args, **kwargs)

@@ -20,18 +20,31 @@ _LOCKING = threading.Lock()
 
 
 class Plain:
-    """A model as it is, in evaluation and without gradients; one call at a time."""
+    """A model as it is, in evaluation and without gradients; one call at a time.
+
+    A model that is in evaluation already is called, and that is all: to go through its modules takes longer than a
+    small model does.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._locks = model, _locks_of(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns."""
+        if len(self._locks) == 1:
+            with self._locks[0]:
+                return self._run(args, kwargs)
         with ExitStack() as around:
             for lock in self._locks:
                 around.enter_context(lock)
-            with torch.no_grad(), in_mode(self.model, training=False):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as the model
+        if not self.model.training:
+            with torch.no_grad():
                 return self.model(*args, **kwargs)
+        with torch.no_grad(), in_mode(self.model, training=False):
+            return self.model(*args, **kwargs)
 
 
 def _locks_of(model: nn.Module) -> list[threading.RLock]:

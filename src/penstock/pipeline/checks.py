@@ -1,18 +1,20 @@
-"""Checks: what can be seen to be wrong with a pipeline's arguments before anything is done."""
+"""Checks: what can be seen to be wrong with a pipeline's arguments, and what its output leaves out."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from penstock.errors import UsageError, nearest
+from penstock.model.capture import Captured
 from penstock.schedule.actions import Kind
 from penstock.schedule.lower import Keep
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words"]
+__all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words", "warn_of_cache"]
 
 LossOver = Literal["micro_batch", "batch"]
 
@@ -90,4 +92,22 @@ def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weig
         raise UsageError(
             f'loss_over: "batch" needs a schedule in which the last stage runs all its forwards before its first '
             f"backward, and {schedule.name} does not: take zb_gpipe, gpipe or looped_bfs"
+        )
+
+
+_CACHES = ("past_key_values", "cache_params", "mems", "state")  # as outputs of transformers call them
+
+
+def warn_of_cache(output: object, captured: Captured) -> None:
+    """Warn where the plain model would return a cache of keys and values, or of states, which stages leave out."""
+    configs = [getattr(module, "config", None) for module in captured.model.modules()]
+    is_asked_for = captured.call.constants.get("use_cache") is True
+    if not is_asked_for and not any(getattr(config, "use_cache", None) is True for config in configs):
+        return
+    empty = [name for name in _CACHES if getattr(output, name, output) is None]
+    if empty:
+        warnings.warn(
+            f"the model is set to return a cache (use_cache=True), and a pipeline returns none: {empty[0]} is None in "
+            "its output. To generate, use the model without the pipeline; use_cache=False in its config says so",
+            stacklevel=4,
         )

@@ -21,7 +21,14 @@ from penstock.model.example import BatchLayout
 from penstock.model.structure import rebuild
 from penstock.pipeline.batch import BatchReader, Ready
 from penstock.pipeline.build import Model, Request, decide
-from penstock.pipeline.checks import LossOver, check_loss_over, check_seconds, check_switches, check_words
+from penstock.pipeline.checks import (
+    LossOver,
+    check_loss_over,
+    check_seconds,
+    check_switches,
+    check_words,
+    warn_of_cache,
+)
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness import Exactness
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
@@ -226,6 +233,7 @@ class Pipeline(ModelFace):
         self._loss_over: LossOver = loss_over
         self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
         self._recording: Recording | None = None
+        self._has_looked_for_caches = False
         self.watch: Watch | None = None
         self.training = True
         self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
@@ -301,6 +309,8 @@ class Pipeline(ModelFace):
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.
 
+        Caches of keys and values are left out: a pipeline does not generate. A warning says so once.
+
         Args:
             batch: as the example.
             gather: under torchrun, who gets the outputs: "all" lanes, or the "last" only (others get None).
@@ -317,7 +327,11 @@ class Pipeline(ModelFace):
         joined = join_results(
             [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes, self._chains[0].example.batch_dim
         )
-        return rebuild(self._chains[0].results(self.training).template(), joined)
+        output = rebuild(self._chains[0].results(self.training).template(), joined)
+        if not self._has_looked_for_caches:
+            self._has_looked_for_caches = True
+            warn_of_cache(output, self._decision.captured)
+        return output
 
     __call__ = forward
 

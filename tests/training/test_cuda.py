@@ -1,5 +1,7 @@
 """A training on a GPU: the plain loop's losses, resumed in the middle, and split when its memory runs out."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,7 @@ class Switch(penstock.Callback):
 
 @pytest.fixture
 def little_memory():
+    gc.collect()  # what earlier tests left in this process counts, too
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(SHARE)
     yield

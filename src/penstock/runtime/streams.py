@@ -7,6 +7,7 @@ receiver, and the receiver's compute stream waits for that. The host never waits
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,9 @@ Room = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arr
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a GPU that this thread works on: by its number, which torch need not look up."""
     return torch.cuda.current_stream(device.index)
+
+
+_THREAD = threading.local()  # the devices that a thread has worked on
 
 
 class OnStream:
@@ -88,7 +92,15 @@ class Streams:
                 yield
             return
         with OnStream(stream or self.compute), sanitized():
+            self._make_current()
             yield
+
+    def _make_current(self) -> None:
+        """Make the device's context current in a thread that is new to it, or torch warns at its first product."""
+        known = _THREAD.__dict__.setdefault("devices", set())
+        if self.device not in known:
+            known.add(self.device)
+            self.compute.query()  # any call of the runtime does it; this one waits for nothing
 
     def callers_stream(self) -> torch.cuda.Stream:
         """Return the caller's stream, behind the one that asked for the last step, and may read its losses."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import penstock
 from penstock.errors import UsageError
+from penstock.pipeline import batch as batch_module
 from pipelines import differences, expected
 from runtime_everywhere import everywhere, pipeline
 
@@ -186,6 +187,54 @@ WEIGHTS = torch.tensor([0.2, 0.03, 0.9, 1.9, 0.01]).double()
 def test_classes_that_a_function_of_ones_own_leaves_out(loss, target):
     """Only torch's own loss objects told what they ignore; a function around them counted by samples."""
     compare(loss, target)
+
+
+def flattened(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("loss", "is_flat"),
+    [
+        (nn.CrossEntropyLoss(), True),
+        (nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=0), True),
+        (lambda o, t: 3 * F.cross_entropy(o, t), True),
+        (flattened, False),
+        (lambda o, t: F.cross_entropy(o, t) + 0.1 * F.cross_entropy(2 * o, t), True),
+    ],
+    ids=["module", "smoothed", "function", "tokens", "two"],
+)
+def test_labels_on_a_gpu_are_counted_there(loss, is_flat, device, monkeypatch):
+    """The host waited for the counts of every step; now losses are summed, and divided by a count on the device."""
+    if device == "cpu":
+        monkeypatch.setattr(batch_module, "_must_be_waited_for", lambda tensor: True)
+        monkeypatch.setattr(batch_module, "counts_of", None)  # what would wait
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().to(device)
+    batch = torch.randn(SIZE, *(() if is_flat else (3,)), 6).double().to(device)
+    target = torch.randint(5, batch.shape[:-1]).to(device)
+    target[:3] = 0 if getattr(loss, "ignore_index", -100) == 0 else -100  # the first micro-batch counts nothing
+    target[5] = 1
+    plain = copy.deepcopy(model)
+    wanted = loss(plain(batch), target)
+    wanted.backward()
+    with penstock.Pipeline(model, example=batch, loss=loss, micro_batches=4, cuts=[1], devices=[device] * 2) as pipe:
+        for _ in range(4):
+            pipe.zero_grad()
+            torch.testing.assert_close(pipe.step(batch, target), wanted.detach())
+            for one, other in zip(plain.parameters(), pipe.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(pipe.evaluate(batch, target), wanted.detach())
 
 
 def test_a_mean_over_a_mask_in_the_target():

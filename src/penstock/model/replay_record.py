@@ -388,6 +388,8 @@ class _Recorder(Walk):
             self.seen[index].uses.add(self.now)
         for seen in self.seen:
             seen.tensor.__dict__.pop("_penstock_marks", None)
+            # without its graph, which holds activations, and nodes that accumulate gradients on this stream
+            seen.tensor = seen.tensor.detach().requires_grad_(seen.tensor.requires_grad)
         return Recording(
             self.units,
             self.seen,

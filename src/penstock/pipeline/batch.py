@@ -35,10 +35,16 @@ class Ready:
     targets: list[tuple[Any, ...]]
     shares: list[float]
     target_dims: tuple[int | None, ...] = ()  # for each tensor of the target, in which dimension it was cut
+    total: torch.Tensor | None = None  # where losses are summed: over how much the batch averages; on the device
 
 
 def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - called as any weight
     return counted.count(target)
+
+
+def _must_be_waited_for(tensor: torch.Tensor) -> bool:
+    """Return whether the host would wait for a device to read a tensor."""
+    return tensor.is_cuda
 
 
 class BatchReader:
@@ -102,6 +108,10 @@ class BatchReader:
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
         if is_due and len(sizes) > 1:
             self._exactness.learn(call, target, dim)
+        total = self._total(pieces, targets, groups)
+        if total is not None:
+            dims = self._target_dims(target, call.batch_size)
+            return Ready(pieces, targets, [1.0] * len(sizes), dims, total)
         shares = self._shares(batch, pieces, targets, groups)
         if key is not None and (not self._left_to_watch or len(sizes) == 1):  # one alone counts as it counts
             if len(self._known) >= _MOST_KNOWN:
@@ -203,6 +213,33 @@ class BatchReader:
             raise UsageError(f"target: {target.shape[0]} samples, but the batch has {call.batch_size}")
         return target
 
+    def _total(
+        self, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor | None:
+        """Return over how much the loss of a batch averages, where labels on a GPU tell that; the host does not wait.
+
+        The losses of micro-batches are then summed, not averaged: nobody need know what each of them counts.
+        """
+        weight = self._exactness.weight
+        if not isinstance(weight, Counted) or not self._exactness.is_summable or groups is not None:
+            return None
+        if len(targets) < 2:
+            return None
+        labels = self._labels(weight, pieces, targets)
+        if not all(isinstance(label, torch.Tensor) and _must_be_waited_for(label) for label in labels):
+            return None
+        counts = [weight.count(label) for label in labels]
+        if not all(isinstance(count, torch.Tensor) for count in counts):
+            return None
+        return torch.stack([count.double() for count in counts]).sum()
+
+    @staticmethod
+    def _labels(weight: Counted, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return in what a weight counts, of each micro-batch."""
+        if weight.name:
+            return [inputs[weight.name] for inputs in pieces.inputs]
+        return [target[0] if target else None for target in targets]
+
     def _shares(
         self, batch: object, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None,
         *, batches: Sequence[Any] = (),
@@ -216,8 +253,9 @@ class BatchReader:
             batches = cut_thing(batch, sum(sizes), sizes, self._chain.example.batch_dim)
         plain = [target[0] if target else None for target in targets]
         if isinstance(weight, Counted):
-            if weight.name:
-                plain = [inputs[weight.name] for inputs in pieces.inputs]
+            if len(sizes) == 1:
+                return [1.0]
+            plain = self._labels(weight, pieces, targets)
             weight = partial(_count, weight)
         if self._left_to_watch and len(sizes) > 1:
             if any(tensor.is_cuda for thing in (batch, plain[0]) for tensor in flatten(thing)[0]):

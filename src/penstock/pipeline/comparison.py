@@ -139,7 +139,7 @@ def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, 
                 pipe._run(step, is_recorded=False)
         finally:
             pipe._setup.end_step(pipe._company, is_done=False)
-        loss = pipe._total(step, ready.shares)
+        loss = pipe._total(step, ready)
     return float(loss), _gradients(pipe)
 
 

@@ -27,6 +27,7 @@ from penstock.pipeline.scoring import (
     best_of,
     call_fails,
     distance_of,
+    is_own_sum,
     largest_difference,
     leaving_no_trace,
     parts_of,
@@ -47,6 +48,7 @@ from penstock.runtime.still import Still
 
 __all__ = ["Exactness"]
 
+_HOST = torch.device("cpu")
 _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
 _TRIES = 3  # choices of samples of a target
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
@@ -63,19 +65,26 @@ class Exactness:
         loss: the user's.
         weight: what the user says that it averages over.
         over_batch: the loss sees the whole batch at once.
+        is_compiled: the loss will be compiled.
 
     Attributes:
         weight: what the loss averages over, as far as it is known.
         is_settled: nothing is left to find out.
+        is_summable: with means over classes as sums (see `Summing`), the loss is its own sum.
+        device: where the loss will run.
     """
 
-    def __init__(self, loss: LossFunction | None, weight: Weight, *, over_batch: bool = False) -> None:
-        self._loss, self._given, self._over_batch = loss, weight, over_batch
+    def __init__(
+        self, loss: LossFunction | None, weight: Weight, *, over_batch: bool = False, is_compiled: bool = False
+    ) -> None:
+        self._loss, self._given, self._over_batch, self._is_compiled = loss, weight, over_batch, is_compiled
         self.weight: Weight | Counted = weight
         self.is_settled = True
         if weight is None and not over_batch:
             self.is_settled, self.weight = known_weight(loss)
         self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
+        self.is_summable = self._is_known and loss is not None and not is_compiled
+        self.device: torch.device | None = None
         self._sizes: list[int] = []
         self._runs: list[Run] = []  # of the whole, and of its parts
         self._exact: list[Any] | None = None  # weights under which all targets so far were exact
@@ -111,6 +120,8 @@ class Exactness:
             self._runs = []
         finally:
             states.restore()
+            if any(home.type == "cuda" for home in homes):  # what the comparison took is the lanes' again
+                torch.cuda.empty_cache()
 
     def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
         few = call.rows(list(range(min(_ROWS, call.batch_size))))
@@ -135,7 +146,7 @@ class Exactness:
         off = largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
         if off:
             raise self._refusal(model, call, off)
-        self._runs = [whole, *parts]
+        self._runs = [run.on(_HOST) for run in (whole, *parts)]
         if any(one.shape != other.shape for one, other in zip(whole.tensors, joined, strict=True)):
             self.is_settled = False  # an output mixes samples: what the loss does with it is looked at
         if self._given is not None or self._over_batch:
@@ -177,7 +188,7 @@ class Exactness:
         off = largest_difference(runs[0].tensors, joined, with_numbers=self._over_batch)
         if off:
             raise UsageError(f"split: its micro-batches do not compute what the whole batch does: {off}. {_CHECK_OFF}")
-        self._runs, self.is_settled = runs, self._is_known
+        self._runs, self.is_settled = [run.on(_HOST) for run in runs], self._is_known
 
     # ---- losses that the model computes itself
 
@@ -252,12 +263,11 @@ class Exactness:
             UsageError: when losses of micro-batches cannot add up to that of the batch.
         """
         self._next_look *= 2
-        if any(t.is_cuda for t in flatten(target)[0]) and self._num_learnt > _MOST_ON_GPU:
-            return
+        is_last = any(t.is_cuda for t in flatten(target)[0]) and self._num_learnt >= _MOST_ON_GPU
         size = call.batch_size
         if size < sum(self._sizes):
             return
-        device, reason = self._runs[0].device, ""
+        device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
         for chosen in _choices_of_rows(size, sum(self._sizes)):
             few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
@@ -267,6 +277,8 @@ class Exactness:
                 pieces = list(zip(*columns, strict=True)) or [()] * len(self._sizes)
                 reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
         self._conclude(reason)
+        if is_last:
+            self.is_settled, self._runs = True, []
 
     def learn_split(self, parts: Sequence[Call], target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]]) -> None:
         """Find it from a target that the user has split, where its parts are as large as those of the example.
@@ -277,7 +289,10 @@ class Exactness:
         if [part.batch_size for part in parts] != self._sizes:
             return
         self._next_look *= 2
-        self._conclude(self._narrow(target, pieces, parts, parts[0].batch_dim))
+        device = self.device or _HOST
+        moved = [tuple(_moved(thing, device) for thing in piece) for piece in pieces]
+        whole = tuple(_moved(thing, device) for thing in target)
+        self._conclude(self._narrow(whole, moved, parts, parts[0].batch_dim))
 
     def _conclude(self, reason: str) -> None:
         """Take the weight that was found; warn if the first target could not be compared."""
@@ -300,7 +315,7 @@ class Exactness:
         """
         assert self._loss is not None
         still = Still()
-        runs, targets = list(self._runs), [target, *pieces]
+        runs, targets = [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
         if self._over_batch:
             joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
             runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
@@ -324,6 +339,8 @@ class Exactness:
         if not now:
             raise UsageError(self._coupled(losses))
         self._exact = now
+        if isinstance(now[0], Counted) and not now[0].name and not self._is_compiled:
+            self.is_summable = is_own_sum(self._loss, runs, targets, now[0])
         return ""
 
     # ---- messages

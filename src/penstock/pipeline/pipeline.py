@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -45,6 +45,7 @@ from penstock.runtime.batches import join_results
 from penstock.runtime.company import Company, found_company
 from penstock.runtime.losses import (
     LossFunction,
+    Summing,
     Weight,
     check_loss,
     read_loss,
@@ -193,7 +194,7 @@ class Pipeline(ModelFace):
         )  # fmt: skip
         weakref.finalize(self, self._company.close)
         self._use = Use()
-        exactness = Exactness(loss, weight, over_batch=loss_over == "batch")
+        exactness = Exactness(loss, weight, over_batch=loss_over == "batch", is_compiled=options is not None)
 
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
             check_loss_over(loss_over, schedule, loss=loss, weight=weight)
@@ -229,6 +230,7 @@ class Pipeline(ModelFace):
         self._graphs = GraphSteps(
             graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
         )
+        exactness.device = self.devices[self.schedule.ways[0][-1]]
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split)
         self._loss_over: LossOver = loss_over
         self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
@@ -270,7 +272,8 @@ class Pipeline(ModelFace):
         # scale() rather than get_scale(): the scaler makes what it needs in its first call
         step = self._step(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
         if self._scaler is not None:
-            step.factor = self._scaler.scale(torch.ones((), dtype=torch.float64, device=self.devices[0]))
+            factor = self._scaler.scale(torch.ones((), dtype=torch.float64, device=self.devices[0]))
+            step.factor = factor if ready.total is None else factor / ready.total.to(factor.device)
         is_done = False
         try:
             with self._weights.gathering(is_scaled=self._scaler is not None):
@@ -280,8 +283,8 @@ class Pipeline(ModelFace):
             self._past.note(batch, step)
             self._setup.end_step(self._company, is_done=is_done)
         self._weights.agree_on_buffers()
-        loss = without_backward(self._total(step, ready.shares))
-        return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
+        loss = without_backward(self._total(step, ready))
+        return (loss, self._total_metrics(step, ready)) if metrics else loss
 
     @overload
     def evaluate(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
@@ -301,8 +304,8 @@ class Pipeline(ModelFace):
             ready = self._read(batch, _given(target))
             step = self._step(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
             self._run(step)
-        loss = self._total(step, ready.shares)
-        return (loss, self._total_metrics(step, ready.shares)) if metrics else loss
+        loss = self._total(step, ready)
+        return (loss, self._total_metrics(step, ready)) if metrics else loss
 
     @one_at_a_time
     @without_gradients
@@ -364,10 +367,13 @@ class Pipeline(ModelFace):
                 return None, {}
             if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(())), {}
-            return read_loss(rebuild(results.template(), tensors), loss, target)
+            with nullcontext() if ready.total is None else Summing():
+                return read_loss(rebuild(results.template(), tensors), loss, target)
 
         self._number += 1
         step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch, given=given)
+        if ready.total is not None:
+            step.factor = 1 / ready.total
         if self._loss_over == "batch" and outputs is None:
             step.scales = [1.0] * len(shares)
             step.over_batch = BatchLoss(
@@ -392,18 +398,20 @@ class Pipeline(ModelFace):
         if recording is not None:
             recording.end(self._company, executors)
 
-    def _total(self, step: Step, shares: Sequence[float]) -> torch.Tensor:
+    def _total(self, step: Step, ready: Ready) -> torch.Tensor:
         losses = self._company.share_losses(step, self.schedule)
         if step.over_batch is not None:
             (loss,) = losses.values()
             return loss.clone()
-        return total_loss(losses, shares, step.batch.sizes, is_updated_within=self.schedule.versions is not None)
+        is_updated_within = self.schedule.versions is not None
+        total = total_loss(losses, ready.shares, step.batch.sizes, is_updated_within=is_updated_within)
+        return total if ready.total is None else total / ready.total.to(total.device, total.dtype)
 
-    def _total_metrics(self, step: Step, shares: Sequence[float]) -> dict[str, torch.Tensor]:
+    def _total_metrics(self, step: Step, ready: Ready) -> dict[str, torch.Tensor]:
         """Return the metrics of the batch; all lanes have told them with their losses."""
         if step.over_batch is not None:
             return {name: value.double() for found in step.metrics.values() for name, value in found.items()}
-        return total_metrics(step.metrics, shares, is_sum=self._reader.is_sum)
+        return total_metrics(step.metrics, ready.shares, is_sum=self._reader.is_sum)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all stages into training."""

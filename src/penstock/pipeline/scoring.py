@@ -19,8 +19,8 @@ from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
 from penstock.model.untouched import untouched
 from penstock.runtime.batches import join_dim_of
-from penstock.runtime.loss_weights import loss_tolerance, tolerance
-from penstock.runtime.losses import LossFunction, find_loss
+from penstock.runtime.loss_weights import Counted, loss_tolerance, tolerance
+from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
 from penstock.runtime.still import Still
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "best_of",
     "call_fails",
     "distance_of",
+    "is_own_sum",
     "largest_difference",
     "leaving_no_trace",
     "parts_of",
@@ -54,6 +55,10 @@ class Run:
     def output(self) -> Any:  # noqa: ANN401 - as the model
         """What the model returned."""
         return rebuild(self.template, self.tensors)
+
+    def on(self, device: torch.device) -> Run:
+        """Return the same with tensors on a device."""
+        return replace(self, tensors=[tensor.to(device) for tensor in self.tensors])
 
     def leaves(self) -> Run:
         """Return the same with tensors that gradients can be asked for."""
@@ -118,6 +123,29 @@ def score_losses(
     if not all(bool(one.loss.isfinite()) for one in scored):
         return "it is not finite"
     return scored
+
+
+def is_own_sum(
+    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], counted: Counted
+) -> bool:
+    """Return whether a loss, with its means over classes as sums, is the loss times what it averages over.
+
+    A loss that returns more than itself is left alone: what else it computes from those means would change.
+    """
+    for run, target in zip(outputs, targets, strict=True):
+        count = float(counted.count(target[0])) if target else 0.0
+        if not count:  # a mean over nothing
+            continue
+        means = score_losses(loss, [run], [target], Still())
+        with Summing():
+            sums = score_losses(loss, [run], [target], Still())
+        if isinstance(means, str) or isinstance(sums, str):
+            return False
+        if distance_of([1 / count], [means[0], sums[0]], sizes=[1]) > loss_tolerance(means[0].loss.dtype):
+            return False
+        if read_loss(run.output, loss, target)[1]:
+            return False
+    return True
 
 
 def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import UsageError
 from penstock.model.structure import flatten
 
 __all__ = [
+    "Summing",
     "Weight",
     "check_loss",
     "counts_of",
@@ -108,6 +110,27 @@ def total_metrics(
             metrics[mbs[0]][name].double() * (shares[mbs[0]] / whole),
         )
     return total
+
+
+class Summing(TorchFunctionMode):
+    """While it is active, means over classes are sums: they can be divided by a count that only the device knows.
+
+    >>> with Summing():
+    ...     torch.nn.functional.cross_entropy(torch.zeros(3, 2), torch.tensor([0, 1, -100])).item()
+    1.3862943649291992
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - as the function
+        """Call a function; a mean over classes as a sum."""
+        kwargs = kwargs or {}
+        if func in _OVER_CLASSES and kwargs.get("reduction", "mean") == "mean" and len(args) <= 2:
+            kwargs = {**kwargs, "reduction": "sum"}
+        return func(*args, **kwargs)
+
+
+_OVER_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 
 
 def total_loss(

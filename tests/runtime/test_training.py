@@ -989,3 +989,25 @@ def test_a_schedule_from_a_file():
         check_versions(penstock.schedules.load_csv(path))
     with pytest.raises(UsageError, match="lanes"):
         penstock.Pipeline(model, example=x, schedule=own_schedule(), lanes=3, loss=F.mse_loss)
+
+
+@pytest.mark.parametrize("path", ["direct", "export", "replay"])
+def test_the_mode_of_the_model_is_followed(path):
+    """model.eval() had no effect on the pipeline: dropout went on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5)).double()
+    x = torch.randn(8, 6).double()
+    with penstock.Pipeline(
+        model, example=x, loss=nn.MSELoss(), lanes=2, micro_batches=2, cuts=[1], capture_path=path
+    ) as pipe:
+        pipe.step(x, x)
+        model.eval()
+        torch.testing.assert_close(pipe(x), model(x).detach())
+        with pytest.raises(UsageError, match="the pipeline is in evaluation"):
+            pipe.step(x, x)
+        model.train()
+        assert not torch.allclose(pipe(x), pipe(x))
+        pipe.eval()  # the pipeline's own word counts until the model's mode changes again
+        assert torch.equal(pipe(x), pipe(x))
+        pipe.train()
+        pipe.step(x, x)

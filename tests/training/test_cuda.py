@@ -101,7 +101,8 @@ class Switch(penstock.Callback):
 
 @pytest.fixture
 def little_memory():
-    gc.collect()  # what earlier tests left in this process counts, too
+    gc.collect()  # what earlier tests left in this process counts, too: cuBLAS has a workspace for each stream
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(SHARE)
     yield

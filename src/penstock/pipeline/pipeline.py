@@ -238,7 +238,9 @@ class Pipeline(ModelFace):
         self._has_looked_for_caches = False
         self.watch: Watch | None = None
         self.training = True
-        self.train(plain_module(model).training if isinstance(model, nn.Module) else model[0].training)
+        self._followed = plain_module(model) if isinstance(model, nn.Module) else model[0]
+        self._followed_mode = self._followed.training
+        self.train(self._followed_mode)
 
     @overload
     def step(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
@@ -266,6 +268,7 @@ class Pipeline(ModelFace):
             UsageError: when the batch is not like the example; nothing was run.
             LaneError: when an action failed.
         """
+        self._follow_model()
         if not self.training:
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
         ready = self._read(batch, _given(target), groups=self._weights.groups)
@@ -318,6 +321,7 @@ class Pipeline(ModelFace):
             batch: as the example.
             gather: under torchrun, who gets the outputs: "all" lanes, or the "last" only (others get None).
         """
+        self._follow_model()
         if gather not in ("all", "last"):
             raise UsageError(f"gather: {gather!r} is not one of all, last")
         ready = self._read(batch, None)
@@ -413,8 +417,15 @@ class Pipeline(ModelFace):
             return {name: value.double() for found in step.metrics.values() for name, value in found.items()}
         return total_metrics(step.metrics, ready.shares, is_sum=self._reader.is_sum)
 
+    def _follow_model(self) -> None:
+        """Take over the mode of the user's model, where model.train() or model.eval() has changed it."""
+        now = self._followed.training
+        if now is not self._followed_mode:
+            self._followed_mode = now
+            self.train(now)
+
     def train(self, mode: bool = True) -> Pipeline:
-        """Put all stages into training."""
+        """Put all stages into training, as `model.train()` does for a model that the pipeline was made of."""
         self.training = mode
         for chain in self._chains:
             chain.train(mode)

@@ -862,7 +862,8 @@ def test_a_batch_with_nested_things_in_another_order(monkeypatch):
     assert found.assign([batch, {"a": [torch.ones(4), "text"], "b": torch.ones(4)}])[2] == [
         GPUS[at] for at in (1, 0, 0, 1, 1)
     ]
-    assert found.assign((LATE["x"], torch.ones(4)))[2] == [GPUS[0]] * 2  # not like the example; the step will say so
+    # not like the example, as the step will say; what is there goes where it belongs
+    assert found.assign((LATE["x"], torch.ones(4)))[2] == GPUS
 
 
 def test_inputs_that_several_lanes_use_go_to_the_first(monkeypatch):

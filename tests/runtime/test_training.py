@@ -305,7 +305,7 @@ def test_frozen_parameters():
             wanted = expected(model, x, target)
             with pipeline(model, x, schedule=schedule, keep=keep, loss=F.mse_loss) as pipe:
                 assert not list(differences(pipe, pipe.step(x, target), wanted))
-                assert all((p.grad is not None) == p.requires_grad for p in pipe.parameters())
+                assert all((p.grad is not None) == p.requires_grad for _, p in pipe.named_parameters())
 
 
 def check_unfreezing(keep):

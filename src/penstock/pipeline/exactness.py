@@ -89,6 +89,7 @@ class Exactness:
         self._runs: list[Run] = []  # of the whole, and of its parts
         self._exact: list[Any] | None = None  # weights under which all targets so far were exact
         self._num_learnt = 0
+        self._doubt = ""  # why the first target could not be compared
         self._next_look = 1
 
     # ---- the model
@@ -247,7 +248,18 @@ class Exactness:
         return self.is_settled or bool(self._runs)
 
     def is_due(self) -> bool:
-        """Count a target; return whether it is to be looked at."""
+        """Count a target; return whether it is to be looked at.
+
+        Warns of a loss that could not be compared, once a step with it has come to its end: where the loss itself is
+        wrong, the step says so.
+        """
+        if self._doubt:
+            warnings.warn(
+                f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is no mean over "
+                "samples, weight= says over what it averages; check=False turns this check off",
+                stacklevel=6,
+            )
+            self._doubt = ""
         if self.is_settled or not self._runs or self._loss is None:
             return False
         self._num_learnt += 1
@@ -295,13 +307,9 @@ class Exactness:
         self._conclude(self._narrow(whole, moved, parts, parts[0].batch_dim))
 
     def _conclude(self, reason: str) -> None:
-        """Take the weight that was found; warn if the first target could not be compared."""
-        if self._exact is None and self._num_learnt == 1 and reason:
-            warnings.warn(
-                f"the loss could not be compared with that of micro-batches: {reason}. If it is no mean over samples, "
-                "weight= says over what it averages; check=False turns this check off",
-                stacklevel=7,
-            )
+        """Take the weight that was found, or remember why there is none."""
+        if self._exact is None and self._num_learnt == 1:
+            self._doubt = reason
         if self._exact:
             self.weight = None if self._over_batch else self._exact[0]
 
@@ -331,6 +339,8 @@ class Exactness:
             return ""
         tensors = flatten(target, apart=True)[0]
         choices = self._choices(_label_names(parts[0]), tensors, still.left_out) if self._exact is None else self._exact
+        if callable(self._given) and self._shares(self._given, parts, pieces) is None:
+            return "weight= counts nothing in it"
         off = {
             choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices

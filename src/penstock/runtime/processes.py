@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.errors import HangError, PenstockError, UsageError, error_in_short
+from penstock.errors import HangError, LostError, PenstockError, UsageError, error_in_short
 from penstock.runtime import segments
 from penstock.runtime.board import NUM_COLUMNS, Board, follow
 from penstock.runtime.culprit import stack_file, stack_of_process, state_of
@@ -105,9 +105,10 @@ class ProcessCompany:
         self._executor, self._transport.on_look = executor, None
         self._go_on(step)
         with self._telling():
+            self._transport.start(step.number, sum(step.batch.sizes))
+            self._transport.check()  # a lane that refused the step may have left since
             self._look_at_batch(step)
             with joined(self.streams.values()):
-                self._transport.check()
                 executor.run(step, None if spans is None else spans[0])
 
     def _go_on(self, step: Step) -> None:
@@ -166,8 +167,12 @@ class ProcessCompany:
                 self._tell_digest(step.number, digest)
 
     def _tell_digest(self, number: int, digest: Digest) -> None:
-        for other in self._links.peers:
-            self._transport.tell(other, f"batch {number}", digest.rows())
+        try:
+            for other in self._links.peers:
+                self._transport.tell(other, f"batch {number}", digest.rows())
+        except LostError:
+            self._transport.check()  # it may have said why, before it left
+            raise
 
     def _compare_batches(self) -> list[str]:
         """End a call: return how batches of the processes differ, as far as it is known by now; nothing if they do not.

@@ -173,7 +173,8 @@ class BatchReader:
         is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
         if not is_plain or groups is not None or not isinstance(target, tuple):
             return None
-        if self._exactness.weight is not None:
+        weight = self._exactness.weight
+        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # one alone counts all
             return None
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):

@@ -404,7 +404,7 @@ def _advice(model: nn.Module, call: Call) -> str:
     return (
         f"is dimension {call.batch_dim} of {call.batch_name} {tuple(first.shape)} the batch? batch_dim= says which is, "
         "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
-        "model that mixes the samples of a batch sees micro-batches instead: check=False accepts that"
+        "model that mixes the samples of a batch would see those of a micro-batch only"
     )
 
 

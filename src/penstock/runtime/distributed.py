@@ -82,7 +82,9 @@ class DistributedTransport:
         self._letters: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
         self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
-        self.on_look: Callable[[int, float], None] | None = None  # is told whom a lane waits for, and how long by now
+        self.on_look: Callable[[int, float], None] | None = (
+            None  # called with the lane that this one waits for, and the seconds so far
+        )
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._aside: _Aside | None = None

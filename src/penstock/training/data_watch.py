@@ -36,7 +36,7 @@ class DataWatch:
         pipe: the pipeline that the data is for.
 
     Attributes:
-        on_stuck: is told of an error that could not be raised; says it on stderr, by default.
+        on_stuck: called with an error that could not be raised; by default prints it on stderr.
     """
 
     def __init__(self, pipe: Pipeline) -> None:

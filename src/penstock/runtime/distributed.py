@@ -83,7 +83,7 @@ class DistributedTransport:
         self._step = self._num_samples = 0
         self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
         self.on_look: Callable[[int, float], None] | None = (
-            None  # called with the lane that this one waits for, and the seconds so far
+            None  # called with whom it waits for, and for how long
         )
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message

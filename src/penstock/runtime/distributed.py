@@ -82,9 +82,7 @@ class DistributedTransport:
         self._letters: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
         self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
-        self.on_look: Callable[[int, float], None] | None = (
-            None  # called with whom it waits for, and for how long
-        )
+        self.on_look: Callable[[int, float], None] | None = None  # called with whom it waits for, and for how long
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._aside: _Aside | None = None

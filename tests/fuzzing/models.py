@@ -232,9 +232,167 @@ class Conv(Block):
         return torch.tanh(self.conv(x.transpose(1, 2)).transpose(1, 2))
 
 
+class WritesIntoParts(Block):
+    """Writes into a part of a value, by slices and by a mask."""
+
+    def forward(self, x, kept):
+        y = self.linear(x).clone()
+        y[:, 0] += x[:, -1]
+        y[..., 1].mul_(0.5)
+        y.masked_fill_(y.abs() > 3, 0.1)
+        return torch.tanh(y)
+
+
+class AsksForSizes(Block):
+    """Asks for the number of samples and makes tensors of that size."""
+
+    def forward(self, x, kept):
+        rows = torch.arange(x.shape[0])
+        zeros = x.new_zeros(len(x), 1, WIDTH)
+        picked = self.linear(x)[rows, torch.zeros_like(rows)]
+        return torch.cat([zeros, torch.tanh(self.linear(x))], 1)[:, 1:] + picked.unsqueeze(1).tanh()
+
+
+class StopsGradients(Block):
+    """Stops a gradient, and computes a part without one."""
+
+    def forward(self, x, kept):
+        with torch.no_grad():
+            weight = x.softmax(-1)
+        return torch.tanh(self.linear(x)) * weight + x.detach().mean(-1, keepdim=True)
+
+
+class Sorted(Block):
+    """Orders within each sample: topk, gather, cumsum."""
+
+    def forward(self, x, kept):
+        values, where = self.linear(x).topk(2, dim=-1)
+        return torch.tanh(x + values.sum(-1, keepdim=True) + x.gather(-1, where).cumsum(-1)[..., -1:])
+
+
+class Number(Block):
+    """Reads a number back that does not depend on the samples."""
+
+    def forward(self, x, kept):
+        return torch.tanh(self.linear(x)) * (1 + float(self.linear.bias.detach().abs().max()))
+
+
+class Spectrum(Block):
+    """Complex numbers between."""
+
+    def forward(self, x, kept):
+        return torch.tanh(torch.fft.ifft(torch.fft.fft(self.linear(x), dim=-1) * 0.5, dim=-1).real)
+
+
+class GradientHook(Block):
+    """A hook on a value's gradient."""
+
+    def forward(self, x, kept):
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(_half)
+        return torch.tanh(y)
+
+
+def _half(gradient):
+    return gradient * 0.5
+
+
+class Remembered(Block):
+    """Leaves a value in an attribute; the next call within the forward reads it."""
+
+    def forward(self, x, kept):
+        self.last = torch.tanh(self.linear(x))
+        return self._read(x)
+
+    def _read(self, x):
+        return self.last + x
+
+
+class Unbound(Block):
+    """Takes a value apart and puts it together again, in reverse."""
+
+    def forward(self, x, kept):
+        parts = [torch.tanh(self.linear(part)) for part in x.unbind(1)]
+        return torch.stack(parts[::-1], 1)
+
+
+class OwnWeight(Block):
+    """A weight of its own that is no layer's."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x, kept):
+        return torch.tanh(torch.einsum("blw,wv->blv", self.linear(x), self.weight))
+
+
+class Unused(Block):
+    """A layer that nothing calls: its gradient stays None."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Reentrant(Block):
+    """The older kind of checkpointing."""
+
+    def forward(self, x, kept):
+        return checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=True)
+
+
+class Normed(Block):
+    """Batch norm in training: each micro-batch has its own statistics, as `MicroNorm` of the plain model."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x, kept):
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Dropped(Block):
+    """Dropout, as a module and as a function."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x, kept):
+        return F.dropout(torch.tanh(self.linear(self.drop(x))), 0.2, self.training)
+
+
+class DropPath(Block):
+    """Stochastic depth: whole samples skip the block."""
+
+    def forward(self, x, kept):
+        stays = (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) > 0.4).to(x.dtype)
+        return x + torch.tanh(self.linear(x)) * stays / 0.6
+
+
+class MicroNorm(nn.Module):
+    """A batch norm of the plain model that sees one micro-batch after the other, as in a pipeline."""
+
+    def __init__(self, norm, sizes):
+        super().__init__()
+        self.norm, self.sizes = norm, sizes
+
+    def forward(self, x):
+        return torch.cat([self.norm(part) for part in x.split(self.sizes(len(x)))])
+
+
 BLOCKS = (
     Block, Skip, ModuleTwice, Inplace, Views, Deposit, Withdraw, Counting, Branch, DataBranch, Recurrent, Attention,
     Hooked, Parametrized, Custom, Checkpointed, Frozen, FrozenNorm, Norms, Expert, Mean, Conv,
+)  # fmt: skip
+
+# put into some chains behind all that the older seeds mean, so that those stay as they are
+MORE = (
+    WritesIntoParts, AsksForSizes, StopsGradients, Sorted, Number, Spectrum, GradientHook, Remembered, Unbound,
+    OwnWeight, Unused, Reentrant, Normed, Normed, Dropped, Dropped, DropPath,
 )  # fmt: skip
 
 
@@ -257,6 +415,10 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, outputs)
         if rng.random() < 0.2 and len(self.blocks) > 1:  # a parameter that two layers share
             self.blocks[-1].linear = self.blocks[0].linear
+        more = random.Random(f"more {seed}")
+        for _ in range(more.choice([0, 0, 1, 2])):
+            self.blocks.insert(more.randint(0, len(self.blocks)), more.choice(MORE)(more))
+        self.is_random = any(isinstance(block, Dropped | DropPath) for block in self.blocks)
         self.double()
         self.train()  # which leaves frozen norms in evaluation
 
@@ -273,6 +435,13 @@ class Model(nn.Module):
         if self.form == "dict":
             return {"out": made, "nothing": None}
         return {"deep": [(made, 3)]} if self.form == "nested" else made
+
+    def in_micro_batches(self, sizes):
+        """Let batch norm see micro-batches; `sizes` gives those of a batch."""
+        for block in self.blocks:
+            if isinstance(block, Normed) and not isinstance(block.norm, MicroNorm):
+                block.norm = MicroNorm(block.norm, sizes)
+        return self
 
     def output_of(self, made):
         """Return the tensor in what forward returned."""

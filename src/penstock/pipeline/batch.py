@@ -106,7 +106,7 @@ class BatchReader:
         ] or [()] * len(sizes)
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
-        if is_due and len(sizes) > 1:
+        if len(sizes) > 1 and (is_due or self._exactness.must_look(pieces, targets)):
             self._exactness.learn(call, target, dim)
         total = self._total(pieces, targets, groups)
         if total is not None:
@@ -171,7 +171,7 @@ class BatchReader:
     def _key(self, batch: object, target: object, groups: object) -> object:
         """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
         is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
-        if not is_plain or groups is not None or not isinstance(target, tuple):
+        if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.rivals:
             return None
         weight = self._exactness.weight
         if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # one alone counts all

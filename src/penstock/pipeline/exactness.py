@@ -6,6 +6,7 @@ in two parts, and compares. Random numbers and batch norm, which may differ by d
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,7 @@ from penstock.runtime.loss_weights import (
     shares_with,
 )
 from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
+from penstock.runtime.step import Batch
 from penstock.runtime.still import Still
 
 __all__ = ["Exactness"]
@@ -53,7 +55,9 @@ _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one a
 _TRIES = 3  # choices of samples of a target
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits
+_MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
+_MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
+_MOST_CLASSES = 4  # of a target from which labels are made up
 
 
 class Exactness:
@@ -274,23 +278,78 @@ class Exactness:
         Raises:
             UsageError: when losses of micro-batches cannot add up to that of the batch.
         """
-        self._next_look *= 2
-        is_last = any(t.is_cuda for t in flatten(target)[0]) and self._num_learnt >= _MOST_ON_GPU
-        size = call.batch_size
-        if size < sum(self._sizes):
-            return
+        if self._num_learnt >= self._next_look:
+            self._next_look *= 2
+        size, count = call.batch_size, sum(self._sizes)
         device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
-        for chosen in _choices_of_rows(size, sum(self._sizes)):
+        rows = [*_choices_of_rows(size, count), *self._telling_rows(call, target, dim)]
+        for chosen in rows:
             few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
             parts = parts_of(moved.rows(chosen), self._sizes)
             for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
-                columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in changed]
-                pieces = list(zip(*columns, strict=True)) or [()] * len(self._sizes)
-                reason = self._narrow(tuple(changed), pieces, parts, dim) or reason
+                reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
+            if self.rivals:
+                self._narrow_by_made_up(few, parts, dim)
         self._conclude(reason)
-        if is_last:
+        is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
+        if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.rivals:
             self.is_settled, self._runs = True, []
+
+    def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
+        columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in target]
+        return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
+
+    # ---- weights that nothing has told apart yet
+
+    @property
+    def rivals(self) -> list[Any]:
+        """Weights beside the one in use under which all targets so far were exact, too."""
+        return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
+
+    def must_look(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
+        """Return whether it matters for a batch which of the weights that are left is the right one.
+
+        A mask that left nothing out in all batches so far leaves something out in this one, say. Targets on a GPU are
+        looked at ever more rarely, but for as long as there are rivals: the host would wait at each step.
+        """
+        rivals = self.rivals
+        if not rivals or any(tensor.is_cuda for tensor in flatten(targets)[0]):
+            return False
+
+        def shares(choice: Any) -> list[float] | None:  # noqa: ANN401
+            labels = [target[0] if target else None for target in targets]
+            if isinstance(choice, Counted) and choice.name:
+                labels = [inputs[choice.name] for inputs in pieces.inputs]
+            return shares_with(choice, pieces.sizes, labels)
+
+        first = shares(self.weight)
+        return any(shares(rival) != first for rival in rivals)
+
+    def _telling_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
+        """Yield samples that may tell rivals apart: those in which a weight counts most beside those where least."""
+        size = call.batch_size
+        if not self.rivals or size > _MOST_COUNTED:
+            return
+        alone = parts_of(call, [1] * size)
+        targets = list(zip(*(cut_thing(thing, size, [1] * size, dim) for thing in target), strict=True))
+        for choice in self._exact or ():
+            if not isinstance(choice, Counted):
+                continue
+            plain = [
+                part.tensors[part.names.index(choice.name)] if choice.name else own[0]
+                for part, own in zip(alone, targets, strict=True)
+            ]
+            counts = [float(choice.count(label)) for label in plain]
+            order = sorted(range(size), key=counts.__getitem__)
+            ends = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
+            yield [ends[number % size] for number in range(sum(self._sizes))]
+
+    def _narrow_by_made_up(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell rivals apart by labels that are made up from those that there are; what no weight fits says nothing."""
+        for made in _made_up(few):
+            with contextlib.suppress(UsageError):
+                self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
     def learn_split(self, parts: Sequence[Call], target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]]) -> None:
         """Find it from a target that the user has split, where its parts are as large as those of the example.
@@ -466,6 +525,20 @@ def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         yield [changed]
 
 
+def _made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield labels of the same classes as a target, otherwise dealt out: all of one class, and by chance."""
+    labels = target[0] if len(target) == 1 else None
+    if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
+        return
+    classes = labels.unique()[:_MOST_CLASSES]
+    for one in classes:
+        yield [torch.full_like(labels, int(one))]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_TRIES):
+        drawn = torch.randint(len(classes), labels.shape, generator=generator)
+        yield [classes[drawn.to(classes.device)]]
+
+
 def _as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
     """Return a call as the batch that a weight function is called with."""
     args, kwargs = call.arguments()
@@ -476,7 +549,9 @@ def _choices_of_rows(size: int, count: int) -> Iterator[list[int]]:
     """Yield a few choices of samples: in one of them two weights may happen to agree."""
     yield [number * size // count for number in range(count)]
     for seed in range(_TRIES - 1):
-        yield random.Random(seed).sample(range(size), count)  # noqa: S311 - nothing secret
+        chance = random.Random(seed)  # noqa: S311 - nothing secret
+        # of a small batch some come twice: the loss cannot know
+        yield chance.sample(range(size), count) if size >= count else chance.choices(range(size), k=count)
 
 
 def _rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - whatever holds tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -262,7 +263,8 @@ class Weights:
             local = _added([p.grad for p in own], own[0].device)
             parts = [local]
             if not set(lanes) <= mine:
-                parts = [given[0] for given in self._company.exchange(self._number_of[name], [local], lanes)]
+                given = self._company.exchange(self._number_of[name], _as_plain(local), lanes)
+                parts = [_from_plain(one, own[0].shape) for one in given]
             total = _added(parts, own[0].device)
             for parameter in own:
                 parameter.grad = None if total is None else total.to(parameter.device)
@@ -405,13 +407,30 @@ def _update_groups(schedule: Schedule) -> list[list[int]] | None:
 
 
 def _added(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    there = [g.to(device) for g in gradients if g is not None]
+    there = sorted(
+        (g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse
+    )  # dense + sparse works
     if not there:
         return None
     total = there[0].clone()
     for gradient in there[1:]:
         total += gradient
     return total
+
+
+def _as_plain(gradient: torch.Tensor | None) -> list[Any]:
+    """Return a gradient as what can travel: a sparse one as its indices and values."""
+    if gradient is None or not gradient.is_sparse:
+        return [gradient]
+    gradient = gradient.coalesce()
+    return [gradient.indices(), gradient.values()]
+
+
+def _from_plain(given: Sequence[Any], shape: torch.Size) -> torch.Tensor | None:
+    """Return the gradient that was sent so."""
+    if len(given) == 1:
+        return given[0]
+    return torch.sparse_coo_tensor(given[0], given[1], shape, is_coalesced=True)
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -141,6 +141,8 @@ class Known:
         known = self._numbers.get(key)
         if known is not None:
             return *known, False
+        if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
+            raise LaneError("a stage hands on a sparse tensor, which cannot travel to another process; cut elsewhere")
         parts = []
         for dtype, *rest in key:
             if dtype is None:

@@ -530,7 +530,7 @@ def _made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
         return
-    classes = labels.unique()[:_MOST_CLASSES]
+    classes = torch.unique(labels)[:_MOST_CLASSES]  # type: ignore[no-untyped-call]
     for one in classes:
         yield [torch.full_like(labels, int(one))]
     generator = torch.Generator().manual_seed(0)

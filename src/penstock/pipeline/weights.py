@@ -426,7 +426,7 @@ def _as_plain(gradient: torch.Tensor | None) -> list[Any]:
     return [gradient.indices(), gradient.values()]
 
 
-def _from_plain(given: Sequence[Any], shape: torch.Size) -> torch.Tensor | None:
+def _from_plain(given: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
     """Return the gradient that was sent so."""
     if len(given) == 1:
         return given[0]

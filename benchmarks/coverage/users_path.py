@@ -137,8 +137,8 @@ def _dims(model: nn.Module, batch: Batch, size: int) -> dict[str, int | None]:
     whole = {path: x.shape for path, x in tensors_of(_call(model, batch))}
     try:
         half = {path: x.shape for path, x in tensors_of(_call(model, batch.resized(size, size // 2)))}
-    except Exception:  # the batch is no plain stack, as patches of pictures in one list: the pipeline should refuse it
-        half = whole
+    except Exception:  # the batch is no plain stack, as patches of pictures in one list: rows come in the samples' order
+        return {path: 0 if shape and shape[0] % size == 0 else None for path, shape in whole.items()}
     found: dict[str, int | None] = {}
     for path, shape in whole.items():
         other = half.get(path, shape)

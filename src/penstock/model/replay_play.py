@@ -8,6 +8,7 @@ what they hold in the whole model, and from there on everything is real.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
 from penstock.model.hooks import is_of_library
@@ -28,6 +30,7 @@ from penstock.model.replay_functions import (
 )
 from penstock.model.replay_holes import describe, described, imagine
 from penstock.model.replay_notes import Notes
+from penstock.model.replay_shell import MODEL_HOOKS
 from penstock.model.replay_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
@@ -81,6 +84,27 @@ class Part:
         while ordinal > 0 and (path, ordinal) not in self.range_of:
             ordinal -= 1
         return self.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
+
+
+class _Guarded(TorchFunctionMode):
+    """Lets a call that is not looked into ask for the shapes of holes, and refuses to compute with one."""
+
+    def __init__(self, play: Play) -> None:
+        super().__init__()
+        self._play = play
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if is_device_question(function) and args[0].is_meta:
+            return self._play.device
+        if not is_look(function):
+            self._play.check_filled(tensors_in((args, kwargs or {})))
+        return function(*args, **(kwargs or {}))
 
 
 class Play(Walk):
@@ -158,9 +182,10 @@ class Play(Walk):
             made = flatten(result)[0] if self.part.is_dynamic else []
         else:
             given = flatten((args, dict(kwargs)))[0] if first == last or self.part.is_dynamic else []
-            if self._is_unit(path) or not any(tensor.is_meta for tensor in given):
-                self._check_filled(given)
-                result = self.whole(call, args, kwargs)
+            has_holes = any(tensor.is_meta for tensor in given)
+            if self._is_unit(path) or not has_holes:
+                with _Guarded(self) if has_holes else contextlib.nullcontext():  # in a list, they may not be looked at
+                    result = self.whole(call, args, kwargs)
                 made = self.mark_outputs(result, path, ordinal)
             else:  # a hole may only be handed on: what is called inside looks at its own arguments
                 result = self.inside(path, ordinal, call, args, kwargs)
@@ -185,7 +210,7 @@ class Play(Walk):
             return function(*args, **kwargs)
         if self.is_before:
             return self._imagine(function, args, kwargs)
-        self._check_filled(tensors_in((args, kwargs)))
+        self.check_filled(tensors_in((args, kwargs)))
         result = function(*args, **kwargs)
         if self.part.is_dynamic:
             if is_read(function) or is_plain_result(result):
@@ -195,7 +220,7 @@ class Play(Walk):
         self.mark_results(result)
         return result
 
-    def _check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuse to compute with a hole: some kernels would take it for data.
 
         Raises:
@@ -379,8 +404,9 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
 
 def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
     """Call the forward hooks that are part of the model on what a skipped module returns; not those of the user."""
+    of_model = vars(module).get(MODEL_HOOKS, ())
     for number, hook in module._forward_hooks.items():
-        if not is_of_library(hook, module):
+        if number not in of_model and not is_of_library(hook, module):
             continue
         with_kwargs = number in module._forward_hooks_with_kwargs
         changed = hook(module, args, dict(kwargs), result) if with_kwargs else hook(module, args, result)

@@ -17,7 +17,7 @@ from penstock.model.modes import RandomStates, in_mode
 from penstock.model.parameters import held_tensors, tensors_at_home
 from penstock.model.replay_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.replay_holes import describe, is_imaginable
-from penstock.model.replay_shell import make_shell
+from penstock.model.replay_shell import containers_of, make_shell
 from penstock.model.replay_walk import Mark, Walk, tensors_in
 from penstock.model.structure import flatten
 from penstock.model.untouched import unchanged
@@ -93,6 +93,7 @@ class Recording:
     draws_python_random: bool = False
     changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
     filling: frozenset[str] = frozenset()  # modules that change a list or dict that they are given
+    filled: frozenset[str] = frozenset()  # lists and dicts in attributes that get other tensors, as "path:name"
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -140,11 +141,18 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     recorder = _Recorder(units, {id(tensor): name for name, tensor in held_tensors(shell).items()})
     states = RandomStates()
     versions = {name: (tensor, tensor._version) for name, tensor in held_tensors(model).items()}
+    before = {name: _ids_in(container) for name, container in containers_of(model).items()}
     try:
         with unchanged(model), tensors_at_home(model, call):
             result = recorder.run(shell, inside, call)
             after = held_tensors(shell)
             changed = {name for name, (t, v) in versions.items() if after.get(name) is not t or t._version != v}
+            filled = {
+                name
+                for name, container in containers_of(model).items()
+                if before.get(name) not in (None, _ids_in(container))
+                and any(True for _ in tensors_in(_values_of(container)))
+            }
     finally:
         is_random = states.have_others_changed()
         states.restore()
@@ -156,7 +164,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     recording.changed = frozenset(changed)
     hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
     recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
-    recording.filling = frozenset(recorder.filling)
+    recording.filling, recording.filled = frozenset(recorder.filling), frozenset(filled)
     return recording
 
 
@@ -190,8 +198,12 @@ def _containers_in(thing: Any, depth: int = 0) -> list[tuple[Any, list[int]]]:  
     return own + [found for item in inner for found in _containers_in(item, depth + 1)]
 
 
+def _values_of(container: Any) -> list[Any]:  # noqa: ANN401 - a list, dict or set
+    return list(container.values() if isinstance(container, dict) else container)
+
+
 def _ids_in(container: Any) -> list[int]:  # noqa: ANN401 - a list, dict or set
-    return [id(item) for item in (container.values() if isinstance(container, dict) else container)]
+    return [id(item) for item in _values_of(container)]
 
 
 def _is_unit(module: nn.Module, root: nn.Module) -> bool:

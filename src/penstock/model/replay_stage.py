@@ -21,7 +21,7 @@ from penstock.model.hooks import HOOKS, is_of_library
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_play import Part, Play
 from penstock.model.replay_record import Recording
-from penstock.model.replay_shell import make_shell
+from penstock.model.replay_shell import MODEL_HOOKS, make_shell
 from penstock.model.stages import Held
 from penstock.model.structure import flatten
 
@@ -99,7 +99,7 @@ class ReplayProgram:
     ) -> None:  # fmt: skip
         self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
         self.changed = recording.changed.intersection(held_names)  # the buffers that a forward may change
-        self.shell = make_shell(model)
+        self.shell = make_shell(model, recording.filled)
         self._known_shapes: dict[Any, Any] = {}
         self._num_outputs = len(recording.outputs)
         self.template: object = recording.template  # of what the model returned last
@@ -260,7 +260,10 @@ def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
 
 
 def _without_hooks(module: nn.Module) -> None:
-    """Take the user's hooks off a module."""
+    """Take the user's hooks off a module, but for those that are part of the model."""
     for key in HOOKS:
-        kept = {number: hook for number, hook in vars(module)[key].items() if is_of_library(hook, module)}
-        vars(module)[key] = OrderedDict(kept)
+        of_model = vars(module).get(MODEL_HOOKS, ()) if key == "_forward_hooks" else ()
+        hooks = vars(module)[key].items()
+        vars(module)[key] = OrderedDict(
+            (number, hook) for number, hook in hooks if number in of_model or is_of_library(hook, module)
+        )

@@ -7,6 +7,7 @@ in two parts, and compares. Random numbers and batch norm, which may differ by d
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -181,7 +182,7 @@ class Exactness:
         if len(parts) < 2:
             raise UnknownError
         if self._loss is None:
-            self._find_inner_weight(chain, [(whole, parts)], _label_names(whole))
+            self._find_inner_weight(chain, [(whole, parts)], _label_names(whole, is_split=True))
             return
         try:
             runs = [run_call(chain, one) for one in (whole, *parts)]
@@ -283,8 +284,8 @@ class Exactness:
         size, count = call.batch_size, sum(self._sizes)
         device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
-        rows = [*_choices_of_rows(size, count), *self._telling_rows(call, target, dim)]
-        for chosen in rows:
+        # the second are asked for once the first have left what they leave
+        for chosen in itertools.chain(_choices_of_rows(size, count), self._telling_rows(call, target, dim)):
             few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
             parts = parts_of(moved.rows(chosen), self._sizes)
             for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
@@ -342,6 +343,10 @@ class Exactness:
             ]
             counts = [float(choice.count(label)) for label in plain]
             order = sorted(range(size), key=counts.__getitem__)
+            first = self._sizes[0]
+            # the least alone in the first part, the most alone, and both in turn
+            yield [*order[:first], *(order[-1 - number % size] for number in range(sum(self._sizes) - first))]
+            yield [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))]
             ends = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
             yield [ends[number % size] for number in range(sum(self._sizes))]
 
@@ -488,12 +493,14 @@ def _is_exact(model: nn.Module, call: Call) -> bool:
     return same and not still.is_random and not largest_difference(whole, joined)
 
 
-def _label_names(call: Call) -> list[str]:
-    """Return the inputs that may hold labels."""
+def _label_names(call: Call, *, is_split: bool = False) -> list[str]:
+    """Return the inputs that may hold labels; where the user splits batches, no dimension of theirs is known."""
     return [
         name
         for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
-        if dim is not None and tensor.dtype in _WHOLE_NUMBERS and any(word in name.lower() for word in _LABELS)
+        if (dim is not None or is_split)
+        and tensor.dtype in _WHOLE_NUMBERS
+        and any(word in name.lower() for word in _LABELS)
     ]
 
 
@@ -518,7 +525,7 @@ def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         return
     labels = labels.where(labels != IGNORED, 0)
     yield [labels]
-    if labels.dim() and labels.shape[0] > 2:
+    if labels.dim() and labels.shape[0] > 1:
         changed = labels.clone()
         last = changed[-1:] if labels.dim() == 1 else changed[-1, ..., : -(-labels.shape[-1] // 2)]
         last.fill_(IGNORED)
@@ -530,7 +537,7 @@ def _made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
         return
-    classes = torch.unique(labels)[:_MOST_CLASSES]  # type: ignore[no-untyped-call]
+    classes: torch.Tensor = torch.unique(labels)[:_MOST_CLASSES]
     for one in classes:
         yield [torch.full_like(labels, int(one))]
     generator = torch.Generator().manual_seed(0)

@@ -34,6 +34,7 @@ from penstock.pipeline.exactness import Exactness
 from penstock.pipeline.graphs import GraphSteps, Wanted, trained
 from penstock.pipeline.model_face import ModelFace
 from penstock.pipeline.modes import without_gradients
+from penstock.pipeline.packed import found_split
 from penstock.pipeline.past import Past
 from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.recording import Recording
@@ -182,6 +183,8 @@ class Pipeline(ModelFace):
         check_words(model, keep, optimizer, memory_limit)
         check_switches(graphs=graphs, autocast=autocast, scaler=scaler, deferred_batch_norm=deferred_batch_norm)
         options = options_of(compile)
+        if split is None and isinstance(model, nn.Module):
+            split = found_split(example, model)
         request = Request(
             model, example, schedule, num_lanes, micro_batches, stages_per_lane,
             (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",

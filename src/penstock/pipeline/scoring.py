@@ -120,7 +120,7 @@ def score_losses(
         states.restore()
     if still.is_random or not torch.equal(found[-1].detach(), scored[0].loss):
         return "it draws random numbers"
-    if not all(bool(one.loss.isfinite()) for one in scored):
+    if not scored[0].loss.isfinite() or not any(one.loss.isfinite() for one in scored[1:] or scored):
         return "it is not finite"
     return scored
 
@@ -159,12 +159,15 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
 def distance_of(
     shares: Sequence[float] | None, scored: Sequence[Scored], *, dim: int = 0, sizes: Sequence[int] = ()
 ) -> float:
-    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these."""
-    if shares is None:
+    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these.
+
+    A part in which all labels are ignored has no finite loss: it must count nothing.
+    """
+    if shares is None or any(share and not one.loss.isfinite() for share, one in zip(shares, scored[1:], strict=True)):
         return float("inf")
     whole, *parts = scored
     joined = sum(share * float(part.loss) for share, part in zip(shares, parts, strict=True) if share)
-    scale = max(1e-30, *(abs(float(one.loss)) for one in scored))
+    scale = max(1e-30, *(abs(float(one.loss)) for one in scored if one.loss.isfinite()))
     off = abs(float(whole.loss) - joined) / scale
     for number, gradient in enumerate(whole.gradients):
         pieces = [part.gradients[number] for part in parts if part.gradients]
@@ -172,7 +175,11 @@ def distance_of(
             continue
         if gradient is None or len(pieces) < len(parts) or any(piece is None for piece in pieces):
             return float("inf")
-        weighed = [share * piece for share, piece in zip(shares, pieces, strict=True) if piece is not None]
+        weighed = [
+            share * piece if share else torch.zeros_like(piece)
+            for share, piece in zip(shares, pieces, strict=True)
+            if piece is not None
+        ]
         off = max(off, _distance(gradient, weighed, dim, sizes))
     return off
 

@@ -430,7 +430,8 @@ def _from_plain(given: Sequence[torch.Tensor | None], shape: torch.Size) -> torc
     """Return the gradient that was sent so."""
     if len(given) == 1:
         return given[0]
-    return torch.sparse_coo_tensor(given[0], given[1], shape, is_coalesced=True)
+    indices, values = (part for part in given if part is not None)
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,27 @@ _OF_NUMPY = frozenset({torch.float64, torch.float32, torch.float16, torch.int64,
 
 @dataclass(frozen=True)
 class Part:
-    """One value of a message: a tensor's type, shape and place; or a plain value."""
+    """One value of a message: a tensor's type, shape and place; or a plain value.
+
+    `order` holds the dimensions as they lie in memory, the outermost first, where that is not their own order: a
+    `view` in the next stage may hold for a transposed tensor, and not for a copy of it in its own order.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...] = ()
     wants_grad: bool = False
+    order: tuple[int, ...] = ()
     offset: int = 0
     num_bytes: int = 0
     plain: Any = None
+
+    def place(self, room: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that lies at its place in a stretch of bytes."""
+        plain = room[self.offset : self.offset + self.num_bytes].view(self.dtype or torch.uint8)
+        if not self.order:
+            return plain.view(self.shape)
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return plain.view([self.shape[dim] for dim in self.order]).permute(back)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Description:
     def to_json(self) -> bytes:
         """Return it as text."""
         rows = [
-            [str(p.dtype).removeprefix("torch."), list(p.shape), p.wants_grad]
+            [str(p.dtype).removeprefix("torch."), list(p.shape), p.wants_grad, list(p.order)]
             if p.dtype is not None
             else [None, p.plain]
             for p in self.parts
@@ -70,18 +83,19 @@ class Description:
             dtype = getattr(torch, row[0], None)
             if not isinstance(dtype, torch.dtype):
                 raise LaneError(f"a message of a type that torch does not have: {row[0]!r:.40}")
-            found.append(Part(dtype, tuple(map(int, row[1])), bool(row[2])))
+            found.append(Part(dtype, tuple(map(int, row[1])), bool(row[2]), tuple(map(int, row[3]))))
         return _placed(found)
 
     def write(self, values: Sequence[Any], room: torch.Tensor) -> None:
         """Copy the values into bytes."""
         for part, value in zip(self.parts, values, strict=True):
             if part.dtype is not None and part.num_bytes:
-                room[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape).copy_(value)
+                part.place(room).copy_(value)
 
     def to_bytes(self, values: Sequence[Any]) -> bytes:
         """Return the values as bytes, for messages that are small."""
-        if len(self.parts) == 1 and self.parts[0].dtype in _OF_NUMPY and self.num_bytes == self.parts[0].num_bytes:
+        first = self.parts[0] if len(self.parts) == 1 else Part(None)
+        if first.dtype in _OF_NUMPY and self.num_bytes == first.num_bytes and not first.order:
             plain: bytes = values[0].detach().cpu().numpy().tobytes()
             return plain
         room = torch.empty(self.num_bytes, dtype=torch.uint8)
@@ -101,7 +115,7 @@ class Description:
                 found.append(part.plain)
                 continue
             if part.num_bytes:
-                value = room[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)
+                value = part.place(room)
             else:
                 value = torch.empty(part.shape, dtype=part.dtype)
             if device.type != "cpu":
@@ -119,14 +133,26 @@ def _placed(parts: Sequence[Part]) -> Description:
             num_bytes = part.dtype.itemsize
             for size in part.shape:
                 num_bytes *= size
-        placed.append(Part(part.dtype, part.shape, part.wants_grad, at, num_bytes, part.plain))
+        placed.append(replace(part, offset=at, num_bytes=num_bytes))
         at += -(-num_bytes // _ALIGN) * _ALIGN
     return Description(tuple(placed), at)
 
 
 def describe(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return what a description follows from: two messages of the same kind have the same."""
-    return tuple((v.dtype, v.shape, v.requires_grad) if isinstance(v, torch.Tensor) else (None, v) for v in values)
+    return tuple(
+        (v.dtype, v.shape, v.requires_grad, None if v.layout is not torch.strided or v.is_contiguous() else v.stride())
+        if isinstance(v, torch.Tensor)
+        else (None, v)
+        for v in values
+    )
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor as they lie in memory, as torch itself keeps them in a copy; () if in order."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(tensor.dim())) else order
 
 
 class Known:
@@ -144,7 +170,7 @@ class Known:
         if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
             raise LaneError("a stage hands on a sparse tensor, which cannot travel to another process; cut elsewhere")
         parts = []
-        for dtype, *rest in key:
+        for (dtype, *rest), value in zip(key, values, strict=True):
             if dtype is None:
                 if not isinstance(rest[0], (int, float, bool, str, type(None))):
                     raise LaneError(
@@ -152,7 +178,7 @@ class Known:
                     )
                 parts.append(Part(None, plain=rest[0]))
             else:
-                parts.append(Part(dtype, tuple(rest[0]), rest[1]))
+                parts.append(Part(dtype, tuple(rest[0]), rest[1], () if rest[2] is None else _order_of(value)))
         made = (len(self._numbers), _placed(parts))
         self._numbers[key] = made
         return *made, True

@@ -1,0 +1,148 @@
+"""Packed images: cut batches in which the patches of all images stand one behind the other, with a grid of their sizes.
+
+That is how Qwen2-VL and the models of transformers that follow it take images and videos: `pixel_values` holds the
+patches of all images, and a row of `image_grid_thw` the frames, height and width of each, in patches. Such a batch is
+no plain stack of samples, but its layout says how to cut it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.runtime.batches import cut_thing, sizes_of
+
+__all__ = ["PackedSplit", "found_split"]
+
+_GRID = "grid_thw"
+_FIRST = ("input_ids", "inputs_embeds", "attention_mask", "labels")  # inputs that have a row for each sample
+_TOKENS = ("{kind}_token_id", "{kind}_token_index")  # in a config: the token that stands for a patch
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Images of one kind in a batch.
+
+    Attributes:
+        grid: the input with their sizes.
+        patches: the input with their patches.
+        token: that stands for them in `input_ids`; None where that is not known.
+    """
+
+    grid: str
+    patches: str
+    token: int | None
+
+
+@dataclass(frozen=True)
+class PackedSplit:
+    """Cuts packed images, called as any `split=`."""
+
+    packs: tuple[Pack, ...]
+
+    @property
+    def words(self) -> str:
+        """Say how batches are cut."""
+        return "; ".join(f"{pack.patches} by the images in {pack.grid}" for pack in self.packs)
+
+    def __call__(self, batch: Mapping[str, Any], target: object, count: int) -> list[tuple[Any, Any]]:
+        """Return at most so many micro-batches."""
+        num_samples = self.num_samples(batch)
+        sizes = sizes_of(num_samples, count)
+        bounds = [0, *itertools.accumulate(sizes)]
+        pieces: list[dict[str, Any]] = [{} for _ in sizes]
+        taken: set[str] = set()
+        for pack in self.packs:
+            images = _images_of_samples(batch, pack, num_samples)
+            if images is None:
+                continue
+            of_image = [0, *itertools.accumulate(batch[pack.grid].prod(-1).tolist())]
+            first_image = [0, *itertools.accumulate(images)]
+            cuts = [first_image[bound] for bound in bounds]
+            for piece, (start, stop) in zip(pieces, itertools.pairwise(cuts), strict=True):
+                piece[pack.patches] = batch[pack.patches][of_image[start] : of_image[stop]]
+                piece[pack.grid] = batch[pack.grid][start:stop]
+            taken |= {pack.patches, pack.grid}
+        for name, thing in batch.items():
+            if name not in taken:
+                for piece, part in zip(pieces, cut_thing(thing, num_samples, sizes, 0), strict=True):
+                    piece[name] = part
+        targets = [None] * len(sizes) if target is None else cut_thing(target, num_samples, sizes, 0)
+        ordered = [{name: piece[name] for name in batch if name in piece} for piece in pieces]
+        return list(zip(ordered, targets, strict=True))
+
+    def num_samples(self, batch: Mapping[str, Any]) -> int:
+        """Return the samples of a batch; where there are images alone, each is one."""
+        for name in _FIRST:
+            if isinstance(batch.get(name), torch.Tensor):
+                return int(batch[name].shape[0])
+        return int(batch[self.packs[0].grid].shape[0])
+
+
+def found_split(example: object, model: nn.Module) -> PackedSplit | None:
+    """Return how an example with packed images is cut; None where it has none, or where it is not known."""
+    if not isinstance(example, Mapping):
+        return None
+    packs = tuple(_packs(example, model))
+    split = PackedSplit(packs)
+    grids = [name for name in example if name.endswith(_GRID) and isinstance(example[name], torch.Tensor)]
+    if not packs or len(packs) < len(grids):
+        return None
+    num_samples = split.num_samples(example)
+    if any(_images_of_samples(example, pack, num_samples) is None for pack in packs):
+        return None
+    return split
+
+
+def _packs(example: Mapping[str, Any], model: nn.Module) -> Iterator[Pack]:
+    config = getattr(model, "config", None)
+    for name, grid in example.items():
+        is_grid = name.endswith(_GRID) and isinstance(grid, torch.Tensor) and grid.dim() == 2 and grid.shape[1] == 3
+        if not is_grid or grid.is_floating_point():
+            continue
+        kind = name.removesuffix(_GRID).rstrip("_") or "image"
+        total = int(grid.prod(-1).sum())
+        fits = [
+            other
+            for other, tensor in example.items()
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim() and len(tensor) == total
+        ]
+        fits.sort(key=lambda other: (kind in other) == (kind == "image"))  # pixel_values_videos goes with videos
+        if fits:
+            ids = (getattr(config, word.format(kind=kind), None) for word in _TOKENS)
+            yield Pack(name, fits[0], next((token for token in ids if isinstance(token, int)), None))
+
+
+def _images_of_samples(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> Sequence[int] | None:
+    """Return how many images each sample has; None where that cannot be told."""
+    patches = batch[pack.grid].prod(-1).tolist()
+    ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and pack.token is not None:
+        tokens = (ids == pack.token).flatten(1).sum(1).tolist()
+        if sum(tokens) and sum(patches) % sum(tokens) == 0:  # so many patches are merged to one token
+            return _dealt([count // (sum(patches) // sum(tokens)) for count in patches], tokens)
+    return [1] * num_samples if len(patches) == num_samples else None
+
+
+def _dealt(of_images: Sequence[int], of_samples: Sequence[int]) -> list[int] | None:
+    """Return how many images each sample has, from the tokens of both; None where they do not come out even.
+
+    >>> _dealt([4, 2, 2, 4], [4, 0, 8])
+    [1, 0, 3]
+    >>> _dealt([4, 4], [6, 2])
+    """
+    counts, images = [], list(of_images)
+    for tokens in of_samples:
+        count = 0
+        while tokens > 0 and images:
+            tokens -= images.pop(0)  # noqa: PLW2901 - what is left of them
+            count += 1
+        if tokens:
+            return None
+        counts.append(count)
+    return None if images else counts

@@ -153,6 +153,7 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a model's forward, as far as they can be known."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was called with
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):

@@ -95,5 +95,10 @@ def is_data_shaped(function: Function, args: Sequence[Any]) -> bool:
         return len(args) == 1
     if function is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+        return any(
+            any(isinstance(bound, torch.Tensor) for bound in (part.start, part.stop, part.step))
+            if isinstance(part, slice)
+            else isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+            for part in index
+        )
     return False

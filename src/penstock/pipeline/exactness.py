@@ -35,6 +35,7 @@ from penstock.pipeline.scoring import (
     parts_of,
     run_call,
     score_losses,
+    stirred,
 )
 from penstock.pipeline.split import Split, split_batch
 from penstock.runtime.batches import batch_dim_of, cut_thing, join_results
@@ -151,6 +152,7 @@ class Exactness:
         joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
         off = largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
         if off:
+            self._check_calls_count(chain, few)
             raise self._refusal(model, call, off)
         self._runs = [run.on(_HOST) for run in (whole, *parts)]
         if any(one.shape != other.shape for one, other in zip(whole.tensors, joined, strict=True)):
@@ -166,6 +168,23 @@ class Exactness:
             if few.batch_size == call.batch_size or call_fails(chain, call):
                 return  # the model fails by itself: the step will say so
             raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
+
+    def _check_calls_count(self, chain: Chain, few: Call) -> None:
+        """Refuse a model whose result depends on how often it was called, by name of what changes."""
+        held = {name: stage.held.get(name) for stage in chain.stages for name in stage.held}
+        before = {name: t.detach().clone() for name, t in held.items() if not isinstance(t, nn.Parameter)}
+        first, second = run_call(chain, few), run_call(chain, few)
+        off = largest_difference(first.tensors, second.tensors)
+        if not off:
+            return
+        after = {name: stage.held.get(name) for stage in chain.stages for name in stage.held if name in before}
+        names = [name for name, values in before.items() if not torch.equal(values, after[name])]
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "something in it"
+        raise UsageError(
+            f"the model's result depends on how often it was called: called twice with the same samples, {off}. Each "
+            f"call changes {what}, and every micro-batch is a call, as in gradient accumulation. check=False takes it "
+            "so; micro_batches=1 calls the model once a step"
+        )
 
     def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
         """Compare the whole example with the micro-batches that the user makes of it."""
@@ -203,9 +222,10 @@ class Exactness:
     ) -> None:
         """Find over what the model's own loss averages, by calls and their parts."""
         exact: list[Any] | None = None
-        for call, parts in calls:
+        for (call, parts), is_stirred in itertools.product(list(calls), (False, True)):
             try:
-                runs = [run_call(chain, one) for one in (call, *parts)]
+                with stirred(chain) if is_stirred else contextlib.nullcontext():
+                    runs = [run_call(chain, one) for one in (call, *parts)]
                 losses = [find_loss(run.output, None, ()) for run in runs]
             except (UsageError, UnknownError):
                 continue
@@ -219,7 +239,7 @@ class Exactness:
                 for choice in choices
             }
             now = best_of(found, losses[0].dtype)
-            if exact is None and not now:
+            if not now and (exact is None or is_stirred):
                 raise UsageError(self._coupled(losses))
             exact = now or exact
         if exact:
@@ -468,7 +488,8 @@ def _advice(model: nn.Module, call: Call) -> str:
     return (
         f"is dimension {call.batch_dim} of {call.batch_name} {tuple(first.shape)} the batch? batch_dim= says which is, "
         "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
-        "model that mixes the samples of a batch would see those of a micro-batch only"
+        "model that mixes the samples of a batch would see those of a micro-batch only; micro_batches=1 runs the batch "
+        "whole"
     )
 
 

@@ -23,6 +23,8 @@ from penstock.runtime.loss_weights import Counted, loss_tolerance, tolerance
 from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
 from penstock.runtime.still import Still
 
+_MOST_STIRRED = 1 << 16  # elements of a parameter
+
 __all__ = [
     "Run",
     "Scored",
@@ -36,6 +38,7 @@ __all__ = [
     "parts_of",
     "run_call",
     "score_losses",
+    "stirred",
 ]
 
 
@@ -94,6 +97,32 @@ def leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
             if held.get(name) is not tensor:
                 held.set(name, tensor)
             put_back(tensor, values)
+
+
+@contextlib.contextmanager
+def stirred(chain: Chain) -> Iterator[None]:
+    """Change the small parameters (biases, scales, norms) a little; put them back bit by bit.
+
+    A fresh model may stand where a wrong weight happens to fit: with a scale or a last layer of zeros, all samples have
+    the same loss.
+    """
+    small = {
+        id(tensor): tensor
+        for stage in chain.stages
+        for tensor in (stage.held.get(name) for name in stage.held)
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.numel() <= _MOST_STIRRED
+    }
+    before = [(parameter, parameter.detach().clone()) for parameter in small.values()]
+    try:
+        with torch.no_grad():
+            for number, (parameter, values) in enumerate(before):
+                noise = torch.sin(torch.arange(values.numel()) * 1.7 + number + 1).view(values.shape) / 8
+                parameter.add_(noise.to(values.device, values.dtype))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in before:
+                parameter.copy_(values)
 
 
 def score_losses(

@@ -324,7 +324,8 @@ def _tried(
             report |= {"ours": _outcome(model, value), "sizes": sizes, "shares": ready.shares}
             return report | {"outcome": "ran", "why": ""}
     except PenstockError as error:
-        return report | {"outcome": "crashed" if isinstance(error, LaneError) else "refused", "why": _text(error)}
+        is_told = not isinstance(error, LaneError) or isinstance(error.__cause__, PenstockError)
+        return report | {"outcome": "refused" if is_told else "crashed", "why": _text(error)}
     except Exception as error:
         return report | {"outcome": "crashed", "why": _text(error)}
 

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -140,13 +140,15 @@ class Case:
             cause = error.__cause__
             if not isinstance(error, LaneError) or isinstance(cause, PenstockError):
                 return Outcome("refused", reason_of(str(error)), f"{told}\n{error}")
+            if in_processes() and cause is None:  # another process failed, which says how
+                return Outcome("told", "", f"{told}\n{error}")
             return Outcome("crashed", f"{type(cause).__name__} in a lane", f"{told}\n{traceback.format_exc()}")
         except Exception as error:
             return Outcome("crashed", type(error).__name__, f"{told}\n{traceback.format_exc()}")
         if model.is_random and in_processes():
             return Outcome("right", "", told)
-        # with two directions micro-batches come in another order, and a running average follows the order
-        has_order = options["schedule"] not in ("dualpipe", "chimera")
+        # with two directions, and in waves, micro-batches come in another order, which a running average follows
+        has_order = options["schedule"] not in ("dualpipe", "chimera", "hanayo")
         running = ("running_mean", "running_var") if has_order else ()
         off, what = found.farthest(wanted, ("num_batches_tracked", *running))
         return Outcome("wrong", f"{what} off by {off:.2g}", told) if off > TOLERANCE else Outcome("right", "", told)
@@ -234,6 +236,7 @@ def _run_lane(seeds):
 
 def _agreed(outcomes):
     """Return the outcome of a case from those of its processes: the worst, which all must tell alike if refused."""
+    outcomes = [outcome for outcome in outcomes if outcome.kind != "told"] or [replace(outcomes[0], kind="crashed")]
     kinds = {outcome.kind for outcome in outcomes}
     if "refused" in kinds and len(kinds) > 1:
         told = "\n".join(f"{outcome.kind}: {outcome.told}" for outcome in outcomes)

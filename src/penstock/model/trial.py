@@ -31,7 +31,16 @@ class Backward:
 
     def gradient(self, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradient of some inputs or parameters; the graph stays for the next call."""
-        return torch.autograd.grad(self.outputs, of, self.grads, retain_graph=True, allow_unused=True)
+        wanted = [*of, *_needed_too(self.outputs)]
+        found = torch.autograd.grad(self.outputs, wanted, self.grads, retain_graph=True, allow_unused=True)
+        return found[: len(of)]
+
+
+def _needed_too(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what must be asked for, too: torch's group norm of channels-last values crashes for its weights alone."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    leaves = [node.next_functions[0][0] for node in nodes if node.name().startswith("NativeGroupNormBackward")]
+    return [leaf.variable for leaf in leaves if leaf is not None and hasattr(leaf, "variable")]
 
 
 class Trial:

@@ -275,6 +275,8 @@ def largest_difference(
     whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], *, with_numbers: bool = False
 ) -> str:
     """Return what differs most between results of a whole and of its parts; nothing where they are equal."""
+    if len(whole) != len(joined):
+        return f"the whole returns {len(whole)} tensors, and its parts {len(joined)}"
     worst, said = 0.0, ""
     for number, (one, other) in enumerate(zip(whole, joined, strict=True)):
         if one.shape != other.shape or (one.dim() == 0 and not with_numbers):

@@ -253,7 +253,8 @@ class Play(Walk):
     def _settle(self) -> None:
         """Fill the holes that came to be since the last time, where something was received for them.
 
-        Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns.
+        Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns, and
+        what torch.vmap holds cannot be filled before it returns.
         """
         while self.pending and not self.depth_of_functions:
             hole, mark = self.pending.pop()

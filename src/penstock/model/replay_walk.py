@@ -75,6 +75,20 @@ def tensors_in(thing: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+@contextmanager
+def _no_filling() -> Iterator[list[Walk]]:
+    """Keep the walks of this thread from filling holes, which something of torch's holds; return those that look."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    walks = [walk for walk in stack if isinstance(walk, Walk) and walk.is_looking]
+    for walk in walks:
+        walk.depth_of_functions += 1
+    try:
+        yield walks
+    finally:
+        for walk in walks:
+            walk.depth_of_functions -= 1
+
+
 def _mark_what_vmap_returns() -> None:
     """Let a walk see what torch.vmap returns: it is made by no torch function, so it would go unmarked.
 
@@ -85,11 +99,11 @@ def _mark_what_vmap_returns() -> None:
         return
 
     def unwrap(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        result = original(*args, **kwargs)
-        for walk in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            if isinstance(walk, Walk) and walk.is_looking:
-                with walk.switched(on=False):  # vmap still holds its results, so that no hole may be filled yet
-                    walk.mark_results(result)
+        with _no_filling() as walks:
+            result = original(*args, **kwargs)
+        for walk in walks:
+            with walk.switched(on=False):  # vmap still holds its results, so that no hole may be filled yet
+                walk.mark_results(result)
         return result
 
     unwrap.is_seen_by_walks = True  # type: ignore[attr-defined]
@@ -103,15 +117,8 @@ def _mark_what_functions_return() -> None:
         return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        walks = [walk for walk in stack if isinstance(walk, Walk) and walk.is_looking]
-        for walk in walks:
-            walk.depth_of_functions += 1
-        try:
+        with _no_filling() as walks:
             result = original.__get__(None, cls)(*args, **kwargs)
-        finally:
-            for walk in walks:
-                walk.depth_of_functions -= 1
         for walk in walks:
             walk.mark_results(result)
         return result
@@ -130,7 +137,7 @@ class Walk(TorchFunctionMode):
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
-        self.depth_of_functions = 0  # how many autograd functions are running
+        self.depth_of_functions = 0  # how many autograd functions, or ends of a vmap, are running
         _mark_what_vmap_returns()
         _mark_what_functions_return()
         self._token = object()  # tells this walk's marks from those that an earlier one left on buffers

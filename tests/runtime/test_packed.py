@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import penstock
+from penstock.errors import UsageError
 from penstock.pipeline.packed import found_split
 from pipelines import differences
 from runtime_everywhere import everywhere
@@ -81,14 +82,39 @@ def test_how_many_images_a_text_has_follows_from_its_tokens():
     assert [len(piece["pixel_values"]) for piece in pieces] == [7, 12, 4]
 
 
+def test_what_belongs_to_an_image_goes_with_it():
+    """Every micro-batch got the numbers of all videos, and took the first of them."""
+    given = batch(SOME)
+    given["video_grid_thw"] = given.pop("image_grid_thw")
+    given["pixel_values_videos"] = given.pop("pixel_values")
+    given["second_per_grid_ts"] = [float(number) for number in range(7)]
+    given["position_ids"] = torch.arange(3 * 6 * 15).view(3, 6, 15)
+    model = Reader()
+    model.config = type("Config", (), {"video_token_id": TOKEN})()
+    pieces = [piece for piece, _ in found_split(given, model)(given, None, 3)]
+    assert [piece["second_per_grid_ts"] for piece in pieces] == [[0.0, 1.0], [2.0, 3.0, 4.0, 5.0], [6.0]]
+    assert all(piece["position_ids"].shape == (3, 2, 15) for piece in pieces)
+
+
+def test_later_batches_that_are_not_like_the_example():
+    """A batch of texts alone was a KeyError, and images that nobody can deal out went to all micro-batches whole."""
+    split = found_split(batch(SOME), Reader())
+    texts = [piece for piece, _ in split({"input_ids": torch.zeros(6, 4).long(), "image_grid_thw": None}, None, 3)]
+    assert [tuple(piece["input_ids"].shape) for piece in texts] == [(2, 4)] * 3
+    strange = batch(SOME) | {"input_ids": torch.zeros(6, 4).long()}
+    with pytest.raises(UsageError, match=r"7 images for 6 samples.*split="):
+        split(strange, None, 3)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda given: given.pop("image_grid_thw"),
         lambda given: given.update(pixel_values=given["pixel_values"][1:]),
         lambda given: given.update(input_ids=given["input_ids"][:, :4]),
+        lambda given: given.update({3: 4}),
     ],
-    ids=["no grid", "patches that are not those of the grid", "tokens that do not come out even"],
+    ids=["no grid", "patches that are not those of the grid", "tokens that do not come out even", "no names"],
 )
 def test_what_is_not_known_is_not_cut(change):
     given = batch(SOME)

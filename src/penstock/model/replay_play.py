@@ -30,7 +30,7 @@ from penstock.model.replay_functions import (
 )
 from penstock.model.replay_holes import describe, described, imagine
 from penstock.model.replay_notes import Notes
-from penstock.model.replay_shell import MODEL_HOOKS
+from penstock.model.replay_shell import model_hooks, without_model_hooks
 from penstock.model.replay_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
@@ -328,6 +328,7 @@ class Play(Walk):
         """Return holes in place of what a call of an earlier stage returns."""
         for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
+        _before_hooks(self.modules[path], args, kwargs)
         given, _ = flatten((args, dict(kwargs)))
         noted = self.notes.shapes.get(f"{path}#{ordinal}") if self.part.is_dynamic else None
         if noted is not None:
@@ -361,7 +362,8 @@ class Play(Walk):
     ) -> Any:  # noqa: ANN401
         """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
         try:
-            return self._rehearse(call, args, kwargs, given)
+            with without_model_hooks(self.modules[path]):  # they are called for what stands for the result
+                return self._rehearse(call, args, kwargs, given)
         except Exception:
             seen = self.part.seen_of.get((path, ordinal))
             if seen is None:
@@ -403,9 +405,19 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
+def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Call the hooks that are part of the model on what a skipped module is given."""
+    for number in model_hooks(module, "_forward_pre_hooks"):
+        hook = module._forward_pre_hooks[number]
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, args, dict(kwargs))
+        else:
+            hook(module, args)
+
+
 def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
     """Call the forward hooks that are part of the model on what a skipped module returns; not those of the user."""
-    of_model = vars(module).get(MODEL_HOOKS, ())
+    of_model = model_hooks(module, "_forward_hooks")
     for number, hook in module._forward_hooks.items():
         if number not in of_model and not is_of_library(hook, module):
             continue

@@ -6,7 +6,8 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from penstock.model.untouched import OF_TORCH
 
-__all__ = ["MODEL_HOOKS", "containers_of", "make_shell"]
+__all__ = ["containers_of", "make_shell", "model_hooks", "without_model_hooks"]
 
 
 def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
@@ -90,9 +91,14 @@ class _Copier:
                 attributes[key] = set(value)
             else:
                 attributes[key] = self.convert(value)
-        hooks = attributes["_forward_hooks"]
-        if of_model := frozenset(number for number, hook in module._forward_hooks.items() if hooks[number] is not hook):
-            attributes[MODEL_HOOKS] = of_model
+        of_model = {
+            kind: frozenset(
+                number for number, hook in vars(module)[kind].items() if attributes[kind][number] is not hook
+            )
+            for kind in _HOOKS
+        }
+        if any(of_model.values()):
+            attributes[_MODEL_HOOKS] = of_model
         return made
 
     def _hooks(self, hooks: dict[int, Any]) -> dict[int, Any]:
@@ -126,7 +132,7 @@ class _Copier:
         return function
 
 
-MODEL_HOOKS = "_penstock_model_hooks"  # of a shell's module: the numbers of hooks that are part of the model
+_MODEL_HOOKS = "_penstock_model_hooks"  # of a shell's module: the numbers of hooks that are part of the model
 _OWN_DICTS = frozenset({"_parameters", "_buffers"})
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _NOTHING = object()
@@ -138,6 +144,25 @@ def _content_of(cell: types.CellType) -> object:
         return cell.cell_contents
     except ValueError:
         return _NOTHING
+
+
+def model_hooks(module: nn.Module, kind: str) -> frozenset[int]:
+    """Return the numbers of a module's hooks that are part of the model; `kind` is the name of torch's dict of them."""
+    found: frozenset[int] = vars(module).get(_MODEL_HOOKS, {}).get(kind, frozenset())
+    return found
+
+
+@contextmanager
+def without_model_hooks(module: nn.Module) -> Iterator[None]:
+    """Take the hooks that are part of the model off a shell's module, for as long as this lasts."""
+    before = {kind: vars(module)[kind] for kind in _HOOKS if model_hooks(module, kind)}
+    for kind, hooks in before.items():
+        of_model = model_hooks(module, kind)
+        vars(module)[kind] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in of_model)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 def containers_of(model: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from penstock.model.hooks import HOOKS, is_of_library
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_play import Part, Play
 from penstock.model.replay_record import Recording
-from penstock.model.replay_shell import MODEL_HOOKS, make_shell
+from penstock.model.replay_shell import make_shell, model_hooks
 from penstock.model.stages import Held
 from penstock.model.structure import flatten
 
@@ -262,7 +262,7 @@ def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
 def _without_hooks(module: nn.Module) -> None:
     """Take the user's hooks off a module, but for those that are part of the model."""
     for key in HOOKS:
-        of_model = vars(module).get(MODEL_HOOKS, ()) if key == "_forward_hooks" else ()
+        of_model = model_hooks(module, key)
         hooks = vars(module)[key].items()
         vars(module)[key] = OrderedDict(
             (number, hook) for number, hook in hooks if number in of_model or is_of_library(hook, module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,7 @@ _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
 _MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
+_MOST_FRUITLESS = 16  # looks at rivals beside those that are due
 _MOST_CLASSES = 4  # of a target from which labels are made up
 
 
@@ -97,6 +99,7 @@ class Exactness:
         self._num_learnt = 0
         self._doubt = ""  # why the first target could not be compared
         self._next_look = 1
+        self._num_fruitless = 0  # looks one after the other that told no rivals apart
 
     # ---- the model
 
@@ -222,6 +225,7 @@ class Exactness:
     ) -> None:
         """Find over what the model's own loss averages, by calls and their parts."""
         exact: list[Any] | None = None
+        is_fitting = True  # the last call, with the model as it is
         for (call, parts), is_stirred in itertools.product(list(calls), (False, True)):
             try:
                 with stirred(chain) if is_stirred else contextlib.nullcontext():
@@ -239,8 +243,9 @@ class Exactness:
                 for choice in choices
             }
             now = best_of(found, losses[0].dtype)
-            if not now and (exact is None or is_stirred):
+            if not now and (exact is None or (is_stirred and is_fitting)):
                 raise UsageError(self._coupled(losses))
+            is_fitting = bool(now)
             exact = now or exact
         if exact:
             self.weight, self.is_settled = exact[0], True
@@ -304,6 +309,7 @@ class Exactness:
         size, count = call.batch_size, sum(self._sizes)
         device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
+        num_left = len(self._exact or ())
         # the second are asked for once the first have left what they leave
         for chosen in itertools.chain(_choices_of_rows(size, count), self._telling_rows(call, target, dim)):
             few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
@@ -313,6 +319,7 @@ class Exactness:
             if self.rivals:
                 self._narrow_by_made_up(few, parts, dim)
         self._conclude(reason)
+        self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
         is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
         if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.rivals:
             self.is_settled, self._runs = True, []
@@ -344,8 +351,13 @@ class Exactness:
                 labels = [inputs[choice.name] for inputs in pieces.inputs]
             return shares_with(choice, pieces.sizes, labels)
 
+        def differ(one: list[float] | None, other: list[float] | None) -> bool:
+            if one is None or other is None:
+                return one is not other
+            return not all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(one, other, strict=True))
+
         first = shares(self.weight)
-        return any(shares(rival) != first for rival in rivals)
+        return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in rivals)
 
     def _telling_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
         """Yield samples that may tell rivals apart: those in which a weight counts most beside those where least."""
@@ -353,9 +365,10 @@ class Exactness:
         if not self.rivals or size > _MOST_COUNTED:
             return
         alone = parts_of(call, [1] * size)
-        targets = list(zip(*(cut_thing(thing, size, [1] * size, dim) for thing in target), strict=True))
+        columns = [cut_thing(thing, size, [1] * size, dim) for thing in target]
+        targets = list(zip(*columns, strict=True)) or [()] * size
         for choice in self._exact or ():
-            if not isinstance(choice, Counted):
+            if not isinstance(choice, Counted) or not (choice.name or target):
                 continue
             plain = [
                 part.tensors[part.names.index(choice.name)] if choice.name else own[0]

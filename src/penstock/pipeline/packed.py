@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import UsageError
 from penstock.runtime.batches import cut_thing, sizes_of
 
 __all__ = ["PackedSplit", "found_split"]
 
 _GRID = "grid_thw"
 _FIRST = ("input_ids", "inputs_embeds", "attention_mask", "labels")  # inputs that have a row for each sample
+_OF_VIDEOS = ("second_per_grid_ts",)  # inputs that have a row for each video
 _TOKENS = ("{kind}_token_id", "{kind}_token_index")  # in a config: the token that stands for a patch
 
 
@@ -51,27 +53,37 @@ class PackedSplit:
         return "; ".join(f"{pack.patches} by the images in {pack.grid}" for pack in self.packs)
 
     def __call__(self, batch: Mapping[str, Any], target: object, count: int) -> list[tuple[Any, Any]]:
-        """Return at most so many micro-batches."""
+        """Return at most so many micro-batches.
+
+        Raises:
+            UsageError: when nothing tells which images a sample has.
+        """
         num_samples = self.num_samples(batch)
         sizes = sizes_of(num_samples, count)
         bounds = [0, *itertools.accumulate(sizes)]
         pieces: list[dict[str, Any]] = [{} for _ in sizes]
-        taken: set[str] = set()
         for pack in self.packs:
+            if batch.get(pack.grid) is None:  # texts alone
+                continue
             images = _images_of_samples(batch, pack, num_samples)
             if images is None:
-                continue
+                raise UsageError(
+                    f"{pack.grid}: {len(batch[pack.grid])} images for {num_samples} samples, and nothing tells which "
+                    "are whose; split= cuts such batches"
+                )
             of_image = [0, *itertools.accumulate(batch[pack.grid].prod(-1).tolist())]
             first_image = [0, *itertools.accumulate(images)]
             cuts = [first_image[bound] for bound in bounds]
+            along = [name for name in _along_with(batch, pack, num_samples) if name not in pieces[0]]
             for piece, (start, stop) in zip(pieces, itertools.pairwise(cuts), strict=True):
                 piece[pack.patches] = batch[pack.patches][of_image[start] : of_image[stop]]
-                piece[pack.grid] = batch[pack.grid][start:stop]
-            taken |= {pack.patches, pack.grid}
+                piece |= {name: batch[name][start:stop] for name in (pack.grid, *along)}
         for name, thing in batch.items():
-            if name not in taken:
-                for piece, part in zip(pieces, cut_thing(thing, num_samples, sizes, 0), strict=True):
-                    piece[name] = part
+            if name in pieces[0]:
+                continue
+            is_turned = isinstance(thing, torch.Tensor) and name == "position_ids" and thing.dim() == 3
+            for piece, part in zip(pieces, cut_thing(thing, num_samples, sizes, int(is_turned)), strict=True):
+                piece[name] = part
         targets = [None] * len(sizes) if target is None else cut_thing(target, num_samples, sizes, 0)
         ordered = [{name: piece[name] for name in batch if name in piece} for piece in pieces]
         return list(zip(ordered, targets, strict=True))
@@ -81,12 +93,15 @@ class PackedSplit:
         for name in _FIRST:
             if isinstance(batch.get(name), torch.Tensor):
                 return int(batch[name].shape[0])
-        return int(batch[self.packs[0].grid].shape[0])
+        grids = [batch[pack.grid] for pack in self.packs if batch.get(pack.grid) is not None]
+        if not grids:
+            raise UsageError(f"the batch has neither {self.packs[0].grid} nor {_FIRST[0]}: nothing tells its samples")
+        return len(grids[0])
 
 
 def found_split(example: object, model: nn.Module) -> PackedSplit | None:
     """Return how an example with packed images is cut; None where it has none, or where it is not known."""
-    if not isinstance(example, Mapping):
+    if not isinstance(example, Mapping) or not all(isinstance(name, str) for name in example):
         return None
     packs = tuple(_packs(example, model))
     split = PackedSplit(packs)
@@ -94,13 +109,19 @@ def found_split(example: object, model: nn.Module) -> PackedSplit | None:
     if not packs or len(packs) < len(grids):
         return None
     num_samples = split.num_samples(example)
-    if any(_images_of_samples(example, pack, num_samples) is None for pack in packs):
-        return None
+    for pack in packs:
+        images = _images_of_samples(example, pack, num_samples)
+        if images is None:
+            return None
+        is_even = all(count == 1 for count in images)
+        if not is_even and len(example[pack.grid]) == num_samples and _plain_rows(example, num_samples):
+            return None  # a row for each image, or for each sample?
     return split
 
 
 def _packs(example: Mapping[str, Any], model: nn.Module) -> Iterator[Pack]:
     config = getattr(model, "config", None)
+    taken: set[str] = set()
     for name, grid in example.items():
         is_grid = name.endswith(_GRID) and isinstance(grid, torch.Tensor) and grid.dim() == 2 and grid.shape[1] == 3
         if not is_grid or grid.is_floating_point():
@@ -112,10 +133,34 @@ def _packs(example: Mapping[str, Any], model: nn.Module) -> Iterator[Pack]:
             for other, tensor in example.items()
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim() and len(tensor) == total
         ]
-        fits.sort(key=lambda other: (kind in other) == (kind == "image"))  # pixel_values_videos goes with videos
+        fits = [other for other in fits if other not in taken]
+        fits.sort(key=lambda other: ("video" in other) != (kind == "video"))  # pixel_values_videos goes with videos
         if fits:
+            taken.add(fits[0])
             ids = (getattr(config, word.format(kind=kind), None) for word in _TOKENS)
             yield Pack(name, fits[0], next((token for token in ids if isinstance(token, int)), None))
+
+
+def _along_with(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> list[str]:
+    """Return other inputs with a row for each image: they are cut as the grid is."""
+    num_images = len(batch[pack.grid])
+    there = [name for name in _OF_VIDEOS if "video" in pack.grid and batch.get(name) is not None]
+    known = [name for name in there if len(batch[name]) == num_images]
+    if num_images == num_samples:
+        return known
+    rows = [name for name in _plain_rows(batch, num_images) if name not in known]
+    return known + [name for name in rows if name not in (pack.grid, pack.patches)]
+
+
+def _plain_rows(batch: Mapping[str, Any], count: int) -> list[str]:
+    """Return the inputs that are one row of so many values, of which nothing else says what they belong to."""
+    return [
+        name
+        for name, thing in batch.items()
+        if name not in (*_FIRST, *_OF_VIDEOS)
+        if (isinstance(thing, torch.Tensor) and thing.dim() == 1 and len(thing) == count)
+        or (isinstance(thing, list) and len(thing) == count)
+    ]
 
 
 def _images_of_samples(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> Sequence[int] | None:

@@ -24,6 +24,7 @@ from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
 from penstock.runtime.still import Still
 
 _MOST_STIRRED = 1 << 16  # elements of a parameter
+_STIRRED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = [
     "Run",
@@ -110,19 +111,22 @@ def stirred(chain: Chain) -> Iterator[None]:
         id(tensor): tensor
         for stage in chain.stages
         for tensor in (stage.held.get(name) for name in stage.held)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.numel() <= _MOST_STIRRED
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype in _STIRRED
+        if tensor.numel() <= _MOST_STIRRED
     }
     before = [(parameter, parameter.detach().clone()) for parameter in small.values()]
     try:
         with torch.no_grad():
             for number, (parameter, values) in enumerate(before):
                 noise = torch.sin(torch.arange(values.numel()) * 1.7 + number + 1).view(values.shape) / 8
-                parameter.add_(noise.to(values.device, values.dtype))
+                with contextlib.suppress(RuntimeError):  # one that was expanded cannot be written
+                    parameter.add_(noise.to(values.device, values.dtype))
         yield
     finally:
         with torch.no_grad():
             for parameter, values in before:
-                parameter.copy_(values)
+                with contextlib.suppress(RuntimeError):
+                    parameter.copy_(values)
 
 
 def score_losses(

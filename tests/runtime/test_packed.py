@@ -82,6 +82,12 @@ def test_how_many_images_a_text_has_follows_from_its_tokens():
     assert [len(piece["pixel_values"]) for piece in pieces] == [7, 12, 4]
 
 
+def test_explain_says_how_images_are_cut():
+    given = batch(ONE_EACH)
+    with penstock.Pipeline(Reader(), example=given, loss=F.cross_entropy, lanes=2, micro_batches=3) as pipe:
+        assert "packed images: cut pixel_values by the images in image_grid_thw" in str(pipe.explain())
+
+
 def test_what_belongs_to_an_image_goes_with_it():
     """Every micro-batch got the numbers of all videos, and took the first of them."""
     given = batch(SOME)

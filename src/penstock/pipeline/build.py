@@ -23,6 +23,7 @@ from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
+from penstock.pipeline.packed import PackedSplit
 from penstock.pipeline.places import with_threads
 from penstock.pipeline.plans import asked_of, kept_choice, plan_path
 from penstock.pipeline.split import Split, split_batch
@@ -285,7 +286,10 @@ class _Telling:
                 profile = source.profile_of(self._captured, tell)
             tell("cut and schedule", 0, 1)
             name = name_of(request.model)
-            self._kept = explanation_of(name, request.model, self._captured, profile, self._ask)
+            found = explanation_of(name, request.model, self._captured, profile, self._ask)
+            if isinstance(request.split, PackedSplit):
+                found = replace(found, notes=(*found.notes, f"packed images: cut {request.split.words}"))
+            self._kept = found
         return self._kept
 
     def predicted(self) -> Timeline | None:

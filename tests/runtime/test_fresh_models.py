@@ -120,6 +120,40 @@ def test_hooks_that_add_to_a_list_do_so_once(kind):
         assert not list(differences(pipe, loss, (wanted.detach(), gradients)))
 
 
+class Cached(nn.Module):
+    """Makes a mask for each length once, and keeps it in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.masks = {}
+
+    def mask(self, length):
+        if length not in self.masks:
+            self.masks[length] = torch.arange(length, dtype=torch.float64) / length + 0.5
+        return self.masks[length]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.mask(x.shape[1])
+        return x
+
+
+def test_a_cache_that_the_first_call_fills():
+    """The second micro-batch found it full, and ended in a KeyError."""
+    model, x, y = Cached().double(), torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()
+    plain = copy.deepcopy(model)
+    wanted = F.mse_loss(plain(x), y)
+    wanted.backward()
+    with penstock.Pipeline(model, example=x, loss=F.mse_loss, capture_path="replay", **OPTIONS) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            loss = pipe.step(x, y)
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        assert not list(differences(pipe, loss, (wanted.detach(), gradients)))
+
+
 class Labelled(nn.Module):
     """Takes labels and does not use them; the loss has no target."""
 

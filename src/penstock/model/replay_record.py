@@ -94,6 +94,7 @@ class Recording:
     changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
     filling: frozenset[str] = frozenset()  # modules that change a list or dict that they are given
     filled: frozenset[str] = frozenset()  # lists and dicts in attributes that get other tensors, as "path:name"
+    cached: frozenset[str] = frozenset()  # those of them that a second call leaves as they are
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -153,6 +154,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
                 if before.get(name) not in (None, _ids_in(container))
                 and any(True for _ in tensors_in(_values_of(container)))
             }
+            cached = _unchanged_by_a_second_call(shell, call, {name: containers_of(model)[name] for name in filled})
     finally:
         is_random = states.have_others_changed()
         states.restore()
@@ -164,8 +166,20 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     recording.changed = frozenset(changed)
     hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
     recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
-    recording.filling, recording.filled = frozenset(recorder.filling), frozenset(filled)
+    recording.filling = frozenset(recorder.filling)
+    recording.filled, recording.cached = frozenset(filled), frozenset(cached)
     return recording
+
+
+def _unchanged_by_a_second_call(shell: nn.Module, call: Call, containers: Mapping[str, Any]) -> set[str]:
+    """Return which containers are caches: filled by the first call, and only read by the next."""
+    if not containers:
+        return set()
+    before = {name: _ids_in(container) for name, container in containers.items()}
+    args, kwargs = call.arguments([tensor.detach().clone() for tensor in call.tensors])
+    with torch.no_grad():
+        shell(*args, **kwargs)
+    return {name for name, container in containers.items() if _ids_in(container) == before[name]}
 
 
 def _escaped(recording: Recording) -> set[str]:

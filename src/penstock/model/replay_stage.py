@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -21,7 +21,7 @@ from penstock.model.hooks import HOOKS, is_of_library
 from penstock.model.replay_notes import Notes
 from penstock.model.replay_play import Part, Play
 from penstock.model.replay_record import Recording
-from penstock.model.replay_shell import make_shell, model_hooks
+from penstock.model.replay_shell import containers_of, make_shell, model_hooks
 from penstock.model.stages import Held
 from penstock.model.structure import flatten
 
@@ -100,6 +100,8 @@ class ReplayProgram:
         self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
         self.changed = recording.changed.intersection(held_names)  # the buffers that a forward may change
         self.shell = make_shell(model, recording.filled)
+        caches = [container for name, container in containers_of(self.shell).items() if name in recording.cached]
+        self._caches = [(cache, cache.copy()) for cache in caches]
         self._known_shapes: dict[Any, Any] = {}
         self._num_outputs = len(recording.outputs)
         self.template: object = recording.template  # of what the model returned last
@@ -249,6 +251,9 @@ class ReplayProgram:
                 new = module._buffers[key]
                 if new is not old and ((id(module), key) not in owned or new is None or new.is_meta):
                     module._buffers[key] = old
+        for cache, content in self._caches:  # what is made once, every run makes: in front of the stage it makes holes
+            cache.clear()
+            (cache.extend if isinstance(cache, (list, deque)) else cache.update)(content)
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
                 renew(held, name, cast(torch.Tensor, module._buffers[key]))

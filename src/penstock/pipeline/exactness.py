@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +21,17 @@ from penstock.errors import UsageError
 from penstock.model.example import Call, arguments_of
 from penstock.model.modes import RandomStates
 from penstock.model.stages import Chain
-from penstock.model.structure import flatten, rebuild
+from penstock.model.structure import flatten
+from penstock.pipeline.samples import (
+    as_given,
+    choices_of_rows,
+    ignoring,
+    label_names,
+    made_up,
+    moved_to,
+    rows_of,
+    with_ignored,
+)
 from penstock.pipeline.scoring import (
     Run,
     Scored,
@@ -39,9 +48,8 @@ from penstock.pipeline.scoring import (
     stirred,
 )
 from penstock.pipeline.split import Split, split_batch
-from penstock.runtime.batches import batch_dim_of, cut_thing, join_results
+from penstock.runtime.batches import cut_thing, join_results
 from penstock.runtime.loss_weights import (
-    IGNORED,
     Counted,
     candidates,
     known_weight,
@@ -55,13 +63,9 @@ __all__ = ["Exactness"]
 
 _HOST = torch.device("cpu")
 _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
-_TRIES = 3  # choices of samples of a target
-_LABELS = ("label", "target")  # words in the names of inputs that hold labels
-_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
 _MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
 _MOST_FRUITLESS = 16  # looks at rivals beside those that are due
-_MOST_CLASSES = 4  # of a target from which labels are made up
 
 
 class Exactness:
@@ -138,7 +142,7 @@ class Exactness:
         self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
         if self._loss is None:
             self._check_fewer(chain, few, call, model)
-            self._find_inner_weight(chain, _with_ignored(few, _label_names(few)), _label_names(few))
+            self._find_inner_weight(chain, with_ignored(few, label_names(few)), label_names(few))
             return
         try:
             whole = run_call(chain, few)
@@ -204,7 +208,7 @@ class Exactness:
         if len(parts) < 2:
             raise UnknownError
         if self._loss is None:
-            self._find_inner_weight(chain, [(whole, parts)], _label_names(whole, is_split=True))
+            self._find_inner_weight(chain, [(whole, parts)], label_names(whole, is_split=True))
             return
         try:
             runs = [run_call(chain, one) for one in (whole, *parts)]
@@ -261,7 +265,7 @@ class Exactness:
         """Return what the loss of each part counts under a choice; None where nothing counts."""
         plain = [target[0] if target else None for target in targets]
         if callable(choice):
-            batches = [_as_given(part) for part in parts]
+            batches = [as_given(part) for part in parts]
             try:
                 return shares_of(choice, counts_of(choice, batches, plain, self._sizes))
             except UsageError:
@@ -311,10 +315,10 @@ class Exactness:
         moved = call.map(lambda tensor: tensor.to(device))
         num_left = len(self._exact or ())
         # the second are asked for once the first have left what they leave
-        for chosen in itertools.chain(_choices_of_rows(size, count), self._telling_rows(call, target, dim)):
-            few = [_moved(_rows_of(thing, size, chosen, dim), device) for thing in target]
+        for chosen in itertools.chain(choices_of_rows(size, count), self._telling_rows(call, target, dim)):
+            few = [moved_to(rows_of(thing, size, chosen, dim), device) for thing in target]
             parts = parts_of(moved.rows(chosen), self._sizes)
-            for changed in _ignoring(few) if self._num_learnt == 1 else [few]:
+            for changed in ignoring(few) if self._num_learnt == 1 else [few]:
                 reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
             if self.rivals:
                 self._narrow_by_made_up(few, parts, dim)
@@ -385,7 +389,7 @@ class Exactness:
 
     def _narrow_by_made_up(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
         """Tell rivals apart by labels that are made up from those that there are; what no weight fits says nothing."""
-        for made in _made_up(few):
+        for made in made_up(few):
             with contextlib.suppress(UsageError):
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
@@ -399,8 +403,8 @@ class Exactness:
             return
         self._next_look *= 2
         device = self.device or _HOST
-        moved = [tuple(_moved(thing, device) for thing in piece) for piece in pieces]
-        whole = tuple(_moved(thing, device) for thing in target)
+        moved = [tuple(moved_to(thing, device) for thing in piece) for piece in pieces]
+        whole = tuple(moved_to(thing, device) for thing in target)
         self._conclude(self._narrow(whole, moved, parts, parts[0].batch_dim))
 
     def _conclude(self, reason: str) -> None:
@@ -435,7 +439,7 @@ class Exactness:
             self._exact = ["batch"]
             return ""
         tensors = flatten(target, apart=True)[0]
-        choices = self._choices(_label_names(parts[0]), tensors, still.left_out) if self._exact is None else self._exact
+        choices = self._choices(label_names(parts[0]), tensors, still.left_out) if self._exact is None else self._exact
         if callable(self._given) and self._shares(self._given, parts, pieces) is None:
             return "weight= counts nothing in it"
         off = {
@@ -525,87 +529,3 @@ def _is_exact(model: nn.Module, call: Call) -> bool:
         return False
     same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
     return same and not still.is_random and not largest_difference(whole, joined)
-
-
-def _label_names(call: Call, *, is_split: bool = False) -> list[str]:
-    """Return the inputs that may hold labels; where the user splits batches, no dimension of theirs is known."""
-    return [
-        name
-        for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
-        if (dim is not None or is_split)
-        and tensor.dtype in _WHOLE_NUMBERS
-        and any(word in name.lower() for word in _LABELS)
-    ]
-
-
-def _with_ignored(call: Call, names: Sequence[str]) -> Iterator[tuple[Call, list[Call]]]:
-    """Yield a call and its parts: with labels of its last sample ignored, for each input with labels; then as it is."""
-    half = call.batch_size // 2
-    sizes = [half, call.batch_size - half]
-    for name in names:
-        place = call.names.index(name)
-        changes = list(_ignoring([call.tensors[place]])) if call.batch_dims[place] == 0 else []
-        for (changed,) in reversed(changes):
-            one = replace(call, tensors=(*call.tensors[:place], changed, *call.tensors[place + 1 :]))
-            yield one, parts_of(one, sizes)
-    yield call, parts_of(call, sizes)
-
-
-def _ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield a target as it is; then, if it is of labels, with none ignored, and with those of a sample ignored."""
-    yield list(target)
-    labels = target[0] if len(target) == 1 else None
-    if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS:
-        return
-    labels = labels.where(labels != IGNORED, 0)
-    yield [labels]
-    if labels.dim() and labels.shape[0] > 1:
-        changed = labels.clone()
-        last = changed[-1:] if labels.dim() == 1 else changed[-1, ..., : -(-labels.shape[-1] // 2)]
-        last.fill_(IGNORED)
-        yield [changed]
-
-
-def _made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield labels of the same classes as a target, otherwise dealt out: all of one class, and by chance."""
-    labels = target[0] if len(target) == 1 else None
-    if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
-        return
-    classes: torch.Tensor = torch.unique(labels)[:_MOST_CLASSES]
-    for one in classes:
-        yield [torch.full_like(labels, int(one))]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_TRIES):
-        drawn = torch.randint(len(classes), labels.shape, generator=generator)
-        yield [classes[drawn.to(classes.device)]]
-
-
-def _as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
-    """Return a call as the batch that a weight function is called with."""
-    args, kwargs = call.arguments()
-    return kwargs if kwargs else args[0] if len(args) == 1 else args
-
-
-def _choices_of_rows(size: int, count: int) -> Iterator[list[int]]:
-    """Yield a few choices of samples: in one of them two weights may happen to agree."""
-    yield [number * size // count for number in range(count)]
-    for seed in range(_TRIES - 1):
-        chance = random.Random(seed)  # noqa: S311 - nothing secret
-        # of a small batch some come twice: the loss cannot know
-        yield chance.sample(range(size), count) if size >= count else chance.choices(range(size), k=count)
-
-
-def _rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - whatever holds tensors
-    """Return some samples of a target; what has no batch stays whole."""
-    tensors, template = flatten(thing, apart=True)
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        own = batch_dim_of(tensor, size, dim)
-        return tensor if own is None else tensor.index_select(own, torch.tensor(rows, device=tensor.device))
-
-    return rebuild(template, [take(tensor) for tensor in tensors])
-
-
-def _moved(thing: Any, device: torch.device) -> Any:  # noqa: ANN401 - whatever holds tensors
-    tensors, template = flatten(thing, apart=True)
-    return rebuild(template, [tensor.to(device) for tensor in tensors])

@@ -145,8 +145,8 @@ class Case:
             return Outcome("crashed", f"{type(cause).__name__} in a lane", f"{told}\n{traceback.format_exc()}")
         except Exception as error:
             return Outcome("crashed", type(error).__name__, f"{told}\n{traceback.format_exc()}")
-        if model.is_random and in_processes():
-            return Outcome("right", "", told)
+        if model.is_random and in_processes():  # one lane to compare with would be another process group
+            return Outcome("not compared", "", told)
         # with two directions, and in waves, micro-batches come in another order, which a running average follows
         has_order = options["schedule"] not in ("dualpipe", "chimera", "hanayo")
         running = ("running_mean", "running_var") if has_order else ()
@@ -190,7 +190,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended: "right", "refused", "wrong" or "crashed", and why."""
+    """How a case ended: "right", "refused", "wrong", "crashed" or "not compared" (it ran, and drew), and why."""
 
     kind: str
     why: str
@@ -241,7 +241,7 @@ def _agreed(outcomes):
     if "refused" in kinds and len(kinds) > 1:
         told = "\n".join(f"{outcome.kind}: {outcome.told}" for outcome in outcomes)
         return Outcome("crashed", "not all processes refuse it", told)
-    order = ("crashed", "wrong", "refused", "right")
+    order = ("crashed", "wrong", "refused", "not compared", "right")
     return min(outcomes, key=lambda outcome: order.index(outcome.kind))
 
 

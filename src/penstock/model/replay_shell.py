@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.model.untouched import OF_TORCH
+from penstock.model.untouched import CONTAINERS, OF_TORCH
 
 __all__ = ["containers_of", "make_shell", "model_hooks", "without_model_hooks"]
 
@@ -172,7 +171,7 @@ def containers_of(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
         for name, value in vars(module).items()
-        if name not in OF_TORCH and type(value) in (list, dict, set, deque)
+        if name not in OF_TORCH and type(value) in CONTAINERS
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -24,6 +24,7 @@ from penstock.model.replay_record import Recording
 from penstock.model.replay_shell import containers_of, make_shell, model_hooks
 from penstock.model.stages import Held
 from penstock.model.structure import flatten
+from penstock.model.untouched import refill
 
 __all__ = ["ReplayProgram", "make_part"]
 
@@ -252,8 +253,7 @@ class ReplayProgram:
                 if new is not old and ((id(module), key) not in owned or new is None or new.is_meta):
                     module._buffers[key] = old
         for cache, content in self._caches:  # what is made once, every run makes: in front of the stage it makes holes
-            cache.clear()
-            (cache.extend if isinstance(cache, (list, deque)) else cache.update)(content)
+            refill(cache, content)
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
                 renew(held, name, cast(torch.Tensor, module._buffers[key]))

@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.model.put_back import put_back
 
-__all__ = ["OF_TORCH", "unchanged", "untouched"]
+__all__ = ["CONTAINERS", "OF_TORCH", "refill", "unchanged", "untouched"]
+
+CONTAINERS = (list, dict, set, deque)
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
+
+
+def refill(container: Any, content: Any) -> None:  # noqa: ANN401 - a list, dict, set or deque
+    """Let a container hold what another one holds, and nothing else."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @contextlib.contextmanager
@@ -34,7 +43,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     own = [value for _, attributes, _ in before for key, value in attributes.items() if key not in OF_TORCH]
-    inside = [(value, value.copy()) for value in own if type(value) in (list, dict, set, deque)]
+    inside = [(value, value.copy()) for value in own if type(value) in CONTAINERS]
     # tensors that are neither parameters nor buffers are real to a trace, which changes them as a call would
     tensors = [
         (value, value.detach().clone(), value._version)
@@ -51,8 +60,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         for container, content in inside:
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+            refill(container, content)
         for tensor, content, version in tensors:
             if tensor._version != version:
                 tensor.detach().copy_(content)

@@ -28,22 +28,51 @@ _TRIES = 4
 _SHARE = 1 / 32  # modules with at least this share of all parameters are looked into
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a tensor of a run that is over.
+
+    Attributes:
+        shape: in that run.
+        dtype: its type of numbers.
+        has_grad: whether gradients go through it.
+        memory: a number that tensors have in common which shared memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_grad: bool
+    memory: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Known:
+        """Return what is to be known of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.untyped_storage()._cdata)
+
+
 @dataclass
 class Seen:
     """A tensor that came to be between module calls, or as the output of one.
 
     Attributes:
         producer: the unit after whose call it came to be; -1 for an input of the model.
+        tensor: itself while the model runs; afterwards what is known of it, without its memory.
         marks: where it came to be, and at which unit each mark began to hold: a call that returns it marks it anew.
         uses: the units that use it, or after whose call something else does.
         changes: the units at which it is changed in place.
     """
 
     producer: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Known
     marks: list[tuple[int, Mark]]
     uses: set[int] = field(default_factory=set)
     changes: set[int] = field(default_factory=set)
+
+    @property
+    def known(self) -> Known:
+        """What is known of it after the run."""
+        assert isinstance(self.tensor, Known)
+        return self.tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -412,10 +441,11 @@ class _Recorder(Walk):
         outputs = [self.index_of[id(tensor)] for tensor in tensors]
         for index in outputs:
             self.seen[index].uses.add(self.now)
-        for seen in self.seen:
+        # without their memory, their graph, and nodes that accumulate gradients on this stream: the recording is kept
+        known = [Known.of(seen.tensor) for seen in self.seen if isinstance(seen.tensor, torch.Tensor)]
+        for seen, of_it in zip(self.seen, known, strict=True):
             seen.tensor.__dict__.pop("_penstock_marks", None)
-            # without its graph, which holds activations, and nodes that accumulate gradients on this stream
-            seen.tensor = seen.tensor.detach().requires_grad_(seen.tensor.requires_grad)
+            seen.tensor = of_it
         return Recording(
             self.units,
             self.seen,

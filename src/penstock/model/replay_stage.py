@@ -85,8 +85,8 @@ def _uncalled(
 
 def _changes(recording: Recording, number: int) -> set[int]:
     """Return where a tensor, or another name of its memory, is changed in place."""
-    storage = recording.seen[number].tensor.untyped_storage()._cdata
-    return {c for s in recording.seen if s.changes and s.tensor.untyped_storage()._cdata == storage for c in s.changes}
+    memory = recording.seen[number].known.memory
+    return {change for seen in recording.seen if seen.known.memory == memory for change in seen.changes}
 
 
 class ReplayProgram:

@@ -177,9 +177,9 @@ def _value(index: int, seen: Seen, other: Seen | None, call: Call) -> Value:
         name=name,
         producer=seen.producer,
         shape=tuple(shape),
-        dtype=str(seen.tensor.dtype).removeprefix("torch."),
-        item_bytes=seen.tensor.element_size(),
-        has_grad=seen.tensor.requires_grad,
+        dtype=str(seen.known.dtype).removeprefix("torch."),
+        item_bytes=seen.known.dtype.itemsize,
+        has_grad=seen.known.has_grad,
         is_dynamic=other is None,
     )
 
@@ -221,7 +221,7 @@ def _uncuttable(recording: Recording) -> frozenset[int]:
     """Return the cuts across which two names of the same memory would go, one of which is changed in place later."""
     families: dict[int, list[Seen]] = {}
     for seen in recording.seen:
-        families.setdefault(seen.tensor.untyped_storage()._cdata, []).append(seen)
+        families.setdefault(seen.known.memory, []).append(seen)
     cuts: set[int] = set(recording.uncuttable)
     for family in families.values():
         changes = [change for seen in family for change in seen.changes]

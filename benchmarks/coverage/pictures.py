@@ -6,15 +6,17 @@ Neither package is a dependency of Penstock: `pip install timm torchvision` for 
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any
 
 import torch
 from hf import names
 from torch import nn
 
-__all__ = ["TIMM", "TORCHVISION", "build_picture"]
+__all__ = ["LARGE", "TIMM", "TORCHVISION", "build_picture", "declare_operations"]
 
 SIZES = (64, 96, 128, 160, 192, 224, 256, 299, 384)
+FILM_SIZES, FRAMES = (32, 64, 112, 224), (4, 8, 16)  # convolutions in three dimensions are slow in float64
 
 # a small one of each file of timm 1.0.31, as far as there is one
 TIMM = names("""
@@ -42,12 +44,13 @@ TORCHVISION = names("""
 def build_picture(name: str, batch_size: int) -> tuple[nn.Module, Any]:
     """Return a model named `timm:…` or `torchvision:…`, and pictures of the smallest size that it takes."""
     package, _, kind = name.partition(":")
-    for size in SIZES:
+    sizes = [(size, frames) for size in FILM_SIZES for frames in FRAMES] if kind in _FILMS else [(n, 0) for n in SIZES]
+    for size, frames in sizes:
         for options in ({"img_size": size}, {}) if package == "timm" else ({"image_size": size}, {}):
             with contextlib.suppress(Exception):
                 torch.manual_seed(0)
                 model = _made(package, kind, options)
-                pictures = torch.randn(batch_size, 3, *((16,) if kind in _FILMS else ()), size, size)
+                pictures = torch.randn(batch_size, 3, *((frames,) if frames else ()), size, size)
                 with torch.no_grad():
                     model.train()(pictures[:2])
                 torch.manual_seed(0)
@@ -55,10 +58,13 @@ def build_picture(name: str, batch_size: int) -> tuple[nn.Module, Any]:
     raise ValueError(f"{name} takes pictures of none of these sizes: {SIZES}")
 
 
+# in float64 a batch of 16 takes more memory or time than two cores with 24 GiB have: they get one of 4
+LARGE = ("timm:halonet_h1", "torchvision:inception_v3", "torchvision:maxvit_t", "torchvision:s3d")
 _FILMS = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d")  # models of videos
 
 
 def _made(package: str, kind: str, options: dict[str, Any]) -> nn.Module:
+    declare_operations()
     if package == "timm":
         import timm
 
@@ -66,3 +72,18 @@ def _made(package: str, kind: str, options: dict[str, Any]) -> nn.Module:
     import torchvision
 
     return torchvision.models.get_model(kind, weights=None, **options)
+
+
+@cache
+def declare_operations() -> list[torch.library.Library]:
+    """Declare torchvision's own operations, so that it can be imported beside a torch without CUDA.
+
+    Its wheel holds operations for CUDA, which such a torch does not load, and then the import fails. None of these
+    models use them.
+    """
+    if torch.version.cuda:
+        return []
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return [library]

@@ -155,7 +155,7 @@ def table(results: dict[str, Row]) -> str:
         bad = count["wrong"] + count["crashed"] + count["hang"]
         tried = [row["peer"] for row in of_group if row.get("peer")]
         peer = f"{sum(text == 'yes' for text in tried)} of {len(tried)}" if tried else "–"
-        share = f"{count['right']} ({count['right'] / len(of_group):.1%})"
+        share = f"{count['right']} ({count['right'] / max(1, len(of_group)):.1%})"
         lines.append(f"| {group} | {len(of_group)} | {share} | {count['refused']} | {bad} | {by_path} | {peer} |")
     return "\n".join(lines)
 

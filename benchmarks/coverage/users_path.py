@@ -234,6 +234,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
         restore(model, saved)
         if again:
             return {"outcome": "not comparable", "why": f"the plain model differs from itself: {again}"}
+        given = batch, loss, target, expected
         report = _tried(model, batch, loss, target, {})
         if report["outcome"] == "refused" and "couples samples" in report["why"]:
             option = "loss_over='batch'"
@@ -245,8 +246,11 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
                 expected = _plain(model, batch, target, loss, [size])
                 restore(model, saved)
             report = _tried(model, batch, loss, target, {"loss_over": "batch"}) | {"option": option}
-        if report["outcome"] == "refused" and "micro_batches=1 " in report["why"]:
-            report = _tried(model, batch, loss, target, {"micro_batches": 1}) | {"option": "micro_batches=1"}
+        for option, words in {"micro_batches": "micro_batches=1 ", "lanes": "lanes=1 "}.items():
+            if report["outcome"] == "refused" and words in report["why"]:
+                batch, loss, target, expected = given
+                restore(model, saved)
+                report = _tried(model, batch, loss, target, {option: 1}) | {"option": words.strip()}
         if "ours" not in report:
             return report
         ours, sizes, shares = (report.pop(key) for key in ("ours", "sizes", "shares"))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compare import Batch, Outcome, as_batch, difference, restore, run, snapshot
 from models import BATCH, ENTRIES
-from pictures import build_picture
+from pictures import LARGE, build_picture, declare_operations
 from registry import Entry
 from torch import Tensor, nn
 
@@ -37,6 +37,7 @@ USERS_BATCH = 4 * BATCH  # eight micro-batches of two samples, by default
 
 def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
     """Return a model and a batch, the same ones every time."""
+    declare_operations()  # models of transformers import torchvision where it is there
     torch.manual_seed(0)
     if ":" in name:
         model, example = build_picture(name, batch_size)
@@ -156,10 +157,11 @@ def ours(name: str) -> dict[str, Any]:
     entry = ENTRIES.get(name)
     dtypes = [torch.float32] if entry and entry.is_single else [torch.float64, torch.float32]
     for dtype in dtypes:
-        model, batch = build(name, USERS_BATCH)
+        size = BATCH if name in LARGE else USERS_BATCH
+        model, batch = build(name, size)
         model = without_dropout(model.to(dtype))
         try:
-            report = run_pipeline(model, batch.to(dtype), USERS_BATCH, dtype)
+            report = run_pipeline(model, batch.to(dtype), size, dtype)
         except Exception as error:  # the plain model's
             if dtype == dtypes[-1]:
                 raise

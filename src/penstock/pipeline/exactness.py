@@ -468,7 +468,8 @@ class Exactness:
             if self._loss is None
             else "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
         )
-        return f"{_COUPLED}: {facts}. {inside}; weight= says over how much a micro-batch's loss averages. {_CHECK_OFF}"
+        others = "weight= says over how much a micro-batch's loss averages; micro_batches=1 is exact for any loss"
+        return f"{_COUPLED}: {facts}. {inside}; {others}. {_CHECK_OFF}"
 
     def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
         return UsageError(

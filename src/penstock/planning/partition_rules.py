@@ -51,7 +51,7 @@ def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], tog
         why = f", {closed} more may not be cut (changed in place, or to be together)" if closed else ""
         faults.append(
             f"{num_stages} stages need {num_stages - 1} cuts; nodes: {num_nodes}, places for a cut: "
-            f"{int(inner.sum())}{why}; ask for fewer stages"
+            f"{int(inner.sum())}{why}; ask for fewer stages{'' if inner.any() else ': lanes=1 is all that it can be'}"
         )
     if faults:
         raise PartitionError("no cuts can be as asked for: " + "; ".join(faults))

@@ -47,7 +47,7 @@ def values(dtype):
 def test_becomes_a_product(program, num_changed):
     given = values(torch.bfloat16)
     traced = make_fx(program, tracing_mode="fake")(*given)
-    OwnPass(("cpu",))(traced.graph)
+    OwnPass(devices=("cpu",))(traced.graph)
     traced.graph.lint()
     traced.recompile()
     assert not traced.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
@@ -78,7 +78,7 @@ def test_becomes_a_product(program, num_changed):
 def test_stays_a_sum(program, dtype, devices):
     traced = make_fx(program, tracing_mode="fake")(*values(dtype))
     before = traced.graph.python_code("self").src
-    OwnPass(devices)(traced.graph)
+    OwnPass(devices=devices)(traced.graph)
     assert traced.graph.python_code("self").src == before
 
 
@@ -94,7 +94,7 @@ def test_with_inductor():
             super().__call__(graph)
             seen.append(count - len(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)))
 
-    options = {"post_grad_custom_pre_pass": Watched(("cpu",)), "fx_graph_cache": False}
+    options = {"post_grad_custom_pre_pass": Watched(devices=("cpu",)), "fx_graph_cache": False}
     run = torch.compile(layer, dynamic=False, options=options)  # whatever shapes came before
     x = torch.randn(9, 6).bfloat16()
     run(x).float().pow(2).sum().backward()
@@ -108,4 +108,4 @@ def test_with_inductor():
 
 
 def test_what_was_compiled_with_it_is_known_by_it():
-    assert OwnPass().uuid() == OwnPass().uuid() != OwnPass(("cpu",)).uuid()
+    assert OwnPass().uuid() == OwnPass().uuid() != OwnPass(devices=("cpu",)).uuid()

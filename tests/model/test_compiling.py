@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import penstock
@@ -92,13 +92,19 @@ def made(monkeypatch):
     return found
 
 
-def test_a_pass_of_the_users_own_is_left(monkeypatch):
-    seen = []
+def test_a_pass_of_the_users_own_is_run_too(monkeypatch):
+    seen, graphs = [], []
     monkeypatch.setattr(torch, "compile", lambda run, **options: (seen.append(options["options"]), run)[1])
-    compiled(nn.Linear(2, 2), Options({"post_grad_custom_pre_pass": print}))
+    compiled(nn.Linear(2, 2), Options({"post_grad_custom_pre_pass": graphs.append}))
     compiled(nn.Linear(2, 2), Options())
-    assert seen[0] == {"post_grad_custom_pre_pass": print}
-    assert isinstance(seen[1]["post_grad_custom_pre_pass"], OwnPass)
+    theirs, ours = (options["post_grad_custom_pre_pass"] for options in seen)
+    assert isinstance(theirs, OwnPass)
+    assert isinstance(ours, OwnPass)
+    graph = fx.symbolic_trace(nn.Linear(2, 2)).graph
+    theirs(graph)
+    assert graphs == [graph]
+    assert theirs.uuid() is None  # torch's cache cannot know what a function of the user's does
+    assert ours.uuid() is not None
 
 
 @pytest.mark.parametrize("path", ["direct", "export"])

@@ -21,7 +21,7 @@ class Tracing:
     def __init__(self):
         self.has_begun, self.may_end, self.is_at_it = threading.Event(), threading.Event(), False
 
-    def compile_fx(self, graph, inputs, config_patches):
+    def compile_fx(self, graph, inputs, *, config_patches, **_):
         self.is_at_it = True
         self.has_begun.set()
         assert self.may_end.wait(30)

@@ -21,7 +21,7 @@ WIDTH = 6
 def adds(monkeypatch):
     """Let it be so on a CPU too; return the shapes of gradients that a product added to."""
     found = []
-    monkeypatch.setattr(own_pass, "OwnPass", partial(own_pass.OwnPass, ("cpu",)))
+    monkeypatch.setattr(own_pass, "OwnPass", partial(own_pass.OwnPass, devices=("cpu",)))
     real = torch.Tensor.addmm_
 
     def noted(total, *factors):

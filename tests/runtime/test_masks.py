@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 import processes
 from cpu_graphs import CpuGraphs
+from penstock.errors import LaneError
 from penstock.model.capture import capture
 from penstock.pipeline import build
 from penstock.pipeline import graphs as graph_steps
@@ -235,6 +236,55 @@ def test_replays_of_parts_that_are_run_again(path, monkeypatch):
     same(on_graphs(monkeypatch, path, keep="fit", memory_limit=2**30), wanted)
 
 
+COMPILED = {"elsewhere": {"cuts": [2]}, "3 lanes": {"lanes": 3, "keep": "recompute"}}
+
+
+def nearly_same(found, wanted):
+    """What is compiled rounds in other places."""
+    for ours, loss in zip(found[0], wanted[0], strict=True):
+        assert ours == pytest.approx(loss, rel=1e-9)
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("path", ["export", "direct"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own
+def test_compiled_stages_draw_the_same_wherever_they_are_cut(path, monkeypatch):
+    """Inductor drew the seeds of a whole stage at once, so that masks followed the cuts."""
+    monkeypatch.setattr(__name__ + ".modules", few_modules)
+    wanted = trained(path, lanes=1, compile=True)
+    for case in COMPILED.values():
+        nearly_same(trained(path, compile=True, **case), wanted)
+
+
+def few_modules(path):
+    torch.manual_seed(0)
+    recurrent = [] if path == "export" else [Recurrent(nn.GRU)]  # what does not compile
+    return [Block(), Block(), *recurrent, Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))]
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.disable
+    def drop(self, x):
+        return F.dropout(x, 0.2)
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_what_draws_where_nothing_is_compiled_is_refused(monkeypatch):
+    """Nobody knows which of the modules that are compiled together it was."""
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Breaks() for _ in range(4)])
+    with pytest.raises(LaneError, match="leaves as it is"):
+        trained("direct", compile=True, cuts=[2])
+
+
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ON_GPU = {
     "graphs": {"graphs": True},
@@ -244,6 +294,8 @@ ON_GPU = {
     "recompute": {"graphs": True, "keep": "recompute"},
     "interleaved": {"graphs": True, "schedule": "interleaved_1f1b"},
     "dualpipe": {"graphs": False, "schedule": "dualpipe"},
+    "compiled": {"graphs": True, "compile": True},
+    "compiled elsewhere": {"graphs": True, "compile": True, "cuts": [2]},
 }
 
 
@@ -257,9 +309,10 @@ def test_on_a_gpu_with_graphs_and_without(path, case, monkeypatch):
     """Each place has a generator that the graphs know, for one cannot be seeded anew within a capture."""
     monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
     torch.manual_seed(0)
-    wanted = on_gpu(path, lanes=1, graphs=False)
+    compiled = {"compile": True} if "compile" in ON_GPU[case] else {}
+    wanted = on_gpu(path, lanes=1, graphs=False, **compiled)
     torch.manual_seed(0)
-    same(on_gpu(path, **ON_GPU[case]), wanted)
+    (nearly_same if compiled else same)(on_gpu(path, **ON_GPU[case]), wanted)
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=needs_gpu) for graphs in (False, True)])

@@ -83,7 +83,9 @@ def compiled(run: Run, options: Options | None) -> Run:
         return run
     from penstock.model.own_pass import OwnPass  # brings Inductor
 
-    wanted = {"post_grad_custom_pre_pass": OwnPass(), **options}
+    own = OwnPass(look=_look_of(run), behind=options.get("post_grad_custom_pre_pass"))
+    # random operations stay operations of their own: the pass lets each say which part of the model it draws for
+    wanted = {"fallback_random": True, **options, "post_grad_custom_pre_pass": own}
     apart = _apart(run, options.number)
     made: Any = in_turn(torch.compile(apart, dynamic=False, backend=inductor, options=wanted))
     if isinstance(run, nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model import drawing
 from penstock.model.compiling import Options, compiled
+from penstock.model.drawing import enter_all
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.homes import Homes
@@ -24,6 +24,7 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
+from penstock.model.placed import AtPlace
 from penstock.model.put_back import put_back
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_visit import move_shell, run_with
@@ -221,7 +222,7 @@ class DirectProgram:
         # what a module changes in place may be a view of what came in before the modules ahead of it
         self._is_changing = any(any(places[index].is_changed) for index in nodes)
         self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
-        self._paths = [direct.paths[index] for index in nodes]
+        self._paths: list[tuple[str, ...]] = [(direct.paths[index],) for index in nodes]  # of what is run as one
         self.inputs = _names(direct, nodes.start, self._place.count)
         self.outputs = _names(direct, nodes.stop, self._end.count)
         first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
@@ -241,16 +242,25 @@ class DirectProgram:
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
-        grouped: list[list[nn.Module]] = [[]]
-        starts: list[str] = []
-        for path, module, is_plain in zip(self._paths, self._modules, self._is_plain_behind, strict=True):
-            starts += [] if grouped[-1] else [path]
-            grouped[-1].append(module)
-            is_alone = not self._is_plain_first and len(grouped) == 1
-            if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
+        grouped: list[list[int]] = [[]]
+        for index, is_plain in enumerate(self._is_plain_behind):
+            # torch.compile leaves recurrent networks as they are: alone, their dropout is known to be theirs
+            is_recurrent = _has_recurrent(self._modules[index])
+            if is_recurrent and grouped[-1]:
                 grouped.append([])
-        wholes = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in grouped if group]
-        self._modules, self._paths = [compiled(whole, options) for whole in wholes], starts
+            grouped[-1].append(index)
+            is_alone = not self._is_plain_first and len(grouped) == 1
+            if not is_plain or is_alone or is_recurrent or len(grouped[-1]) == _AT_ONCE:
+                grouped.append([])
+        groups = [group for group in grouped if group]
+        self._paths = [tuple(path for index in group for path in self._paths[index]) for group in groups]
+        self._modules = [compiled(self._as_one(group), options) for group in groups]
+
+    def _as_one(self, group: Sequence[int]) -> nn.Module:
+        """Return a module that calls those of a group in order."""
+        if len(group) == 1:
+            return self._modules[group[0]]
+        return nn.Sequential(*(AtPlace(place, self._modules[index]) for place, index in enumerate(group)))
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""
@@ -259,8 +269,8 @@ class DirectProgram:
             place[key] = held.get(name)
         given = [value.clone() for value in values] if self._is_changing else values
         args, kwargs = self._place.arguments(given)
-        for path, module in zip(self._paths, self._modules, strict=True):
-            drawing.enter(path)
+        for paths, module in zip(self._paths, self._modules, strict=True):
+            enter_all(paths)
             result = module(*args, **kwargs)
             args, kwargs = self._direct._next(result)
         # one tensor is by far the most common, and taking it apart would cost more than a small stage
@@ -272,6 +282,10 @@ class DirectProgram:
         if len(tensors) != len(self.outputs):
             raise CaptureError(f"a module returned {len(tensors)} tensors and {len(self.outputs)} when it was captured")
         return tuple(tensors)
+
+
+def _has_recurrent(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.RNNBase) for inner in module.modules())
 
 
 def _modules_below(shell: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

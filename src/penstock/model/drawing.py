@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-__all__ = ["enter", "here", "seeded_python"]
+__all__ = ["enter", "enter_all", "here", "seeded_python"]
 
 
 class _Here(threading.local):
@@ -21,10 +21,12 @@ class _Here(threading.local):
 
     Attributes:
         place: the name of what draws.
+        places: the names of all parts of the compiled program that runs; of other code the one place.
         seed: of the forward that runs, for Python's own random numbers; None outside of a pipeline's forwards.
     """
 
     place: str = ""
+    places: tuple[str, ...] = ("",)
     seed: int | None = None
 
 
@@ -37,6 +39,12 @@ _ALONE = threading.RLock()
 def enter(place: str) -> None:
     """Note what draws from here on."""
     here.place = place
+    here.places = (place,)
+
+
+def enter_all(places: tuple[str, ...]) -> None:
+    """Note what may draw from here on, in a compiled program that numbers its parts."""
+    here.place, here.places = places[0], places
 
 
 @contextmanager

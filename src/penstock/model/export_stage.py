@@ -10,10 +10,11 @@ import torch
 from torch import fx, nn
 
 from penstock.model.compiling import Options, compiled
-from penstock.model.drawing import enter
+from penstock.model.drawing import enter, enter_all
 from penstock.model.export_graph import ExportGraph
 from penstock.model.export_ops import draws
 from penstock.model.export_sizes import affine
+from penstock.model.placed import draw_at
 from penstock.model.source import SOURCE, line_of_trace
 from penstock.model.stages import Held
 
@@ -47,15 +48,18 @@ class ExportProgram:
         self.reassigned = reassigned
         self.device = device
         self._compiled: Callable[..., tuple[Any, ...]] | None = None
-        self._draws: Any = ""  # the first of the compiled nodes that draws
+        self._places: tuple[str, ...] = ()  # the compiled nodes that draw
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the operations."""
-        entering = [node for node in self.module.graph.nodes if node.target is enter]
-        self._draws = entering[0].args[0] if entering else ""
-        for node in entering:
+        places: list[str] = []
+        for node in self.module.graph.find_nodes(op="call_function", target=enter):
+            drawing = node.next
+            drawing.args, drawing.target = (len(places), drawing.target, *drawing.args), draw_at
+            places.append(str(node.args[0]))
             self.module.graph.erase_node(node)
         self.module.recompile()
+        self._places = tuple(places)
         self._compiled = compiled(self.module, options)
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
@@ -65,8 +69,8 @@ class ExportProgram:
         if device != self.device:
             self._move(device)
         run = self.module.forward if self._compiled is None else self._compiled
-        if self._draws:
-            enter(self._draws)
+        if self._places:
+            enter_all(self._places)
         made: tuple[Any, ...] = run(*tensors, *values, batch_size)
         if self.reassigned:
             count = len(self.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,40 +10,57 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from penstock.model import added_products, column_sums
+from penstock.model import added_products, column_sums, placed
 from penstock.model.column_sums import sums_as_products
+from penstock.model.placed import say_places
 
 __all__ = ["OwnPass"]
 
 _aten = torch.ops.aten
-_FILES = (__file__, added_products.__file__, column_sums.__file__)
+_FILES = (__file__, added_products.__file__, column_sums.__file__, placed.__file__)
 
 
 class OwnPass(CustomGraphPass):
-    """Sums over rows become products, and products that are gradients of weights add to what there is.
+    """Random operations say where they draw, sums over rows become products, and gradients add to what there is.
 
     Args:
-        devices: where.
+        look: what tells apart programs whose parts have other numbers: the graph alone does not.
+        behind: a pass of the user's own, which is run after it.
+        devices: where sums become products, and products add.
     """
 
-    def __init__(self, devices: tuple[str, ...] = ("cuda",)) -> None:
-        self._devices = devices
+    def __init__(
+        self, look: str = "", behind: Callable[[fx.Graph], object] | None = None, devices: tuple[str, ...] = ("cuda",)
+    ) -> None:
+        self._look, self._behind, self._devices = look, behind, devices
+        placed.define()
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other does the same: then what was compiled with it can be used."""
-        return type(other) is type(self) and other._devices == self._devices
+        return type(other) is type(self) and other._facts == self._facts
 
     def __hash__(self) -> int:
-        return hash(self._devices)
+        return hash(self._facts)
+
+    @property
+    def _facts(self) -> tuple[Any, ...]:
+        return self._look, self._behind, self._devices
 
     def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
-        """Return what tells apart, in torch's cache, what was compiled with it."""
-        return get_hash_for_files(_FILES, repr(self._devices))
+        """Return what tells apart, in torch's cache, what was compiled with it; None if it cannot be kept there."""
+        own = get_hash_for_files(_FILES, repr((self._look, self._devices)))
+        if self._behind is None:
+            return own
+        theirs = self._behind.uuid() if isinstance(self._behind, CustomGraphPass) else None
+        return None if theirs is None else (own, theirs)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph."""
+        say_places(graph)
         sums_as_products(graph, self._devices)
         products_that_add(graph, self._devices)
+        if self._behind is not None:
+            self._behind(graph)
 
 
 def products_that_add(graph: fx.Graph, devices: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._guards import TracingContext
 
 __all__ = ["in_turn", "inductor"]
 
@@ -37,8 +38,24 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     patches = {name.replace("-", "_"): value for name, value in options.items()}
     with _turns.lock, config.patch(force_non_lazy_backward_lowering=True):
         _turns.num_begun += 1
-        made: Any = compile_fx(graph, inputs, config_patches=patches)
+        made: Any = compile_fx(graph, inputs, inner_compile=_without_donations, config_patches=patches)
         return made  # type: ignore[no-any-return]
+
+
+def _without_donations(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:  # noqa: ANN401 - torch's
+    """Compile a forward or a backward as Inductor does, so that the backward may run twice.
+
+    Inductor lets a backward overwrite what its forward saved, unless the first backward keeps its graph; and it refuses
+    to keep the graph later. That first backward is yet to come here, and hooks of the user's may keep it.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    donated: list[int] | None = getattr(metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # in place: torch has the list in two places
+    return compile_fx_inner(graph, inputs, **options)
 
 
 def in_turn(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import UsageError
-from penstock.model.drawing import here
+from penstock.model.drawing import enter, here
+from penstock.model.placed import ORIGINAL_OF, argument_names, is_on
 
 __all__ = ["Seeded", "mix"]
 
@@ -85,6 +87,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seed, self._place = seed, ""
         self._generator_of: dict[tuple[torch.device, str], torch.Generator] = {}
         self._is_seeded: set[torch.device] = set()  # in the place that draws now
+        self._num_drawn_at: Counter[str] = Counter()  # how often compiled code drew at a place, in this micro-batch
         self._has_gradients = False
         self._devices = {_with_index(torch.device(device))}
 
@@ -92,10 +95,12 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin another micro-batch."""
         self._seed = seed
         self._is_seeded.clear()
+        self._num_drawn_at.clear()
 
     def seed_all(self) -> list[torch.Generator]:
         """Seed the generators of all places that have drawn, for a replay; return those on devices, for a capture."""
         self._is_seeded.clear()
+        self._num_drawn_at.clear()
         for (_, place), generator in self._generator_of.items():
             generator.manual_seed(self._seed_of(place))
         return [found for (device, _), found in self._generator_of.items() if device.type != "cpu"]
@@ -167,12 +172,33 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})
 
+    @contextmanager
+    def placed(self, place: int, turn: int) -> Iterator[None]:
+        """Draw for a part of the compiled program that runs, not in the order in which torch runs its operations.
+
+        Args:
+            place: the number of the part.
+            turn: how many random operations of the part are before this one in the graph.
+        """
+        places, before = here.places, here.place
+        name = f"{places[place]} {turn}" if turn else places[place]
+        nth = self._num_drawn_at[name]  # code that torch compiles in pieces may run a piece again
+        self._num_drawn_at[name] += 1
+        enter(f"{name} again {nth}" if nth else name)
+        try:
+            yield
+        finally:
+            here.place, here.places = before, places
+
     def draw_on(self, device: torch.device) -> torch.Generator:
         """Return the generator to draw from now.
 
         Raises:
-            UsageError: in torch.utils.checkpoint, which would draw other numbers when it runs again in the backward.
+            UsageError: in torch.utils.checkpoint, which would draw other numbers when it runs again in the backward;
+                and in a part of a compiled program that torch does not compile, so that nobody knows which it is.
         """
+        if len(here.places) > 1:
+            raise UsageError(_NOT_COMPILED)
         hooks = _top_saved_tensors_default_hooks(True)
         if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
             raise UsageError(_CHECKPOINTED)
@@ -183,6 +209,12 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _OTHERS = "\0 others"
+
+_NOT_COMPILED = (
+    "compile: the model draws random numbers in code that torch.compile leaves as it is (a graph break), so that what"
+    " they are would depend on the cuts. TORCH_LOGS=graph_breaks shows where; leave compile= out, or move the random"
+    " numbers to code that compiles"
+)
 
 _CHECKPOINTED = (
     "the model draws random numbers (dropout, perhaps) inside torch.utils.checkpoint, whose second run in the backward"
@@ -198,25 +230,41 @@ def _rule_of(func: object) -> Rule | None:
     """Return how to do an operation, or None if it draws nothing."""
     if not isinstance(func, torch._ops.OpOverload):
         return _run_inside
-    takes_generator = "generator" in _names(func)
+    if func in ORIGINAL_OF:
+        return _at_place
     if func._schema.name.endswith("_backward"):  # it is told which numbers the forward drew
         return None
-    if not takes_generator and torch.Tag.nondeterministic_seeded not in func.tags:
+    if "generator" not in argument_names(func) and torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    if func in _RULES:
-        return _RULES[func]
-    if takes_generator or _overload_with_generator(func) is not None:
-        return _give_generator if takes_generator else _call_overload
+    return _RULES[func] if func in _RULES else _rule_by_form(func)
+
+
+def _rule_by_form(func: Operation) -> Rule:
+    """Return how to do a random operation that has no rule of its own."""
+    if "generator" in argument_names(func):
+        return _give_generator
+    if _overload_with_generator(func) is not None:
+        return _call_overload
     # those that are made of others come whole in inference mode only
     return _decompose if func._can_decompose() else _borrow_default
 
 
+def _at_place(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Do an operation of compiled code, which says where it draws."""
+    place, turn, *given = args
+    original = ORIGINAL_OF[func]
+    rule = _rule_of(original)
+    assert rule is not None
+    with mode.placed(place, turn):
+        return rule(mode, original, tuple(given), kwargs)
+
+
 def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Do an operation that takes a generator."""
-    place = _names(func).index("generator")
+    place = argument_names(func).index("generator")
     given = args[place] if place < len(args) else kwargs.get("generator")
     device = _device_of(args, kwargs)
-    if given is not None or device.type == "meta" or not _is_on(func, args, kwargs):
+    if given is not None or device.type == "meta" or not is_on(func, args, kwargs):
         return func(*args, **kwargs)
     generator = mode.draw_on(device)
     if place < len(args):
@@ -237,7 +285,7 @@ def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) ->
 def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Do a dropout that takes no generator: the same result, and the mask that its backward takes."""
     value, p = args[0], args[1]
-    if value.is_meta or not _is_on(func, args, kwargs):
+    if value.is_meta or not is_on(func, args, kwargs):
         return func(*args, **kwargs)
     generator = mode.draw_on(value.device)
     if value.is_cuda and p < 1:
@@ -249,11 +297,11 @@ def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
 
 def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Do a recurrent network of cuDNN, which draws from a state in device memory that the whole process shares."""
-    if not _is_on(func, args, kwargs):
+    if not is_on(func, args, kwargs):
         return func(*args, **kwargs)
     # the seed is drawn on the host: a number of the device would have to be waited for
     seed = torch.randint(2**62, (), generator=mode.draw_on(_CPU)).item()
-    given = dict(zip(_names(func), args, strict=False)) | kwargs
+    given = dict(zip(argument_names(func), args, strict=False)) | kwargs
     device = given["input"].device
     state = _aten._cudnn_init_dropout_state(given["dropout"], True, seed, dtype=torch.uint8, device=device)
     return func(**{**given, "dropout_state": state})
@@ -262,7 +310,7 @@ def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> obj
 def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Do an operation that knows only the default generator: put our state into it for that while."""
     device = _device_of(args, kwargs)
-    if device.type == "meta" or not _is_on(func, args, kwargs):
+    if device.type == "meta" or not is_on(func, args, kwargs):
         return func(*args, **kwargs)
     own = mode.draw_on(device)
     if device.type == "cpu":
@@ -313,11 +361,6 @@ _RULES: dict[Operation, Rule] = {_aten.native_dropout.default: _native_dropout, 
 
 
 @cache
-def _names(func: Operation) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-@cache
 def _overload_with_generator(func: Operation) -> Operation | None:
     """Return the form of an operation that takes the same arguments and a generator."""
 
@@ -327,25 +370,10 @@ def _overload_with_generator(func: Operation) -> Operation | None:
 
     packet = func.overloadpacket
     others: list[Operation] = [getattr(packet, overload) for overload in packet.overloads()]
-    fitting = (other for other in others if "generator" in _names(other) and signature(other) == signature(func))
-    return next(fitting, None)
-
-
-@cache
-def _switches(func: Operation) -> tuple[tuple[str, int, object], ...]:
-    """Return the arguments that say whether an operation draws at all: their names, places and defaults."""
-    known = ("dropout_p", "dropout", "train", "training")
-    arguments = enumerate(func._schema.arguments)
-    return tuple(
-        (argument.name, place, argument.default_value) for place, argument in arguments if argument.name in known
+    fitting = (
+        other for other in others if "generator" in argument_names(other) and signature(other) == signature(func)
     )
-
-
-def _is_on(func: Operation, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether an operation draws with these arguments; None stands for training."""
-    switches = _switches(func)
-    values = (args[place] if place < len(args) else kwargs.get(name, default) for name, place, default in switches)
-    return all(value is None or bool(value) for value in values)
+    return next(fitting, None)
 
 
 def _device_of(args: Args, kwargs: Kwargs) -> torch.device:

@@ -237,12 +237,14 @@ class StageRun:
             self._random = Seeded(0, self.device)
         seed = mix(step.seed, mb)
         self._random.reseed(seed)
-        here.place, here.seed, self._is_drawing = f"stage {self.index}", seed, True  # programs say where they draw
+        enter(f"stage {self.index}")  # programs say where they draw
+        here.seed, self._is_drawing = seed, True
         try:
             with statistics, self._random:
                 yield
         finally:
-            here.place, here.seed, self._is_drawing = "", None, False
+            enter("")
+            here.seed, self._is_drawing = None, False
             self.has_drawn |= self._random.was_drawn
 
     @contextmanager

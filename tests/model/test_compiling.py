@@ -52,6 +52,7 @@ def test_options(given, wanted):
         ({"triton": {"max_tile": 2}}, "Inductor has no option 'triton.max_tile'. Did you mean 'triton.max_tiles'?"),
         ({"triton": {"cudagraphs": True}}, "would capture graphs within ours"),
         ({"triton.cudagraphs": True}, "would capture graphs within ours"),
+        ({"fallback_random": False}, "fallback_random must stay True"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

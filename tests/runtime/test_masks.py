@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 import processes
@@ -249,7 +250,7 @@ def nearly_same(found, wanted):
 
 
 @pytest.mark.parametrize("path", ["export", "direct"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_stages_draw_the_same_wherever_they_are_cut(path, monkeypatch):
     """Inductor drew the seeds of a whole stage at once, so that masks followed the cuts."""
     monkeypatch.setattr(__name__ + ".modules", few_modules)
@@ -260,7 +261,7 @@ def test_compiled_stages_draw_the_same_wherever_they_are_cut(path, monkeypatch):
 
 def few_modules(path):
     torch.manual_seed(0)
-    recurrent = [] if path == "export" else [Recurrent(nn.GRU)]  # what does not compile
+    recurrent = [] if path == "export" else [Recurrent(nn.GRU)]  # which torch.compile leaves as it is
     return [Block(), Block(), *recurrent, Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))]
 
 
@@ -277,12 +278,45 @@ class Breaks(nn.Module):
         return self.drop(self.linear(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_what_draws_where_nothing_is_compiled_is_refused(monkeypatch):
-    """Nobody knows which of the modules that are compiled together it was."""
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@COMPILES
+def test_modules_with_graph_breaks_draw_the_same_wherever_they_are_cut(monkeypatch):
+    """Modules compiled as one were compiled piece by piece there, and the pieces drew for the first of them."""
     monkeypatch.setattr(__name__ + ".modules", lambda path: [Breaks() for _ in range(4)])
-    with pytest.raises(LaneError, match="leaves as it is"):
-        trained("direct", compile=True, cuts=[2])
+    nearly_same(trained("direct", compile=True, cuts=[2]), trained("direct", compile=True, lanes=1))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return checkpoint(lambda x: F.dropout(self.linear(x), 0.3), x, use_reentrant=False)
+
+
+@COMPILES
+def test_compiled_checkpoints_that_draw_are_refused(monkeypatch):
+    """The backward drew other masks than the forward: gradients were wrong."""
+    monkeypatch.setattr(__name__ + ".modules", lambda path: [Checkpointed(), Checkpointed()])
+    with pytest.raises(LaneError, match="the backward would draw random numbers again"):
+        trained("direct", compile=True, cuts=[1])
+
+
+@COMPILES
+def test_batches_of_many_lengths_stay_compiled():
+    """Torch gives up after eight shapes, and what ran as it was drew for nobody knows whom."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(3))).double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    with penstock.Pipeline(
+        model, example=x, loss=nn.MSELoss(), lanes=2, micro_batches=2, cuts=[2], compile=True, capture_path="export"
+    ) as pipe:
+        for size in range(2, 24, 2):
+            x = torch.randn(size, WIDTH, dtype=torch.float64)
+            assert pipe.step(x, x).isfinite()
 
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -303,6 +337,7 @@ def on_gpu(path, *, lanes=2, **options):
     return trained(path, lanes=lanes, steps=4, devices=["cuda:0"] * lanes, **options)
 
 
+@COMPILES
 @pytest.mark.parametrize("case", [pytest.param(case, marks=needs_gpu) for case in ON_GPU])
 @pytest.mark.parametrize("path", ["export", "direct"])
 def test_on_a_gpu_with_graphs_and_without(path, case, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from types import CodeType, FunctionType
@@ -11,19 +12,30 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import fx, nn
 
-from penstock.errors import UsageError, nearest
+from penstock.errors import PenstockError, UsageError, nearest
 from penstock.model.sanitizer import let_compile
 from penstock.model.turns import in_turn, inductor
 
-__all__ = ["Compile", "Options", "compiled", "options_of"]
+__all__ = ["Compile", "GroupError", "Options", "compiled", "options_of"]
 
 Compile = bool | Mapping[str, Any]
 
 _IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
+
+class _Thread(threading.local):
+    """Whether torch's limit of variants was raised in this thread: its settings are each thread's own."""
+
+    is_set = False
+
+
+# batches of many lengths: what comes in more shapes runs as it is, and draws other numbers than what is compiled
+_thread = _Thread()
+
 Run = TypeVar("Run", bound=Callable[..., Any] | None)
 
 _numbers = count()
+_MOST_VARIANTS = 64  # shapes, and stages that look alike, for which a program is compiled
 _PLAIN = (bool, int, float, str)
 
 
@@ -59,6 +71,10 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
         kind = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
         if get_origin(kind) is None and not isinstance(value, kind):  # of others torch itself takes what is given
             raise UsageError(f"compile: {name} must be {_IN_WORDS.get(kind, kind.__name__)}; given: {value!r:.60}")
+    if found.get("fallback_random", True) is False:
+        raise UsageError(
+            "compile: fallback_random must stay True, for random numbers must not follow the cuts; leave it out"
+        )
     if found.get("triton.cudagraphs"):
         raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
     return Options(found)
@@ -74,23 +90,61 @@ def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str 
             yield name, value
 
 
-def compiled(run: Run, options: Options | None) -> Run:
+def compiled(run: Run, options: Options | None, *, is_group: bool = False) -> Run:
     """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given.
 
     What looks alike is compiled once, for the same options.
+
+    Args:
+        run: a function or a module.
+        options: of Inductor.
+        is_group: it is several modules in one; where they cannot be one graph, or draw, the call raises GroupError.
     """
     if options is None or run is None:
         return run
     from penstock.model.own_pass import OwnPass  # brings Inductor
 
-    own = OwnPass(look=_look_of(run), behind=options.get("post_grad_custom_pre_pass"))
+    look = f"group {_look_of(run)}" if is_group else _look_of(run)
+    own = OwnPass(look, may_draw=not is_group, behind=options.get("post_grad_custom_pre_pass"))
     # random operations stay operations of their own: the pass lets each say which part of the model it draws for
-    wanted = {"fallback_random": True, **options, "post_grad_custom_pre_pass": own}
-    apart = _apart(run, options.number)
-    made: Any = in_turn(torch.compile(apart, dynamic=False, backend=inductor, options=wanted))
+    wanted = {**options, "fallback_random": True, "post_grad_custom_pre_pass": own}
+    apart = _apart(run, options.number, look)
+    made: Any = torch.compile(apart, dynamic=False, fullgraph=is_group, backend=inductor, options=wanted)
+    made = in_turn(_unwrapped(made, is_group=is_group))
     if isinstance(run, nn.Module):
         made._orig_mod = run  # as torch calls it
     return made  # type: ignore[no-any-return]
+
+
+class GroupError(Exception):
+    """Several modules cannot be compiled as one; nothing of them has run."""
+
+
+def _unwrapped(run: Callable[..., Any], *, is_group: bool) -> Callable[..., Any]:
+    """Return a function that calls compiled code, and raises our own errors as they are."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+
+    from penstock.model.placed import DrawsError
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
+        if not _thread.is_set:
+            config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+            _thread.is_set = True
+        try:
+            return run(*args, **kwargs)
+        except (Unsupported, FailOnRecompileLimitHit) as error:
+            if is_group:
+                raise GroupError from error
+            raise
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DrawsError):
+                raise GroupError from error
+            if isinstance(error.inner_exception, PenstockError):
+                raise error.inner_exception from None
+            raise
+
+    return call
 
 
 class _Code:
@@ -111,7 +165,7 @@ def _forget(code: CodeType) -> None:
     reset_code(code)
 
 
-def _apart(run: Callable[..., Any], group: int) -> Callable[..., Any]:
+def _apart(run: Callable[..., Any], group: int, look: str) -> Callable[..., Any]:
     """Return a function that calls what is given, with code of its own: torch counts by code.
 
     All modules of torch's own kinds, and all captured graphs, run by the same few lines of torch. What comes by these
@@ -122,7 +176,7 @@ def _apart(run: Callable[..., Any], group: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
         return run(*args, **kwargs)
 
-    shared = _codes.setdefault((group, _look_of(run)), _Code(call))
+    shared = _codes.setdefault((group, look), _Code(call))
     made = FunctionType(shared.code, call.__globals__, call.__name__, None, call.__closure__)
     made._shared = shared  # type: ignore[attr-defined]  # lives as long
     return made

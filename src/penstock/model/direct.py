@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.compiling import Options, compiled
-from penstock.model.drawing import enter_all
+from penstock.model.compiling import GroupError, Options, compiled
+from penstock.model.drawing import enter
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Size, Value
 from penstock.model.homes import Homes
@@ -24,7 +25,6 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.placed import AtPlace
 from penstock.model.put_back import put_back
 from penstock.model.replay_shell import make_shell
 from penstock.model.replay_visit import move_shell, run_with
@@ -211,6 +211,21 @@ class Direct:
                 args, kwargs = self._next(result)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a stage runs as one: a module, or several that are compiled together.
+
+    Attributes:
+        path: of the first module.
+        module: what is called.
+        apart: the same modules one by one.
+    """
+
+    path: str
+    module: nn.Module
+    apart: tuple[_Part, ...] = ()
+
+
 class DirectProgram:
     """Calls the modules of one stage, in a shell of its own."""
 
@@ -221,8 +236,7 @@ class DirectProgram:
         shell = make_shell(direct.model)
         # what a module changes in place may be a view of what came in before the modules ahead of it
         self._is_changing = any(any(places[index].is_changed) for index in nodes)
-        self._modules = [shell.get_submodule(direct.paths[index]) for index in nodes]
-        self._paths: list[tuple[str, ...]] = [(direct.paths[index],) for index in nodes]  # of what is run as one
+        self._parts = [_Part(direct.paths[index], shell.get_submodule(direct.paths[index])) for index in nodes]
         self.inputs = _names(direct, nodes.start, self._place.count)
         self.outputs = _names(direct, nodes.stop, self._end.count)
         first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
@@ -244,23 +258,19 @@ class DirectProgram:
         """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
         grouped: list[list[int]] = [[]]
         for index, is_plain in enumerate(self._is_plain_behind):
-            # torch.compile leaves recurrent networks as they are: alone, their dropout is known to be theirs
-            is_recurrent = _has_recurrent(self._modules[index])
-            if is_recurrent and grouped[-1]:
-                grouped.append([])
             grouped[-1].append(index)
             is_alone = not self._is_plain_first and len(grouped) == 1
-            if not is_plain or is_alone or is_recurrent or len(grouped[-1]) == _AT_ONCE:
+            if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
                 grouped.append([])
-        groups = [group for group in grouped if group]
-        self._paths = [tuple(path for index in group for path in self._paths[index]) for group in groups]
-        self._modules = [compiled(self._as_one(group), options) for group in groups]
+        self._parts = [self._part([self._parts[index] for index in group], options) for group in grouped if group]
 
-    def _as_one(self, group: Sequence[int]) -> nn.Module:
-        """Return a module that calls those of a group in order."""
-        if len(group) == 1:
-            return self._modules[group[0]]
-        return nn.Sequential(*(AtPlace(place, self._modules[index]) for place, index in enumerate(group)))
+    def _part(self, parts: Sequence[_Part], options: Options) -> _Part:
+        """Return modules compiled as one."""
+        if len(parts) == 1:
+            return _Part(parts[0].path, compiled(parts[0].module, options))
+        whole = nn.Sequential(*(part.module for part in parts))
+        apart = tuple(_Part(part.path, compiled(part.module, options)) for part in parts)
+        return _Part(parts[0].path, compiled(whole, options, is_group=True), apart)
 
     def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""
@@ -269,10 +279,17 @@ class DirectProgram:
             place[key] = held.get(name)
         given = [value.clone() for value in values] if self._is_changing else values
         args, kwargs = self._place.arguments(given)
-        for paths, module in zip(self._paths, self._modules, strict=True):
-            enter_all(paths)
-            result = module(*args, **kwargs)
+        at = 0
+        while at < len(self._parts):
+            part = self._parts[at]
+            enter(part.path)
+            try:
+                result = part.module(*args, **kwargs)
+            except GroupError:  # nothing of it has run
+                self._parts[at : at + 1] = part.apart
+                continue
             args, kwargs = self._direct._next(result)
+            at += 1
         # one tensor is by far the most common, and taking it apart would cost more than a small stage
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         tensors = [args[0]] if is_plain else flatten((args, kwargs))[0]
@@ -282,10 +299,6 @@ class DirectProgram:
         if len(tensors) != len(self.outputs):
             raise CaptureError(f"a module returned {len(tensors)} tensors and {len(self.outputs)} when it was captured")
         return tuple(tensors)
-
-
-def _has_recurrent(module: nn.Module) -> bool:
-    return any(isinstance(inner, nn.RNNBase) for inner in module.modules())
 
 
 def _modules_below(shell: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

@@ -25,14 +25,20 @@ class OwnPass(CustomGraphPass):
 
     Args:
         look: what tells apart programs whose parts have other numbers: the graph alone does not.
+        may_draw: otherwise a graph with random operations is refused.
         behind: a pass of the user's own, which is run after it.
         devices: where sums become products, and products add.
     """
 
     def __init__(
-        self, look: str = "", behind: Callable[[fx.Graph], object] | None = None, devices: tuple[str, ...] = ("cuda",)
+        self,
+        look: str = "",
+        *,
+        may_draw: bool = True,
+        behind: Callable[[fx.Graph], object] | None = None,
+        devices: tuple[str, ...] = ("cuda",),
     ) -> None:
-        self._look, self._behind, self._devices = look, behind, devices
+        self._look, self._may_draw, self._behind, self._devices = look, may_draw, behind, devices
         placed.define()
 
     def __eq__(self, other: object) -> bool:
@@ -44,11 +50,11 @@ class OwnPass(CustomGraphPass):
 
     @property
     def _facts(self) -> tuple[Any, ...]:
-        return self._look, self._behind, self._devices
+        return self._look, self._may_draw, self._behind, self._devices
 
     def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
         """Return what tells apart, in torch's cache, what was compiled with it; None if it cannot be kept there."""
-        own = get_hash_for_files(_FILES, repr((self._look, self._devices)))
+        own = get_hash_for_files(_FILES, repr((self._look, self._may_draw, self._devices)))
         if self._behind is None:
             return own
         theirs = self._behind.uuid() if isinstance(self._behind, CustomGraphPass) else None
@@ -56,7 +62,7 @@ class OwnPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph."""
-        say_places(graph)
+        say_places(graph, may_draw=self._may_draw)
         sums_as_products(graph, self._devices)
         products_that_add(graph, self._devices)
         if self._behind is not None:

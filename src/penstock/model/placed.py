@@ -1,9 +1,12 @@
 """Placed draws: random operations of compiled code that say for which part of the model they draw.
 
 Uncompiled code notes what draws (`penstock.model.drawing`) before each random operation. Compiled code cannot: torch
-fuses and reorders operations, and drops notes. So the parts of a program are numbered, each random operation is marked
-with its part's number while torch traces, and a pass replaces it by an operation of ours that takes that number. The
-names behind the numbers come with each call, so that stages that look alike share what was compiled.
+fuses and reorders operations, and drops notes. So a pass over the graph replaces each by an operation of ours that
+takes the number of the part, and how many draws of the part come before it. The names behind the numbers come with each
+call, so that stages that look alike share what was compiled.
+
+A program has several parts only where it says so itself, by `draw_at` in its code: torch's caches know programs by
+their code. Modules that are compiled together do not, so they are compiled one by one once they draw (`DrawsError`).
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.fx.traceback import annotate
 
-__all__ = ["ORIGINAL_OF", "AtPlace", "argument_names", "define", "draw_at", "is_on", "say_places"]
+from penstock.errors import UsageError
+from penstock.model.drawing import enter, enter_all, here
+
+__all__ = ["ORIGINAL_OF", "DrawsError", "argument_names", "define", "draw_at", "is_on", "say_places"]
 
 _MARK = "penstock place"
 _NAMESPACE = "penstock_placed"
@@ -31,33 +38,50 @@ _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-c
 
 def draw_at(place: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
     """Call an operation; what it draws, it draws for the part of a program that has this number."""
-    with annotate({_MARK: place}):
+    if torch.compiler.is_compiling():
+        with annotate({_MARK: place}):
+            return operation(*args, **kwargs)
+    names = here.places  # torch gave up compiling it, for it came in too many shapes
+    enter(names[place])
+    try:
         return operation(*args, **kwargs)
+    finally:
+        enter_all(names)
 
 
-class AtPlace(nn.Module):
-    """Call a module; what it draws, it draws for the part of a program that has this number."""
-
-    def __init__(self, place: int, module: nn.Module) -> None:
-        super().__init__()
-        self.place, self.module = place, module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
-        """Call the module."""
-        with annotate({_MARK: self.place}):
-            return self.module(*args, **kwargs)
+class DrawsError(Exception):
+    """Modules that are compiled together draw: nobody could say which of them."""
 
 
-def say_places(graph: fx.Graph) -> None:
-    """Replace the random operations of a graph by those that say where they draw: the part, and its how-many-eth."""
+def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
+    """Replace the random operations of a graph by those that say where they draw.
+
+    Raises:
+        DrawsError: when there are any, and there must not be.
+        UsageError: when the backward would draw again: other numbers, so that gradients were wrong.
+    """
+    is_backward = any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
     turns: Counter[int] = Counter()
     for node in list(graph.nodes):
+        if isinstance(node.target, HigherOrderOperator) and "rng_state" in str(node.target):
+            raise UsageError(_DRAWN_AGAIN)
         placed = _PLACED_OF.get(node.target)
         if placed is None or not is_on(node.target, node.args, node.kwargs):
             continue
+        if not may_draw:
+            raise DrawsError
+        if is_backward:
+            raise UsageError(_DRAWN_AGAIN)
         place = node.meta.get("custom", {}).get(_MARK, 0)
         node.args, node.target = (place, turns[place], *node.args), placed
         turns[place] += 1
+
+
+_DRAWN_AGAIN = (
+    "compile: the backward would draw random numbers again, others than its forward (torch.utils.checkpoint around "
+    "dropout, or activation_memory_budget), and give wrong gradients. Turn checkpointing off in the model, in "
+    'transformers by gradient_checkpointing_disable(), and let the pipeline recompute whole stages: keep="recompute"'
+)
 
 
 @cache

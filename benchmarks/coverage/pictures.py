@@ -59,7 +59,7 @@ def build_picture(name: str, batch_size: int) -> tuple[nn.Module, Any]:
 
 
 # in float64 a batch of 16 takes more memory or time than two cores with 24 GiB have: they get one of 4
-LARGE = ("timm:halonet_h1", "torchvision:inception_v3", "torchvision:maxvit_t", "torchvision:s3d")
+LARGE = ("timm:halonet_h1", "torchvision:maxvit_t", "torchvision:s3d")
 _FILMS = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d")  # models of videos
 
 

@@ -85,12 +85,12 @@ def without_dropout(model: nn.Module) -> nn.Module:
             continue
         inner = [value for key, value in vars(thing).items() if key.endswith("config") and hasattr(value, "__dict__")]
         for owner in (thing, *inner):
-            for key, value in vars(owner).items():
+            for key, value in list(vars(owner).items()):
                 is_rate = "drop" in key or (key == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))
                 if is_rate and isinstance(value, float):
                     setattr(owner, key, 0.0)
-                elif key == "apply_spec_augment":
-                    setattr(owner, key, False)
+                elif key in ("apply_spec_augment", "mask_time_prob"):  # drawn by numpy
+                    owner.apply_spec_augment = False
     return model
 
 
@@ -236,6 +236,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
             return {"outcome": "not comparable", "why": f"the plain model differs from itself: {again}"}
         given = batch, loss, target, expected
         report = _tried(model, batch, loss, target, {})
+        said = report["why"]
         if report["outcome"] == "refused" and "couples samples" in report["why"]:
             option = "loss_over='batch'"
             if loss is None:  # as the message says: the model returns its outputs, and the loss is given
@@ -247,7 +248,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
                 restore(model, saved)
             report = _tried(model, batch, loss, target, {"loss_over": "batch"}) | {"option": option}
         for option, words in {"micro_batches": "micro_batches=1 ", "lanes": "lanes=1 "}.items():
-            if report["outcome"] == "refused" and words in report["why"]:
+            if report["outcome"] == "refused" and words in said + report["why"]:
                 batch, loss, target, expected = given
                 restore(model, saved)
                 report = _tried(model, batch, loss, target, {option: 1}) | {"option": words.strip()}
@@ -269,7 +270,9 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
             if off and is_rounding and _computes_in_float32(model, batch):
                 off = difference(_without_empty(ours), _without_empty(in_parts), torch.float32)
                 report["note"] += "; it computes in float32 in part"
-            report["note"] = f"compared micro-batch by micro-batch; with the whole batch: {whole}"
+            report["note"] += (
+                f"{'; ' * bool(report['note'])}compared micro-batch by micro-batch; with the whole batch: {whole}"
+            )
     return report | ({"outcome": "wrong", "why": off} if off else {"outcome": "right", "why": ""})
 
 
@@ -325,6 +328,7 @@ def _tried(
             size = next(x.shape[batch.dim] for x in batch.tensors() if x.dim() > batch.dim)
             ready = pipe._reader.read(batch.kwargs or batch.args, () if target is None else (target,))
             sizes = sizes_of(size, pipe.schedule.num_mbs)
+            report["note"] = "one micro-batch" if len(sizes) == 1 else ""
             report |= {"ours": _outcome(model, value), "sizes": sizes, "shares": ready.shares}
             return report | {"outcome": "ran", "why": ""}
     except PenstockError as error:

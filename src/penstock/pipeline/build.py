@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from penstock.model.capture import Captured, capture
 from penstock.model.compound import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
+from penstock.pipeline.exactness import OnlyWholeError
 from penstock.pipeline.packed import PackedSplit
 from penstock.pipeline.places import with_threads
 from penstock.pipeline.plans import asked_of, kept_choice, plan_path
@@ -189,15 +190,19 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
     call, batch_size = request.read()
     ask = request.ask(batch_size)
     first = ask.check()
-    (request.progress or _tell_nobody)("capture", 0, 1)
-    captured = capture(
-        request.model,
-        _at_home(call, request.model),
-        training=True,
-        path="replay" if request.split is not None and request.capture_path == "auto" else request.capture_path,
-        num_stages=first.num_stages,
-    )
-    check(captured, first)
+    captured = _captured(request, call, first)
+    try:
+        check(captured, first)
+    except OnlyWholeError as error:
+        if request.micro_batches is not None or isinstance(request.schedule, Schedule) or _is_file(request.schedule):
+            raise
+        request = replace(request, micro_batches=1)
+        call, batch_size = request.read()
+        ask = request.ask(batch_size)
+        first = ask.check()
+        if request.split is not None:  # it was captured by one of several micro-batches
+            captured = _captured(request, call, first)
+        warnings.warn(f"only one micro-batch a step is run, so that lanes take turns: {error}", stacklevel=3)
     telling = _Telling(request, captured, ask, batch_size)
     explain = telling.explain
 
@@ -242,13 +247,26 @@ def decide(request: Request, company: Company, check: Callable[[Captured, Schedu
     return replace(decision, finer=partial(_finer, decision, request, batch_size))
 
 
+def _captured(request: Request, call: Call, schedule: Schedule) -> Captured:
+    (request.progress or _tell_nobody)("capture", 0, 1)
+    return capture(
+        request.model,
+        _at_home(call, request.model),
+        training=True,
+        path="replay" if request.split is not None and request.capture_path == "auto" else request.capture_path,
+        num_stages=schedule.num_stages,
+    )
+
+
 def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | None:
     """Return a decision with twice the micro-batches; None where its schedule cannot be built by name.
 
     No process asks another: all come to the same.
     """
     schedule = decision.schedule
-    if not isinstance(request.schedule, str) or request.schedule.endswith(".csv") or request.split is not None:
+    if not isinstance(request.schedule, str) or _is_file(request.schedule) or request.split is not None:
+        return None
+    if schedule.num_mbs == 1:  # nobody has compared what two would do, and perhaps only one is exact
         return None
     # a profile that was given is of larger micro-batches
     request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=decision.cuts, profile=None)
@@ -262,6 +280,10 @@ def _finer(decision: Decision, request: Request, batch_size: int) -> Decision | 
     telling = _Telling(request, decision.captured, ask, batch_size)
     finer = replace(decision, schedule=twice, explain=telling.explain, predicted=telling.predicted, coarser=decision)
     return replace(finer, finer=partial(_finer, finer, request, batch_size))
+
+
+def _is_file(schedule: object) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv"))
 
 
 class _Telling:

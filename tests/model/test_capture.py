@@ -597,8 +597,11 @@ def test_the_same_tensor_twice_in_an_example_is_two_inputs():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": rows(), "mask": rows() > 1}, "missing: index; unknown: none"),
-        ({"x": rows(), "mask": rows() > 1, "index": torch.zeros(1, dtype=torch.int64), "y": rows()}, "unknown: y"),
+        ({"x": rows(), "mask": rows() > 1}, "it lacks index"),
+        (
+            {"x": rows(), "mask": rows() > 1, "index": torch.zeros(1, dtype=torch.int64), "y": rows()},
+            "it has y, which the example had not",
+        ),
         (
             {"x": rows(), "mask": rows() > 1, "index": torch.tensor([0]), "scale": 4.0},
             "another plain value of scale",

@@ -162,7 +162,7 @@ def test_what_the_plain_model_does_not_take_fails_as_it_does():
         with pytest.raises(PenstockError, match="index out of range"):
             pipe.step(data(70), TARGET)
         check_step(pipe, model, data(12))
-        with pytest.raises(UsageError, match="missing: mask"):
+        with pytest.raises(UsageError, match="it lacks mask"):
             pipe.step({"words": data(12)["words"]}, TARGET)
 
 

@@ -72,7 +72,7 @@ def capture(
         UsageError: when the example cannot be right.
     """
     if path not in PATHS:
-        raise UsageError(f"path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
+        raise UsageError(f"capture_path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
     if not isinstance(model, nn.Module):
         return _stage_modules(model, example, training)
     model = plain_module(model)

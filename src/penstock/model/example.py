@@ -146,9 +146,26 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
     if isinstance(example, Call):
         return example
     layout = layout or BatchLayout()
+    if isinstance(example, Mapping) and model is not None:
+        _check_keywords(example, model)
     call = read_call(*arguments_of(example), parameter_names(model) if model is not None else (), layout=layout)
     layout.check(call.names)
     return call
+
+
+def _check_keywords(example: Mapping[Any, Any], model: nn.Module) -> None:
+    """Refuse a dict that a model takes as one argument."""
+    try:
+        parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()
+    except (TypeError, ValueError):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [str(name) for name in example if name not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise UsageError(
+            f"example: a dict holds keyword arguments, and forward has none named {', '.join(unknown[:4])}; it takes: "
+            f"{', '.join(known) or 'none'}. For a model that takes the dict itself give (batch,), here and to each step"
+        )
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:

@@ -47,7 +47,11 @@ class Known:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Known:
         """Return what is to be known of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.untyped_storage()._cdata)
+        try:
+            memory = tensor.untyped_storage()._cdata
+        except NotImplementedError:  # sparse tensors have none
+            memory = -id(tensor)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory)
 
 
 @dataclass

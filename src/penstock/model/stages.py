@@ -281,12 +281,17 @@ class Chain:
         missing = [name for name in example.names if name not in call.names]
         unknown = [name for name in call.names if name not in example.names]
         if missing or unknown:
-            yield f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+            if missing:
+                yield f"it lacks {', '.join(missing)}, which the example had"
+            if unknown:
+                yield f"it has {', '.join(unknown)}, which the example had not as a tensor: make the pipeline with one"
             return
         for name in sorted(example.constants.keys() | call.constants.keys()):
             one, other = example.constants.get(name), call.constants.get(name)
             places = differing_constants(one, other, name)
-            yield from (f"another plain value of {place}{array_hint(other)}" for place in places)
+            for place in places:
+                hint = array_hint(other) or " (give it as a tensor, or leave it out where the model does not read it)"
+                yield f"another plain value of {place}{hint}"
         tensor_of = dict(zip(call.names, call.tensors, strict=True))
         for name, tensor, dim in zip(example.names, example.tensors, example.batch_dims, strict=True):
             given = tensor_of[name]

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from penstock.model.example import Call, arguments_of
 from penstock.model.modes import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
+from penstock.pipeline.packed import PackedSplit
+from penstock.pipeline.probes import probe_tolerance, probes
 from penstock.pipeline.samples import (
     as_given,
     choices_of_rows,
@@ -29,10 +31,12 @@ from penstock.pipeline.samples import (
     label_names,
     made_up,
     moved_to,
+    odd_numbers,
     rows_of,
     with_ignored,
 )
 from penstock.pipeline.scoring import (
+    CHANGES,
     Run,
     Scored,
     UnknownError,
@@ -59,13 +63,18 @@ from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, 
 from penstock.runtime.step import Batch
 from penstock.runtime.still import Still
 
-__all__ = ["Exactness"]
+__all__ = ["Exactness", "OnlyWholeError"]
 
 _HOST = torch.device("cpu")
 _ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
 _MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
+_MOST_STEPS = 32  # between two looks
 _MOST_FRUITLESS = 16  # looks at rivals beside those that are due
+
+
+class OnlyWholeError(UsageError):
+    """Only one micro-batch is exact, for all that is known: no option of the pipeline's makes more of them exact."""
 
 
 class Exactness:
@@ -95,6 +104,7 @@ class Exactness:
         if weight is None and not over_batch:
             self.is_settled, self.weight = known_weight(loss)
         self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
+        self._settings = _settings_of(loss) if self._is_known else ()
         self.is_summable = self._is_known and loss is not None and not is_compiled
         self.device: torch.device | None = None
         self._sizes: list[int] = []
@@ -103,6 +113,7 @@ class Exactness:
         self._num_learnt = 0
         self._doubt = ""  # why the first target could not be compared
         self._next_look = 1
+        self._is_probed = False
         self._num_fruitless = 0  # looks one after the other that told no rivals apart
 
     # ---- the model
@@ -157,15 +168,24 @@ class Exactness:
                 raise UnknownError from error
             raise self._refusal(model, call, f"a part of the example fails: {error}") from error
         joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
+        self._check_shapes(whole.tensors, joined)
         off = largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
         if off:
             self._check_calls_count(chain, few)
             raise self._refusal(model, call, off)
         self._runs = [run.on(_HOST) for run in (whole, *parts)]
-        if any(one.shape != other.shape for one, other in zip(whole.tensors, joined, strict=True)):
-            self.is_settled = False  # an output mixes samples: what the loss does with it is looked at
-        if self._given is not None or self._over_batch:
-            self.is_settled = False  # what the user says is looked at, too
+        self.is_settled = False  # what is known, or the user says, is looked at, too: targets may be of another shape
+
+    def _check_shapes(self, whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor]) -> None:
+        """Refuse one of torch's own losses on an output that has an entry for each pair of samples, say."""
+        if not self._is_known or len(whole) != 1 or whole[0].shape == joined[0].shape:
+            return
+        raise OnlyWholeError(
+            f"the model returns {tuple(whole[0].shape)} for {sum(self._sizes)} samples, and what it returns for "
+            f"{self._sizes[0]} and {self._sizes[1]} of them does not join to that: it compares the samples of a batch "
+            f"with each other. Let it return values per sample, and compare them in a loss with loss_over='batch'; "
+            f"micro_batches=1 takes it as it is. {_CHECK_OFF}"
+        )
 
     def _check_fewer(self, chain: Chain, few: Call, call: Call, model: nn.Module) -> None:
         """Refuse an example that fails with fewer samples only: patches of all pictures in one list, say."""
@@ -187,7 +207,7 @@ class Exactness:
         after = {name: stage.held.get(name) for stage in chain.stages for name in stage.held if name in before}
         names = [name for name, values in before.items() if not torch.equal(values, after[name])]
         what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "something in it"
-        raise UsageError(
+        raise OnlyWholeError(
             f"the model's result depends on how often it was called: called twice with the same samples, {off}. Each "
             f"call changes {what}, and every micro-batch is a call, as in gradient accumulation. check=False takes it "
             "so; micro_batches=1 calls the model once a step"
@@ -219,8 +239,12 @@ class Exactness:
         joined = join_results([run.tensors for run in runs[1:]], self._sizes, chain.example.batch_dim)
         off = largest_difference(runs[0].tensors, joined, with_numbers=self._over_batch)
         if off:
-            raise UsageError(f"split: its micro-batches do not compute what the whole batch does: {off}. {_CHECK_OFF}")
-        self._runs, self.is_settled = [run.on(_HOST) for run in runs], self._is_known
+            kind = OnlyWholeError if isinstance(split, PackedSplit) else UsageError  # found, not the user's
+            raise kind(
+                f"split: its micro-batches do not compute what the whole batch does: {off}; micro_batches=1 takes the "
+                f"batch as it is. {_CHECK_OFF}"
+            )
+        self._runs, self.is_settled = [run.on(_HOST) for run in runs], False
 
     # ---- losses that the model computes itself
 
@@ -248,7 +272,7 @@ class Exactness:
             }
             now = best_of(found, losses[0].dtype)
             if not now and (exact is None or (is_stirred and is_fitting)):
-                raise UsageError(self._coupled(losses))
+                raise self._coupled(losses)
             is_fitting = bool(now)
             exact = now or exact
         if exact:
@@ -287,6 +311,11 @@ class Exactness:
         Warns of a loss that could not be compared, once a step with it has come to its end: where the loss itself is
         wrong, the step says so.
         """
+        if self._settings and self._settings != _settings_of(self._loss):
+            raise UsageError(
+                "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, which has read "
+                "them. Change a weight in place (loss.weight.copy_), or make another pipeline"
+            )
         if self._doubt:
             warnings.warn(
                 f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is no mean over "
@@ -309,7 +338,7 @@ class Exactness:
             UsageError: when losses of micro-batches cannot add up to that of the batch.
         """
         if self._num_learnt >= self._next_look:
-            self._next_look *= 2
+            self._next_look = min(2 * self._next_look, self._next_look + _MOST_STEPS)
         size, count = call.batch_size, sum(self._sizes)
         device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
@@ -320,6 +349,8 @@ class Exactness:
             parts = parts_of(moved.rows(chosen), self._sizes)
             for changed in ignoring(few) if self._num_learnt == 1 else [few]:
                 reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
+            if self._exact and not self._is_known and self._num_learnt == 1:
+                self._narrow_by_changes(few, parts, dim)
             if self.rivals:
                 self._narrow_by_made_up(few, parts, dim)
         self._conclude(reason)
@@ -393,6 +424,24 @@ class Exactness:
             with contextlib.suppress(UsageError):
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
+    def _narrow_by_changes(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell rivals apart by numbers that targets may hold one day; a loss need not take them.
+
+        Raises:
+            UsageError: when no weight is left: the loss leaves samples out by what their target is.
+        """
+        for words, changed in odd_numbers(few, parts[0].batch_size, sum(self._sizes)):
+            before = self._exact
+            try:
+                self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim)
+            except UsageError as error:
+                self._exact = before
+                raise UsageError(
+                    f"the loss adds up over this target, and does not over one with {words}: it leaves out or weighs "
+                    f"samples by their target, in a way that micro-batches cannot follow. {_OVER}; weight= says over "
+                    f"how much a micro-batch's loss averages. {_CHECK_OFF}"
+                ) from error
+
     def learn_split(self, parts: Sequence[Call], target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]]) -> None:
         """Find it from a target that the user has split, where its parts are as large as those of the example.
 
@@ -401,7 +450,7 @@ class Exactness:
         """
         if [part.batch_size for part in parts] != self._sizes:
             return
-        self._next_look *= 2
+        self._next_look = min(2 * self._next_look, self._next_look + _MOST_STEPS)
         device = self.device or _HOST
         moved = [tuple(moved_to(thing, device) for thing in piece) for piece in pieces]
         whole = tuple(moved_to(thing, device) for thing in target)
@@ -409,6 +458,9 @@ class Exactness:
 
     def _conclude(self, reason: str) -> None:
         """Take the weight that was found, or remember why there is none."""
+        if self._is_known:  # torch's own loss was compared once, or cannot be: what is known of it holds
+            self.is_settled, self._runs = True, []
+            return
         if self._exact is None and self._num_learnt == 1:
             self._doubt = reason
         if self._exact:
@@ -429,6 +481,11 @@ class Exactness:
             joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
             runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
         scored = score_losses(self._loss, runs, targets, still)
+        if scored == CHANGES and not self._over_batch:
+            raise UsageError(
+                "the loss changes with each call (a running average, a schedule by calls), and every micro-batch is a "
+                f"call. micro_batches=1 or loss_over='batch' calls it once a step. {_CHECK_OFF}"
+            )
         if isinstance(scored, str):
             return scored
         losses = [one.loss for one in scored]
@@ -448,36 +505,76 @@ class Exactness:
         }
         now = best_of(off, losses[0].dtype)
         if not now:
-            raise UsageError(self._coupled(losses))
+            raise self._coupled(losses, _broadcast(runs[0], target) if self._is_known else "")
+        if not self._is_known and not self._is_probed:
+            self._is_probed = True
+            self._probe({choice: self._shares(choice, parts, pieces) for choice in now}, runs, targets, dim)
         self._exact = now
-        if isinstance(now[0], Counted) and not now[0].name and not self._is_compiled:
+        if isinstance(now[0], Counted) and not now[0].name and not self._is_compiled and not self._is_known:
             self.is_summable = is_own_sum(self._loss, runs, targets, now[0])
         return ""
 
+    def _probe(
+        self,
+        shares: Mapping[Any, list[float] | None],
+        runs: Sequence[Run],
+        targets: Sequence[tuple[Any, ...]],
+        dim: int,
+    ) -> None:
+        """Look at outputs that the model may come to return.
+
+        It takes no side between weights: how many probes there is time for may differ between processes.
+
+        Args:
+            shares: of each weight, what the loss of each part counts.
+            runs: what the model returned for the whole, and for its parts.
+            targets: of each.
+            dim: the dimension of samples in the batch.
+
+        Raises:
+            UsageError: when parts add up under none of the weights.
+        """
+        assert self._loss is not None
+        for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
+            off = min(distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values())
+            if off > probe_tolerance(scored[0].loss.dtype):
+                raise UsageError(f"{_LEAVES_OUT}: {self._facts([one.loss for one in scored])}. {_OVER}. {_CHECK_OFF}")
+
     # ---- messages
 
-    def _coupled(self, losses: Sequence[torch.Tensor]) -> str:
+    def _facts(self, losses: Sequence[torch.Tensor]) -> str:
         whole, *parts = (float(loss) for loss in losses)
-        by_samples = sum(size * part for size, part in zip(self._sizes, parts, strict=True)) / sum(self._sizes)
         count = sum(self._sizes)
-        facts = f"the loss of {count} samples is {whole:.6g}, the mean over two parts of them is {by_samples:.6g}"
+        by_samples = sum(size * part for size, part in zip(self._sizes, parts, strict=True)) / count
+        return f"the loss of {count} samples is {whole:.6g}, the mean over two parts of them is {by_samples:.6g}"
+
+    def _coupled(self, losses: Sequence[torch.Tensor], hint: str = "") -> UsageError:
+        facts = self._facts(losses)
         if self._given is not None:
-            return f"the loss of the batch is not that of its micro-batches under weight=: {facts}. {_CHECK_OFF}"
-        inside = (
-            "The model computes its loss itself: let it return the outputs, and give loss= and loss_over='batch'"
-            if self._loss is None
-            else "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
-        )
+            return UsageError(
+                f"the loss of the batch is not that of its micro-batches under weight=: {facts}. {_CHECK_OFF}"
+            )
         others = "weight= says over how much a micro-batch's loss averages; micro_batches=1 is exact for any loss"
-        return f"{_COUPLED}: {facts}. {inside}; {others}. {_CHECK_OFF}"
+        if self._loss is not None:
+            return UsageError(f"{_COUPLED}: {facts}.{hint} {_OVER}; {others}. {_CHECK_OFF}")
+        return OnlyWholeError(
+            f"{_COUPLED}: {facts}. The model computes its loss itself: let it return the outputs, and give loss= and "
+            f"loss_over='batch'; {others}. {_CHECK_OFF}"
+        )
 
     def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
-        return UsageError(
-            f"micro-batches would not compute what the whole batch does: {facts}; {_advice(model, call)}. {_CHECK_OFF}"
-        )
+        option = _option(model, call)
+        kind = UsageError if option else OnlyWholeError
+        advice = option or _question(call)
+        return kind(f"micro-batches would not compute what the whole batch does: {facts}; {advice}. {_CHECK_OFF}")
 
 
 _CHECK_OFF = "check=False turns this check off"
+_OVER = "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
+_LEAVES_OUT = (
+    "the loss of the batch is that of its micro-batches for what the model returns now, and is not once it has learnt "
+    "some of the samples: it leaves samples out by what is returned for them, as a threshold or hard examples do"
+)
 _COUPLED = (
     "the loss of the batch is not a weighted sum of the losses of its micro-batches; tried were a mean over samples, "
     "over labels that are not ignored and over masks in the target, and a sum. It couples samples, as contrastive "
@@ -489,8 +586,29 @@ _OVER_BATCH = (
 )
 
 
-def _advice(model: nn.Module, call: Call) -> str:
-    """Return which option makes the example exact, found by trying them on the plain model."""
+def _settings_of(loss: object) -> tuple[object, ...]:
+    """Return the settings of one of torch's own loss modules; a tensor by what tells it from another."""
+    if not isinstance(loss, nn.Module):
+        return ()
+    return tuple(
+        id(value) if isinstance(value, torch.Tensor) else value
+        for value in (getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index", "pos_weight"))
+    )
+
+
+def _broadcast(run: Run, target: tuple[Any, ...]) -> str:
+    """Return a sentence on a target that has another shape than the output, if that may be the cause."""
+    output, labels = run.output, target[0] if len(target) == 1 else None
+    if not isinstance(output, torch.Tensor) or not isinstance(labels, torch.Tensor) or output.shape == labels.shape:
+        return ""
+    return (
+        f" The target {tuple(labels.shape)} is broadcast against the output {tuple(output.shape)}, so that each sample "
+        "meets the targets of all others: give both the same shape."
+    )
+
+
+def _option(model: nn.Module, call: Call) -> str:
+    """Return which option makes the example exact, found by trying them on the plain model; nothing if none does."""
     for name, dim in zip(call.names, call.batch_dims, strict=True):
         if dim is None or name == call.batch_name:
             continue
@@ -503,8 +621,14 @@ def _advice(model: nn.Module, call: Call) -> str:
         dims = tuple(dim if t.dim() > dim and t.shape[dim] == first.shape[dim] else None for t in call.tensors)
         if dim != call.batch_dim and _is_exact(model, replace(call, batch_dims=dims, batch_size=int(first.shape[dim]))):
             return f"batch_dim={dim} makes it exact: dimension {dim} of {call.batch_name} is then the batch"
+    return ""
+
+
+def _question(call: Call) -> str:
+    """Return what may be wrong where no option was found that makes the example exact."""
+    shape = tuple(call.tensors[call.names.index(call.batch_name)].shape)
     return (
-        f"is dimension {call.batch_dim} of {call.batch_name} {tuple(first.shape)} the batch? batch_dim= says which is, "
+        f"is dimension {call.batch_dim} of {call.batch_name} {shape} the batch? batch_dim= says which is, "
         "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
         "model that mixes the samples of a batch would see those of a micro-batch only; micro_batches=1 runs the batch "
         "whole"

@@ -22,6 +22,7 @@ __all__ = [
     "label_names",
     "made_up",
     "moved_to",
+    "odd_numbers",
     "rows_of",
     "with_ignored",
 ]
@@ -83,6 +84,25 @@ def made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
     for _ in range(_TRIES):
         drawn = torch.randint(len(classes), labels.shape, generator=generator)
         yield [classes[drawn.to(classes.device)]]
+
+
+def odd_numbers(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
+    """Yield a target of numbers with some changed into what a loss may leave out, and a word for these.
+
+    Args:
+        target: of a few samples.
+        first: so many samples are in the first part.
+        count: so many samples there are.
+    """
+    tensors, template = flatten(list(target), apart=True)
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_floating_point() or not tensor.dim() or tensor.shape[0] != count:
+            continue
+        for words, value in (("NaN", float("nan")), ("zeros", 0.0)):
+            changed = tensor.clone().contiguous()
+            changed[first - 1] = value  # one sample of the first part, whole
+            changed.view(count, -1)[first, -1] = value  # and the last number of one in the second
+            yield words, rebuild(template, [*tensors[:place], changed, *tensors[place + 1 :]])
 
 
 def as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches

@@ -24,6 +24,8 @@ def split_batch(
     Raises:
         UsageError: when it returns anything else.
     """
+    if not callable(split):
+        raise UsageError(f"split: give a function split(batch, target, count); given: {split!r:.60}")
     made: Any = split(batch, target[0] if target else None, count)
     if not isinstance(made, (list, tuple)) or not made:
         raise UsageError(f"split: must return a list of (batch, target) pairs; returned: {type(made).__name__}")

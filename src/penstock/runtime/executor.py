@@ -197,8 +197,18 @@ class Executor:
         where = (
             f"lane {self.lane}, stage {action.stage}, micro-batch {action.mb}, action {action} ({action.kind.words})"
         )
-        hint, self._hint = self._hint, ""
+        hint, self._hint = self._hint or self._hint_of_one(error), ""
         return f"{where}: {error_in_short(error)} {line_of(error)}".rstrip() + hint
+
+    def _hint_of_one(self, error: Exception) -> str:
+        """Return what to do where batch norm got a micro-batch of one sample."""
+        sizes = () if self._step is None else self._step.batch.sizes
+        if len(sizes) < 2 or 1 not in sizes or "Expected more than 1 value per channel" not in str(error):
+            return ""
+        return (
+            f". The batch of {sum(sizes)} samples runs as micro-batches of {', '.join(map(str, sizes))}, and batch "
+            "norm takes no single sample: drop_last=True in the loader, or fewer micro_batches, avoids that"
+        )
 
     # ---- one handler a kind
 

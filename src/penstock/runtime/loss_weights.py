@@ -26,6 +26,7 @@ __all__ = [
 
 IGNORED = -100  # the label that torch's cross entropy and the models of transformers leave out
 _MOST_PLACES = 4  # tensors of a target in which is counted
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AVERAGING = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
 
 
@@ -36,7 +37,7 @@ class Counted:
     Attributes:
         name: the input of the model in which to count; "" for the target.
         place: which tensor of the target.
-        how: count labels that are "kept", numbers that are "nonzero", or take their "sum".
+        how: count labels that are "kept", numbers that are "nonzero" or "finite" (not NaN), or take their "sum".
         ignored: the label that is left out.
         is_shifted: the first label of each row is left out, as causal language models do.
         class_weight: the weight of each class.
@@ -44,7 +45,7 @@ class Counted:
 
     name: str = ""
     place: int = 0
-    how: Literal["kept", "nonzero", "sum"] = "kept"
+    how: Literal["kept", "nonzero", "finite", "sum"] = "kept"
     ignored: int = IGNORED
     is_shifted: bool = False
     class_weight: torch.Tensor | None = None
@@ -64,6 +65,8 @@ class Counted:
             return 1
         labels = tensors[self.place]
         if self.how != "kept":
+            if self.how == "finite":
+                return (~labels.isnan()).sum()
             return labels.double().sum() if self.how == "sum" else (labels != 0).sum()
         if labels.is_floating_point():  # probabilities: the mean is over the samples
             return labels.numel()
@@ -80,7 +83,11 @@ class Counted:
         """Say it."""
         where = f"the input {self.name}" if self.name else "the target" + (f" {self.place}" if self.place else "")
         if self.how != "kept":
-            return f"the sum of {where}" if self.how == "sum" else f"what is not zero in {where}"
+            return {
+                "sum": f"the sum of {where}",
+                "nonzero": f"what is not zero in {where}",
+                "finite": f"what is not NaN in {where}",
+            }[self.how]
         shifted = ", the first of each row left out" if self.is_shifted else ""
         return f"the labels of {where} that are not {self.ignored}{shifted}"
 
@@ -101,6 +108,8 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
     is_module = isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss"
     if not (is_function or is_module) or {"size_average", "reduce"} & settings.keys():
         return False, None
+    if is_module and ("forward" in vars(loss) or any(getattr(loss, name, None) for name in _HOOKS)):
+        return False, None  # the user's own code runs with it
     if is_module:
         settings = {key: getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index")}
     name = getattr(loss, "__name__", type(loss).__name__)
@@ -134,9 +143,11 @@ def candidates(
         yield Counted(name, place, ignored=ignored, class_weight=weight)
         yield Counted(name, place, ignored=ignored, is_shifted=True, class_weight=weight)
     yield "sum"
-    for place, _ in enumerate(target[:_MOST_PLACES]):
+    for place, tensor in enumerate(target[:_MOST_PLACES]):
         yield Counted("", place, "nonzero")
         yield Counted("", place, "sum")
+        if tensor.is_floating_point():
+            yield Counted("", place, "finite")
 
 
 def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]) -> list[float] | None:

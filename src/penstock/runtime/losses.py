@@ -222,7 +222,10 @@ def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], si
     if wrong:
         raise UsageError(f"weight: must return how much the loss averages over, zero or more; returned: {wrong[0]}")
     if not any(counts):
-        raise UsageError("weight: returned 0 for all micro-batches, so the loss would be a mean over nothing")
+        raise UsageError(
+            "the loss would be a mean over nothing: all labels of this batch are ignored, or what it averages over "
+            "(weight=, where it is given) is 0 in all micro-batches. Leave such batches out"
+        )
     return counts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation runs its functions out of sight
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
+        if name in _LIMITED:
+            _check_limits(name, dict(zip(_names(func), args, strict=False)) | kwargs)
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             given = dict(zip(_names(func), args, strict=False)) | kwargs
             self.left_out.append((int(given["ignore_index"]), given["weight"]))
@@ -57,6 +59,52 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
         return func(*args, **kwargs)
+
+
+# operations that stop the whole process on a GPU where a number is out of their range, not as an exception
+_LIMITED = frozenset((
+    "nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "binary_cross_entropy", "embedding", "gather",
+    "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select", "index_add", "index_add_", "index",
+    "index_put", "index_put_",
+))  # fmt: skip
+
+
+def _check_limits(name: str, given: Kwargs) -> None:
+    """Raise what a CPU would raise, on a GPU too: comparisons try labels and outputs that a loss need not take.
+
+    Raises:
+        IndexError: for numbers out of range.
+    """
+    first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+    if _is_on_gpu(first) and not all(_limits_hold(name, given)):
+        raise IndexError(f"{name}: numbers are out of range")
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _limits_hold(name: str, given: Kwargs) -> Iterator[bool]:
+    """Yield whether the numbers that an operation is given are in range; the host waits for them."""
+    if name == "binary_cross_entropy":
+        value = given["self"]
+        yield bool(((value >= 0) & (value <= 1)).all())
+    elif name == "embedding":
+        yield _is_within(given["indices"], 0, given["weight"].shape[0])
+    elif "index" not in given and "indices" not in given:  # labels
+        labels = given["target"]
+        classes = given["self"].shape[1 if given["self"].dim() > 1 else 0]
+        yield _is_within(labels[labels != given.get("ignore_index")], 0, classes)
+    elif "index" in given:
+        yield _is_within(given["index"], 0, given["self"].shape[given["dim"]])
+    elif not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"]):
+        for size, index in zip(given["self"].shape, given["indices"], strict=False):
+            if index is not None:
+                yield _is_within(index, -size, size)
+
+
+def _is_within(index: torch.Tensor, low: int, high: int) -> bool:
+    return bool(((index >= low) & (index < high)).all())
 
 
 def _is_drawn(name: str, args: Args, kwargs: Kwargs) -> bool:

@@ -22,9 +22,11 @@ from penstock.model.example import Call, arguments_of
 from penstock.model.modes import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
+from penstock.pipeline.advice import broadcast_of, option_for, question_on
 from penstock.pipeline.packed import PackedSplit
 from penstock.pipeline.probes import probe_tolerance, probes
 from penstock.pipeline.samples import (
+    FEW,
     as_given,
     choices_of_rows,
     ignoring,
@@ -66,7 +68,6 @@ from penstock.runtime.still import Still
 __all__ = ["Exactness", "OnlyWholeError"]
 
 _HOST = torch.device("cpu")
-_ROWS = 5  # samples that are tried: two and three, for batch norm refuses one alone
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
 _MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
 _MOST_STEPS = 32  # between two looks
@@ -149,7 +150,7 @@ class Exactness:
                 torch.cuda.empty_cache()
 
     def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
-        few = call.rows(list(range(min(_ROWS, call.batch_size))))
+        few = call.rows(list(range(min(FEW, call.batch_size))))
         self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
         if self._loss is None:
             self._check_fewer(chain, few, call, model)
@@ -505,7 +506,7 @@ class Exactness:
         }
         now = best_of(off, losses[0].dtype)
         if not now:
-            raise self._coupled(losses, _broadcast(runs[0], target) if self._is_known else "")
+            raise self._coupled(losses, broadcast_of(runs[0], target) if self._is_known else "")
         if not self._is_known and not self._is_probed:
             self._is_probed = True
             self._probe({choice: self._shares(choice, parts, pieces) for choice in now}, runs, targets, dim)
@@ -563,9 +564,9 @@ class Exactness:
         )
 
     def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
-        option = _option(model, call)
+        option = option_for(model, call)
         kind = UsageError if option else OnlyWholeError
-        advice = option or _question(call)
+        advice = option or question_on(call)
         return kind(f"micro-batches would not compute what the whole batch does: {facts}; {advice}. {_CHECK_OFF}")
 
 
@@ -594,63 +595,3 @@ def _settings_of(loss: object) -> tuple[object, ...]:
         id(value) if isinstance(value, torch.Tensor) else value
         for value in (getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index", "pos_weight"))
     )
-
-
-def _broadcast(run: Run, target: tuple[Any, ...]) -> str:
-    """Return a sentence on a target that has another shape than the output, if that may be the cause."""
-    output, labels = run.output, target[0] if len(target) == 1 else None
-    if not isinstance(output, torch.Tensor) or not isinstance(labels, torch.Tensor) or output.shape == labels.shape:
-        return ""
-    return (
-        f" The target {tuple(labels.shape)} is broadcast against the output {tuple(output.shape)}, so that each sample "
-        "meets the targets of all others: give both the same shape."
-    )
-
-
-def _option(model: nn.Module, call: Call) -> str:
-    """Return which option makes the example exact, found by trying them on the plain model; nothing if none does."""
-    for name, dim in zip(call.names, call.batch_dims, strict=True):
-        if dim is None or name == call.batch_name:
-            continue
-        place = call.names.index(name)
-        dims = (*call.batch_dims[:place], None, *call.batch_dims[place + 1 :])
-        if _is_exact(model, replace(call, batch_dims=dims)):
-            return f"whole=[{name!r}] makes it exact: every micro-batch then gets {name} whole"
-    first = call.tensors[call.names.index(call.batch_name)]
-    for dim in range(min(3, first.dim())):
-        dims = tuple(dim if t.dim() > dim and t.shape[dim] == first.shape[dim] else None for t in call.tensors)
-        if dim != call.batch_dim and _is_exact(model, replace(call, batch_dims=dims, batch_size=int(first.shape[dim]))):
-            return f"batch_dim={dim} makes it exact: dimension {dim} of {call.batch_name} is then the batch"
-    return ""
-
-
-def _question(call: Call) -> str:
-    """Return what may be wrong where no option was found that makes the example exact."""
-    shape = tuple(call.tensors[call.names.index(call.batch_name)].shape)
-    return (
-        f"is dimension {call.batch_dim} of {call.batch_name} {shape} the batch? batch_dim= says which is, "
-        "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
-        "model that mixes the samples of a batch would see those of a micro-batch only; micro_batches=1 runs the batch "
-        "whole"
-    )
-
-
-def _is_exact(model: nn.Module, call: Call) -> bool:
-    """Return whether the plain model is exact in parts of a call."""
-    if call.batch_size < 2 or isinstance(model, nn.ModuleList):
-        return False
-
-    def run(given: Call) -> list[torch.Tensor]:
-        args, kwargs = given.arguments()
-        return flatten(model(*args, **kwargs))[0]
-
-    few = call.rows(list(range(min(_ROWS, call.batch_size))))
-    sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
-    try:
-        with Still() as still:
-            whole, parts = run(few), [run(part) for part in parts_of(few, sizes)]
-        joined = join_results(parts, sizes, call.batch_dim)
-    except Exception:  # the user's code: it need not take every cut
-        return False
-    same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
-    return same and not still.is_random and not largest_difference(whole, joined)

@@ -16,6 +16,7 @@ from penstock.runtime.batches import batch_dim_of
 from penstock.runtime.loss_weights import IGNORED
 
 __all__ = [
+    "FEW",
     "as_given",
     "choices_of_rows",
     "ignoring",
@@ -27,6 +28,7 @@ __all__ = [
     "with_ignored",
 ]
 
+FEW = 5  # samples that are tried: two and three, for batch norm refuses one alone
 _TRIES = 3  # choices of samples of a target
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)

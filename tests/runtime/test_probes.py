@@ -250,6 +250,22 @@ def test_batch_norm_that_gets_one_sample_says_how_that_came():
             pipe.step(x, numbers(x, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_model_in_few_bits_with_a_loss_in_more_is_exact_as_far_as_they_tell(dtype):
+    """Its gradients were compared as precisely as its loss, and taken for those of coupled samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 50)).to(dtype)
+    words = torch.randint(0, 50, (16, 12))
+
+    def loss(output, target):
+        return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
+
+    wanted = loss(model(words), words)
+    with penstock.Pipeline(model, example=words, loss=loss, lanes=2, micro_batches=4) as pipe:
+        for _ in range(3):
+            torch.testing.assert_close(pipe.step(words, words), wanted.detach(), rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize(
     "operation",
     [

@@ -492,7 +492,7 @@ class Exactness:
         losses = [one.loss for one in scored]
         if self._over_batch:
             off = {"batch": distance_of([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
-            if not best_of(off, losses[0].dtype):
+            if not best_of(off, scored[0].dtype):
                 raise UsageError(_OVER_BATCH)
             self._exact = ["batch"]
             return ""
@@ -504,7 +504,7 @@ class Exactness:
             choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices
         }
-        now = best_of(off, losses[0].dtype)
+        now = best_of(off, scored[0].dtype)
         if not now:
             raise self._coupled(losses, broadcast_of(runs[0], target) if self._is_known else "")
         if not self._is_known and not self._is_probed:
@@ -538,7 +538,7 @@ class Exactness:
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
             off = min(distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values())
-            if off > probe_tolerance(scored[0].loss.dtype):
+            if off > probe_tolerance(scored[0].dtype):
                 raise UsageError(f"{_LEAVES_OUT}: {self._facts([one.loss for one in scored])}. {_OVER}. {_CHECK_OFF}")
 
     # ---- messages

@@ -79,6 +79,12 @@ class Scored:
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The least precise of their types, which rounds most: losses of models in 16 bits are often of 32."""
+        dtypes = [self.loss.dtype, *(g.dtype for g in self.gradients if g is not None and g.is_floating_point())]
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
 
 class UnknownError(Exception):
     """Nothing can be compared: the model draws numbers that cannot be set aside, or fails by itself."""
@@ -179,7 +185,7 @@ def is_own_sum(
             sums = score_losses(loss, [run], [target], Still())
         if isinstance(means, str) or isinstance(sums, str):
             return False
-        if distance_of([1 / count], [means[0], sums[0]], sizes=[1]) > loss_tolerance(means[0].loss.dtype):
+        if distance_of([1 / count], [means[0], sums[0]], sizes=[1]) > loss_tolerance(means[0].dtype):
             return False
         if read_loss(run.output, loss, target)[1]:
             return False

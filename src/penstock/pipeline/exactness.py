@@ -39,6 +39,7 @@ from penstock.pipeline.samples import (
 )
 from penstock.pipeline.scoring import (
     CHANGES,
+    Off,
     Run,
     Scored,
     UnknownError,
@@ -59,6 +60,7 @@ from penstock.runtime.loss_weights import (
     Counted,
     candidates,
     known_weight,
+    settings_of,
     shares_with,
 )
 from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
@@ -105,7 +107,7 @@ class Exactness:
         if weight is None and not over_batch:
             self.is_settled, self.weight = known_weight(loss)
         self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
-        self._settings = _settings_of(loss) if self._is_known else ()
+        self._settings = settings_of(loss) if self._is_known else ()
         self.is_summable = self._is_known and loss is not None and not is_compiled
         self.device: torch.device | None = None
         self._sizes: list[int] = []
@@ -271,7 +273,7 @@ class Exactness:
                 )
                 for choice in choices
             }
-            now = best_of(found, losses[0].dtype)
+            now = best_of(found, (losses[0].dtype, losses[0].dtype))
             if not now and (exact is None or (is_stirred and is_fitting)):
                 raise self._coupled(losses)
             is_fitting = bool(now)
@@ -312,7 +314,7 @@ class Exactness:
         Warns of a loss that could not be compared, once a step with it has come to its end: where the loss itself is
         wrong, the step says so.
         """
-        if self._settings and self._settings != _settings_of(self._loss):
+        if self._settings and self._settings != settings_of(self._loss):
             raise UsageError(
                 "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, which has read "
                 "them. Change a weight in place (loss.weight.copy_), or make another pipeline"
@@ -413,11 +415,16 @@ class Exactness:
             counts = [float(choice.count(label)) for label in plain]
             order = sorted(range(size), key=counts.__getitem__)
             first = self._sizes[0]
-            # the least alone in the first part, the most alone, and both in turn
-            yield [*order[:first], *(order[-1 - number % size] for number in range(sum(self._sizes) - first))]
-            yield [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))]
             ends = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
-            yield [ends[number % size] for number in range(sum(self._sizes))]
+            # the least alone in the first part, the most alone, and both in turn
+            for rows in (
+                [*order[:first], *(order[-1 - number % size] for number in range(sum(self._sizes) - first))],
+                [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))],
+                [ends[number % size] for number in range(sum(self._sizes))],
+            ):
+                if not self.rivals:  # those before have told
+                    return
+                yield rows
 
     def _narrow_by_made_up(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
         """Tell rivals apart by labels that are made up from those that there are; what no weight fits says nothing."""
@@ -492,7 +499,7 @@ class Exactness:
         losses = [one.loss for one in scored]
         if self._over_batch:
             off = {"batch": distance_of([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
-            if not best_of(off, scored[0].dtype):
+            if not best_of(off, scored[0].dtypes):
                 raise UsageError(_OVER_BATCH)
             self._exact = ["batch"]
             return ""
@@ -504,7 +511,7 @@ class Exactness:
             choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices
         }
-        now = best_of(off, scored[0].dtype)
+        now = best_of(off, scored[0].dtypes)
         if not now:
             raise self._coupled(losses, broadcast_of(runs[0], target) if self._is_known else "")
         if not self._is_known and not self._is_probed:
@@ -537,8 +544,9 @@ class Exactness:
         """
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
-            off = min(distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values())
-            if off > probe_tolerance(scored[0].dtype):
+            most = Off(*(probe_tolerance(dtype) for dtype in scored[0].dtypes))
+            off = [distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values()]
+            if not any(one.is_within(most) for one in off):
                 raise UsageError(f"{_LEAVES_OUT}: {self._facts([one.loss for one in scored])}. {_OVER}. {_CHECK_OFF}")
 
     # ---- messages
@@ -585,13 +593,3 @@ _OVER_BATCH = (
     "loss_over='batch': the loss of the joined outputs of micro-batches is not that of the outputs of the whole batch: "
     f"an output that the loss reads is no value per sample; let the model return values per sample. {_CHECK_OFF}"
 )
-
-
-def _settings_of(loss: object) -> tuple[object, ...]:
-    """Return the settings of one of torch's own loss modules; a tensor by what tells it from another."""
-    if not isinstance(loss, nn.Module):
-        return ()
-    return tuple(
-        id(value) if isinstance(value, torch.Tensor) else value
-        for value in (getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index", "pos_weight"))
-    )

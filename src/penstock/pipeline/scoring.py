@@ -30,6 +30,7 @@ CHANGES = "it changes with each call"
 
 __all__ = [
     "CHANGES",
+    "Off",
     "Run",
     "Scored",
     "UnknownError",
@@ -80,10 +81,10 @@ class Scored:
     gradients: list[torch.Tensor | None]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The least precise of their types, which rounds most: losses of models in 16 bits are often of 32."""
-        dtypes = [self.loss.dtype, *(g.dtype for g in self.gradients if g is not None and g.is_floating_point())]
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The types of the loss and of its gradients: a model in 16 bits often has a loss in 32."""
+        dtypes = [g.dtype for g in self.gradients if g is not None]
+        return self.loss.dtype, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=self.loss.dtype)
 
 
 class UnknownError(Exception):
@@ -185,7 +186,8 @@ def is_own_sum(
             sums = score_losses(loss, [run], [target], Still())
         if isinstance(means, str) or isinstance(sums, str):
             return False
-        if distance_of([1 / count], [means[0], sums[0]], sizes=[1]) > loss_tolerance(means[0].dtype):
+        most = Off(*(loss_tolerance(dtype) for dtype in means[0].dtypes))
+        if not distance_of([1 / count], [means[0], sums[0]], sizes=[1]).is_within(most):
             return False
         if read_loss(run.output, loss, target)[1]:
             return False
@@ -200,32 +202,52 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
     return [next(found) if tensor.requires_grad else None for tensor in run.tensors]
 
 
+@dataclass(frozen=True)
+class Off:
+    """How far weighted parts are from the whole, relative to it: the loss, and its gradients.
+
+    Attributes:
+        loss: the one.
+        gradients: the other.
+    """
+
+    loss: float
+    gradients: float
+
+    def is_within(self, most: Off) -> bool:
+        """Return whether neither is further off than another."""
+        return self.loss <= most.loss and self.gradients <= most.gradients
+
+
+_FAR = Off(float("inf"), float("inf"))
+
+
 def distance_of(
     shares: Sequence[float] | None, scored: Sequence[Scored], *, dim: int = 0, sizes: Sequence[int] = ()
-) -> float:
-    """Return how far the weighted losses and gradients of the parts are from those of the whole, relative to these.
+) -> Off:
+    """Return how far the weighted losses and gradients of the parts are from those of the whole.
 
     A part in which all labels are ignored has no finite loss: it must count nothing.
     """
     if shares is None or any(share and not one.loss.isfinite() for share, one in zip(shares, scored[1:], strict=True)):
-        return float("inf")
+        return _FAR
     whole, *parts = scored
     joined = sum(share * float(part.loss) for share, part in zip(shares, parts, strict=True) if share)
     scale = max(1e-30, *(abs(float(one.loss)) for one in scored if one.loss.isfinite()))
-    off = abs(float(whole.loss) - joined) / scale
+    off = 0.0
     for number, gradient in enumerate(whole.gradients):
         pieces = [part.gradients[number] for part in parts if part.gradients]
         if gradient is None and not any(piece is not None for piece in pieces):
             continue
         if gradient is None or len(pieces) < len(parts) or any(piece is None for piece in pieces):
-            return float("inf")
+            return _FAR
         weighed = [
             share * piece if share else torch.zeros_like(piece)
             for share, piece in zip(shares, pieces, strict=True)
             if piece is not None
         ]
         off = max(off, _distance(gradient, weighed, dim, sizes))
-    return off
+    return Off(abs(float(whole.loss) - joined) / scale, off)
 
 
 def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
@@ -242,14 +264,19 @@ def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, size
     return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
 
 
-def best_of(off: Mapping[Any, float], dtype: torch.dtype) -> list[Any]:
+def best_of(off: Mapping[Any, Off], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
     """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
 
     Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
     how much further off they are than the best.
     """
-    most = max(10 * min(off.values()), 16 * torch.finfo(dtype).eps)
-    return [choice for choice, much in off.items() if much <= min(most, loss_tolerance(dtype))]
+
+    def most(of: list[float], dtype: torch.dtype) -> float:
+        return min(max(10 * min(of), 16 * torch.finfo(dtype).eps), loss_tolerance(dtype))
+
+    own, others = dtypes
+    limit = Off(most([one.loss for one in off.values()], own), most([one.gradients for one in off.values()], others))
+    return [choice for choice, one in off.items() if one.is_within(limit)]
 
 
 def run_call(chain: Chain, call: Call) -> Run:

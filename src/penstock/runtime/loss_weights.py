@@ -20,6 +20,7 @@ __all__ = [
     "candidates",
     "known_weight",
     "loss_tolerance",
+    "settings_of",
     "shares_with",
     "tolerance",
 ]
@@ -120,6 +121,16 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
     ignored = settings.get("ignore_index")
     weight = settings.get("weight")
     return True, Counted(ignored=IGNORED if ignored is None else int(ignored), class_weight=weight)
+
+
+def settings_of(loss: object) -> tuple[object, ...]:
+    """Return the settings of one of torch's own loss modules; a tensor by what tells it from another."""
+    if not isinstance(loss, nn.Module):
+        return ()
+    return tuple(
+        id(value) if isinstance(value, torch.Tensor) else value
+        for value in (getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index", "pos_weight"))
+    )
 
 
 def candidates(

@@ -117,6 +117,7 @@ class Exactness:
         self._doubt = ""  # why the first target could not be compared
         self._next_look = 1
         self._is_probed = False
+        self._moved: list[Run] = []  # the runs where the loss runs, for as long as a target is looked at
         self._num_fruitless = 0  # looks one after the other that told no rivals apart
 
     # ---- the model
@@ -345,6 +346,7 @@ class Exactness:
         size, count = call.batch_size, sum(self._sizes)
         device, reason = self.device or _HOST, ""
         moved = call.map(lambda tensor: tensor.to(device))
+        self._moved = [run.on(device) for run in self._runs]
         num_left = len(self._exact or ())
         # the second are asked for once the first have left what they leave
         for chosen in itertools.chain(choices_of_rows(size, count), self._telling_rows(call, target, dim)):
@@ -356,6 +358,7 @@ class Exactness:
                 self._narrow_by_changes(few, parts, dim)
             if self.rivals:
                 self._narrow_by_made_up(few, parts, dim)
+        self._moved = []
         self._conclude(reason)
         self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
         is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
@@ -484,7 +487,7 @@ class Exactness:
         """
         assert self._loss is not None
         still = Still()
-        runs, targets = [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
+        runs, targets = self._moved or [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
         if self._over_batch:
             joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
             runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]

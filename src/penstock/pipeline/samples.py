@@ -60,7 +60,7 @@ def with_ignored(call: Call, names: Sequence[str]) -> Iterator[tuple[Call, list[
 
 
 def ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield a target as it is; then, if it is of labels, with none ignored, and with those of a sample ignored."""
+    """Yield a target as it is; then, if it is of labels, with none ignored, and with some: of a sample, and of rows."""
     yield list(target)
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS:
@@ -71,6 +71,10 @@ def ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         changed = labels.clone()
         last = changed[-1:] if labels.dim() == 1 else changed[-1, ..., : -(-labels.shape[-1] // 2)]
         last.fill_(IGNORED)
+        yield [changed]
+    if labels.dim() > 1 and labels.shape[0] > 1 and labels.shape[-1] > 1:  # do the first of each row count?
+        changed = labels.clone()
+        changed[: labels.shape[0] // 2, ..., 1:] = IGNORED
         yield [changed]
 
 

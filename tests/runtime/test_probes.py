@@ -250,6 +250,15 @@ def test_batch_norm_that_gets_one_sample_says_how_that_came():
             pipe.step(x, numbers(x, 0))
 
 
+@pytest.mark.filterwarnings("ignore:the loss could not be compared")  # five samples have no weight
+def test_a_loss_that_holds_a_weight_for_each_sample_is_refused_by_that_name():
+    """Torch spoke of sizes that do not match."""
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(SIZE, 1).double())
+    with pytest.raises(UsageError, match=r"its weight \(12, 1\) has an entry for each of the 12 samples"):
+        trained(loss, lambda x, step: numbers(x, step).abs())
+    trained(loss, lambda x, step: numbers(x, step).abs(), loss_over="batch")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_model_in_few_bits_with_a_loss_in_more_is_exact_as_far_as_they_tell(dtype):
     """Its gradients were compared as precisely as its loss, and taken for those of coupled samples."""

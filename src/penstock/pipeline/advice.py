@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.errors import UsageError
 from penstock.model.example import Call
 from penstock.model.structure import flatten
 from penstock.pipeline.samples import FEW
@@ -15,7 +16,7 @@ from penstock.pipeline.scoring import Run, largest_difference, parts_of
 from penstock.runtime.batches import join_results
 from penstock.runtime.still import Still
 
-__all__ = ["broadcast_of", "option_for", "question_on"]
+__all__ = ["broadcast_of", "check_own_weight", "option_for", "question_on"]
 
 
 def broadcast_of(run: Run, target: tuple[Any, ...]) -> str:
@@ -27,6 +28,20 @@ def broadcast_of(run: Run, target: tuple[Any, ...]) -> str:
         f" The target {tuple(labels.shape)} is broadcast against the output {tuple(output.shape)}, so that each sample "
         "meets the targets of all others: give both the same shape."
     )
+
+
+def check_own_weight(loss: object, size: int) -> None:
+    """Refuse one of torch's own losses that holds a number for each sample of a batch, and so takes no part of it.
+
+    Raises:
+        UsageError: naming it.
+    """
+    weight = getattr(loss, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.shape[0] == size > 1:
+        raise UsageError(
+            f"loss: its weight {tuple(weight.shape)} has an entry for each of the {size} samples of a batch, and a "
+            "micro-batch has fewer. Hand it over in the target, or give loss_over='batch'"
+        )
 
 
 def option_for(model: nn.Module, call: Call) -> str:

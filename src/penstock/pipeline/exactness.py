@@ -22,7 +22,7 @@ from penstock.model.example import Call, arguments_of
 from penstock.model.modes import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
-from penstock.pipeline.advice import broadcast_of, option_for, question_on
+from penstock.pipeline.advice import broadcast_of, check_own_weight, option_for, question_on
 from penstock.pipeline.packed import PackedSplit
 from penstock.pipeline.probes import probe_tolerance, probes
 from penstock.pipeline.samples import (
@@ -359,6 +359,8 @@ class Exactness:
             if self.rivals:
                 self._narrow_by_made_up(few, parts, dim)
         self._moved = []
+        if reason and self._is_known:
+            check_own_weight(self._loss, size)
         self._conclude(reason)
         self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
         is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])

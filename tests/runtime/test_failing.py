@@ -167,7 +167,7 @@ def test_two_pipelines_do_not_disturb_each_other():
 @pytest.mark.parametrize(
     ("batch", "target", "words"),
     [
-        ({"x": torch.zeros(4, WIDTH).double()}, True, "unknown"),
+        ({"x": torch.zeros(4, WIDTH).double()}, True, "it lacks input"),
         ((), True, "no tensor"),
         (torch.zeros(4, WIDTH), True, "captured as torch.float64"),
         (torch.zeros(0, WIDTH).double(), True, "no samples"),

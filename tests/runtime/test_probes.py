@@ -1,6 +1,7 @@
 """Losses that look like a mean over samples today, and are none: refused, or exact, never silently different."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -240,6 +241,31 @@ def test_a_dict_that_the_model_takes_as_one_argument_is_explained():
     with penstock.Pipeline(Takes(), example=({"x": rows()},), loss=nn.MSELoss(), lanes=2) as pipe:
         x = rows()
         assert pipe.step(({"x": x},), numbers(x, 0)).isfinite()
+
+
+def test_arguments_that_a_decorator_takes_are_no_mistake():
+    """Those of transformers take more keywords than the forward that they wrap."""
+
+    def takes_more(forward):
+        @functools.wraps(forward)
+        def wrapped(self, *args, more=None, **kwargs):
+            del more
+            return forward(self, *args, **kwargs)
+
+        return wrapped
+
+    class Decorated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        @takes_more
+        def forward(self, x):
+            return self.inner(x)
+
+    with penstock.Pipeline(Decorated(), example={"x": rows(), "more": 1}, loss=nn.MSELoss(), lanes=2) as pipe:
+        x = rows()
+        assert pipe.step({"x": x, "more": 1}, numbers(x, 0)).isfinite()
 
 
 def test_batch_norm_that_gets_one_sample_says_how_that_came():

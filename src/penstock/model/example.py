@@ -155,8 +155,11 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
 
 def _check_keywords(example: Mapping[Any, Any], model: nn.Module) -> None:
     """Refuse a dict that a model takes as one argument."""
-    try:
-        parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()
+    plain = getattr(model, "_orig_mod", model)
+    if plain._forward_pre_hooks_with_kwargs:  # they may take arguments away
+        return
+    try:  # of what is called: a decorator may take more than the function that it wraps
+        parameters = inspect.signature(plain.forward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

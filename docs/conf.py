@@ -60,13 +60,13 @@ RETURNED = {
     "penstock": [
         "checkpoint.reader.Restored",
         "feeding.feed.Feed",
-        "pipeline.recording.Recording",
-        "planning.explanation.Explanation",
-        "report.causes.Causes",
+        "pipeline.step_recording.Recording",
+        "planning.explain.explanation.Explanation",
+        "report.bubble_causes.Causes",
         "report.timeline.Memory",
         "report.timeline.Span",
-        "training.reading.Reading",
-        "training.reading.Summary",
+        "training.callbacks.progress.Reading",
+        "training.callbacks.progress.Summary",
     ],
     "penstock.schedules": ["schedule.registry.Entry"],
 }

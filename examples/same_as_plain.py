@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 import penstock
-from penstock.launch.gpt import load_text, loss_of, make_gpt
+from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
 
 BATCH_SIZE, LENGTH, RATE = 32, 32, 4e-3
 

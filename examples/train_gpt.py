@@ -15,7 +15,7 @@ import time
 import torch
 
 import penstock
-from penstock.launch.gpt import load_text, loss_of, make_gpt
+from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
 
 BATCH_SIZE, LENGTH = 32, 32  # samples of a step, and characters of a sample
 PROMPT = "The wheel does not care how much"  # as long as a sample

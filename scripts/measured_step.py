@@ -11,7 +11,7 @@ import sys
 import torch
 
 import penstock
-from penstock.launch.gpt import load_text, loss_of, make_gpt
+from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
 
 BATCH_SIZE, LENGTH, STEPS = 32, 64, 11
 

@@ -11,8 +11,7 @@ from torch import nn
 import penstock
 from cases import build_or_none
 from penstock.errors import PenstockError
-from penstock.model.capture import capture as real_capture
-from penstock.pipeline import build
+from penstock.model.capture.capture import capture as real_capture
 
 WIDTH = 6
 MICRO_BATCHES = 4
@@ -104,14 +103,13 @@ def faults_of(model, name, lanes, keep, *, sizes=(8, 10, 3), path="auto", **opti
     def batch_of(x):
         return (x, scale) if is_knotty else x
 
-    before, build.capture = build.capture, once
     captured = once(model, batch_of(data(8)[0]), training=True, path=path, num_stages=schedule.num_stages)
     cuts = cuts_of(captured.graph, schedule.num_stages)
     found = []
     try:
         with penstock.Pipeline(
-            model, example=batch_of(data(8)[0]), loss=nn.functional.mse_loss, schedule=schedule, cuts=cuts, keep=keep,
-            timeout=30, capture_path=path, **options,
+            captured, example=batch_of(data(8)[0]), loss=nn.functional.mse_loss, schedule=schedule, cuts=cuts,
+            keep=keep, timeout=30, capture_path=path, **options,
         ) as pipe:  # fmt: skip
             for size in sizes:
                 x, target = data(size, seed=size)
@@ -121,7 +119,5 @@ def faults_of(model, name, lanes, keep, *, sizes=(8, 10, 3), path="auto", **opti
                 found += [f"{name} {lanes} {keep} batch {size}: {d}" for d in differences(pipe, loss, wanted)]
     except PenstockError as error:
         found.append(f"{name} {lanes} {keep}: {type(error).__name__}: {error}")
-    finally:
-        build.capture = before
     model.zero_grad(set_to_none=True)
     return found

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.doctor.tally import Phase, Tally
+from penstock.doctor.sightings import Phase, Tally
 
 ON_DEVICE = (torch.float64, torch.int64, torch.bool)
 PINNED = torch.float16  # of the host; other types are of the host, and not pinned

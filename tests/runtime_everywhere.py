@@ -7,7 +7,6 @@ import pickle
 import traceback
 import uuid
 from datetime import timedelta
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ import torch.distributed as dist
 
 import penstock
 import processes
-from penstock.model.capture import capture
-from penstock.pipeline import build
+from penstock.model.capture.capture import capture
 from penstock.schedule.schedule import Schedule
 from pipelines import cuts_of
 
@@ -30,8 +28,7 @@ def pipeline(model, example, *, schedule="1f1b", lanes=2, micro_batches=4, path=
         schedule = penstock.schedules.build(schedule, lanes=lanes, micro_batches=micro_batches)
     captured = capture(model, example, training=True, path=path, num_stages=schedule.num_stages)
     options = {"cuts": cuts_of(captured.graph, schedule.num_stages), "timeout": 20, **options}
-    with patch.object(build, "capture", lambda *_, **__: captured):
-        return penstock.Pipeline(model, example=example, schedule=schedule, capture_path=path, **options)
+    return penstock.Pipeline(captured, example=example, schedule=schedule, capture_path=path, **options)
 
 
 def together():

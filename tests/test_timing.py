@@ -9,7 +9,7 @@ import torch
 
 import penstock
 from penstock.errors import UsageError
-from penstock.model.timing import Timing
+from penstock.model.profiling.call_timing import Timing
 from penstock.timing import Measurement, _burst, measure
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.model.capture import capture
+from penstock.model.capture.capture import capture
 from penstock.model.example import read_example
 from penstock.model.structure import flatten
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model.capture import capture
-from penstock.model.measure import measure
-from penstock.model.named import load
-from penstock.planning.partition import partition
+from penstock.model.capture.capture import capture
+from penstock.model.profiling.measure import measure
+from penstock.model.small_models.named_models import load
+from penstock.planning.partition.partition import partition
 
 
 def gpt(width: int, layers: int, length: int, batch: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
 import penstock
-from penstock.checkpoint import shards
-from penstock.checkpoint.shards import bytes_of
+from penstock.checkpoint import tensor_shards as shards
+from penstock.checkpoint.tensor_shards import bytes_of
 
 
 def main() -> None:

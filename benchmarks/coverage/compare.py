@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.model.export_trace import is_cache
+from penstock.model.capture.export.tracing import is_cache
 
 __all__ = [
     "Batch",

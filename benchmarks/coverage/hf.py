@@ -1,6 +1,6 @@
 """The transformers models of this benchmark, by group, and all that can be built small.
 
-Each is a model type of transformers 5.22, built by `penstock.model.named.load` with random weights.
+Each is a model type of transformers 5.22, built by `penstock.model.small_models.named_models.load` with random weights.
 """
 
 

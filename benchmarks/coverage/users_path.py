@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import penstock
 from penstock.errors import LaneError, PenstockError
-from penstock.runtime.batches import sizes_of
+from penstock.runtime.micro_batches import sizes_of
 
 __all__ = ["nothing_random", "run_pipeline", "without_dropout"]
 
@@ -322,7 +322,8 @@ def _tried(
     report: dict[str, Any] = {}
     try:
         with penstock.Pipeline(model, example=batch.kwargs or batch.args, loss=loss, **options) as pipe:
-            report = {"path": pipe._decision.captured.path, "nodes": len(pipe._decision.captured.graph.nodes)}
+            captured = pipe.internals.captured
+            report = {"path": captured.path, "nodes": len(captured.graph.nodes)}
             given = batch.mapped(torch.clone)
             value = pipe.step(given.kwargs or given.args, *(() if target is None else (target,)))
             size = next(x.shape[batch.dim] for x in batch.tensors() if x.dim() > batch.dim)

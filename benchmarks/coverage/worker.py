@@ -45,7 +45,7 @@ def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
     if name in ENTRIES:
         model, _ = ENTRIES[name].build()
         return model, _joined(ENTRIES[name], batch_size)
-    from penstock.model.named import load
+    from penstock.model.small_models.named_models import load
 
     model, example = load(name, batch_size=batch_size)
     return model, as_batch(example)
@@ -172,7 +172,7 @@ def ours(name: str) -> dict[str, Any]:
 
 
 def stages(it: Plain) -> dict[str, Any]:
-    from penstock.model.capture import capture
+    from penstock.model.capture.capture import capture
 
     model = it.fresh().train()
     saved = snapshot(model)

@@ -15,8 +15,8 @@ from clock import milliseconds, spread
 from models import gpt, words
 from towers import Towers, data_of
 
+from penstock.compile.options import Compile
 from penstock.infer import Graph
-from penstock.model.compiling import Compile
 from training import BATCH, MIXED, Ours
 
 ROUNDS = 4  # in turn, for the GPU changes its clock

@@ -22,7 +22,7 @@ import numpy as np
 from penstock import Cluster, Link, schedules
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.profile import Profile
-from penstock.planning.partition import partition
+from penstock.planning.partition.partition import partition
 
 HERE = Path(__file__).parent
 PEERS = HERE / ".peers"

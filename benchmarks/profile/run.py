@@ -19,9 +19,9 @@ import time
 import torch
 from torch import nn
 
-from penstock.model.analytic import analytic
-from penstock.model.capture import Captured, capture
-from penstock.model.measure import measure
+from penstock.model.capture.capture import Captured, capture
+from penstock.model.profiling.analytic import analytic
+from penstock.model.profiling.measure import measure
 from penstock.model.visit import RunNode
 
 PASSES = 7  # as many as `measure` takes bursts of a node

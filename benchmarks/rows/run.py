@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.infer import Graph, reading
-from penstock.infer.program import Program
+from penstock.infer import Graph
+from penstock.infer.graph import program_analysis as reading
+from penstock.infer.graph.inference_program import Program
 from penstock.model.example import read_example
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))

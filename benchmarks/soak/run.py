@@ -282,7 +282,7 @@ def _num_logs(path: Path) -> int:
 def _is_worker(pid: int) -> bool:
     """Return whether a process is one of the training; a spare is one when it has been taken."""
     command = _command_of(pid)
-    if "penstock.launch.spare" not in command:
+    if "penstock.launch.processes.spare_process" not in command:
         return "penstock.launch.worker" in command
     try:
         return Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)

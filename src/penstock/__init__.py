@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock import errors, schedules
-from penstock.explain import explain
+from penstock._version import __version__ as __version__
+from penstock.deciding.explain import explain
+from penstock.deciding.plan import Plan
 from penstock.metrics import Metrics
 from penstock.model.costs import Costs
 from penstock.planning.cluster import Cluster, Link
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint import Checkpoints
     from penstock.feeding.feed import feed
     from penstock.pipeline import Pipeline
+    from penstock.pipeline.planned.make_plan import plan
     from penstock.training import Callback, Trainer
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "Link",
     "Metrics",
     "Pipeline",
+    "Plan",
     "Timeline",
     "Trainer",
     "doctor",
@@ -32,12 +36,11 @@ __all__ = [
     "explain",
     "feed",
     "infer",
+    "plan",
     "schedules",
     "simulate",
     "timing",
 ]
-
-__version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a module
@@ -46,6 +49,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a mo
         from penstock.pipeline import Pipeline
 
         return Pipeline
+    if name == "plan":
+        from penstock.pipeline.planned.make_plan import plan
+
+        return plan
     if name == "Checkpoints":
         from penstock.checkpoint import Checkpoints
 

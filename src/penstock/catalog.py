@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from penstock.planning.hanayo import hanayo
-from penstock.planning.v_shapes import v_half, v_min, zb_v
-from penstock.planning.zb_limited import zb_1p, zb_2p
-from penstock.schedule.chimera import chimera
-from penstock.schedule.dualpipe import dualpipe, dualpipe_v
-from penstock.schedule.gpipe import gpipe, zb_gpipe
-from penstock.schedule.interleaved import interleaved_1f1b
-from penstock.schedule.looped_bfs import looped_bfs
-from penstock.schedule.one_f_one_b import build_1f1b
-from penstock.schedule.pipedream import pipedream, pipedream_2bw
+from penstock.planning.builders.hanayo import hanayo
+from penstock.planning.builders.v_shapes import v_half, v_min, zb_v
+from penstock.planning.builders.zb_limited import zb_1p, zb_2p
+from penstock.schedule.builders.chimera import chimera
+from penstock.schedule.builders.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.builders.gpipe import gpipe, zb_gpipe
+from penstock.schedule.builders.interleaved import interleaved_1f1b
+from penstock.schedule.builders.looped_bfs import looped_bfs
+from penstock.schedule.builders.one_f_one_b import build_1f1b
+from penstock.schedule.builders.pipedream import pipedream, pipedream_2bw
+from penstock.schedule.builders.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.registry import Entry
-from penstock.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = ["CATALOG"]
 

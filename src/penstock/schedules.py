@@ -11,22 +11,22 @@ import numpy as np
 from penstock.catalog import CATALOG
 from penstock.errors import CostError, ScheduleError
 from penstock.model.costs import Costs
-from penstock.planning.exact import Proof, check_size, solve_exactly
-from penstock.planning.greedy import Draft, Problem
-from penstock.planning.limits import Limit, limit_per_lane, sized
-from penstock.planning.search import search
+from penstock.planning.memory_limits import Limit, limit_per_lane, sized
+from penstock.planning.search.exact import Proof, check_size, solve_exactly
+from penstock.planning.search.greedy import Draft, Problem
+from penstock.planning.search.search import search
+from penstock.planning.search.synthesize import synthesize
 from penstock.planning.simulate import simulate
-from penstock.planning.synthesize import synthesize
 from penstock.schedule.actions import Action, Kind, Lane
+from penstock.schedule.builders.ticks import from_ticks
 from penstock.schedule.lower import Channels, Keep, Lowered, lower
-from penstock.schedule.memory import MemoryLimit
+from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import load_csv
-from penstock.schedule.ticks import from_ticks
-from penstock.schedule.verify import Fault
-from penstock.schedule.verify import find_faults as _find_faults
-from penstock.schedule.verify import verify as _verify
+from penstock.schedule.text_format import load_csv
+from penstock.schedule.verification.verify import Fault
+from penstock.schedule.verification.verify import find_faults as _find_faults
+from penstock.schedule.verification.verify import verify as _verify
 
 __all__ = [
     "Action",

@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from penstock.model.timing import Call, Clock
+    from penstock.model.profiling.call_timing import Call, Clock
 
 __all__ = ["Measurement", "measure"]
 
@@ -100,7 +100,7 @@ def measure(
     """
     import torch
 
-    from penstock.model.timing import clock_for, wall_clock_for
+    from penstock.model.profiling.call_timing import clock_for, wall_clock_for
 
     _check(fn, repeats=repeats, warm=warm)
     where = _device(device, [*args, *kwargs.values()])

@@ -17,8 +17,8 @@ import penstock
 import processes
 from checkpoint_cases import Training
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.looking import verify
-from penstock.checkpoint.saving import Job, Saving
+from penstock.checkpoint.inspection import verify
+from penstock.checkpoint.save_job import Job, Saving
 from penstock.errors import UsageError
 
 

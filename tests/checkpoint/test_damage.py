@@ -14,7 +14,7 @@ import penstock
 from checkpoint_cases import Training, losses_of
 from penstock.checkpoint.manifest import checksum, read_manifest, to_bytes
 from penstock.checkpoint.reader import faults_of
-from penstock.checkpoint.shards import Shard
+from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
 from pipelines import WIDTH, data
 

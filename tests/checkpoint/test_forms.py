@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.plain import from_plain, to_plain
-from penstock.checkpoint.shards import SAFE_NAMES, Shard, write_shard
+from penstock.checkpoint.state_as_json import from_plain, to_plain
+from penstock.checkpoint.tensor_shards import SAFE_NAMES, Shard, write_shard
 from penstock.errors import CheckpointError, UsageError
 
 

@@ -11,7 +11,7 @@ import penstock
 import processes
 from checkpoint_cases import Training, losses_of
 from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.shards import Shard
+from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
 
 HALF, END = 3, 6
@@ -44,12 +44,12 @@ def _damaged(folder, lane):
             training.run(step - 1, step)
             training.checkpoints.save(step, wait=True)
         path = folder / "checkpoint-000002" / f"model-0000{lane + 1}-of-00002.safetensors"
-        training.pipe._company.gather(None)
+        training.pipe._lane_group.gather(None)
         if 0 in training.pipe.lanes:
             content = bytearray(path.read_bytes())
             content[-5] ^= 4
             path.write_bytes(content)
-        training.pipe._company.gather(None)
+        training.pipe._lane_group.gather(None)
         with pytest.warns(RuntimeWarning, match="went back to the checkpoint of step 1"):
             restored = training.checkpoints.restore()
         return restored.step, restored.passed_over

@@ -370,7 +370,7 @@ def test_bad_checkpoints_have_a_code_of_their_own(place):
 
 
 def test_a_folder_is_for_one_training(place):
-    from penstock.training.folder import RunFolder
+    from penstock.training.resume.run_folder import RunFolder
 
     with RunFolder("run", is_first=True):
         code, _, err = train("run.toml")

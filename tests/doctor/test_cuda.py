@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.doctor import Kind, watch
-from penstock.doctor.reductions import find_reduction
+from penstock.doctor.slow_reductions import find_reduction
 from sanitizing import SANITIZED
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from penstock.doctor.busy import Busy, count_busy
+from penstock.doctor.doctor_report import Finding, Report
+from penstock.doctor.finding_kinds import ABOUT, Kind
 from penstock.doctor.findings import Seen, make_report
-from penstock.doctor.kinds import ABOUT, Kind
-from penstock.doctor.places import Place
-from penstock.doctor.report import Finding, Report
-from penstock.doctor.tally import LAUNCH_SECONDS, Entry, Phase, Tally
+from penstock.doctor.gpu_busy import Busy, count_busy
+from penstock.doctor.sightings import LAUNCH_SECONDS, Entry, Phase, Tally
+from penstock.doctor.source_lines import Place
 
 LINE, OTHER_LINE = Place("train.py", 3), Place("train.py", 7)
 

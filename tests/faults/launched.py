@@ -170,7 +170,7 @@ def _enter(path, words, environment, terminal, limit, spare_seconds):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     sys.argv = ["penstock", "train", str(path), *map(str, words)]
     from penstock.cli.main import run
-    from penstock.launch import agent
+    from penstock.launch.processes import agent
 
     agent._SPARE_SECONDS = agent._SPARE_SECONDS if spare_seconds is None else spare_seconds
     code = 0
@@ -259,7 +259,9 @@ def command_of(pid):
 def is_worker(pid):
     """Return whether a process is one of a training: it was started as such, or was a spare and has been taken."""
     command = command_of(pid)
-    return b"penstock.launch.worker" in command or (b"penstock.launch.spare" in command and not is_spare(pid))
+    return b"penstock.launch.worker" in command or (
+        b"penstock.launch.processes.spare_process" in command and not is_spare(pid)
+    )
 
 
 def is_spare(pid):
@@ -268,7 +270,7 @@ def is_spare(pid):
         waits = Path(f"/proc/{pid}/fd/0").readlink() != Path(os.devnull)
     except OSError:
         return False
-    return waits and b"penstock.launch.spare" in command_of(pid)
+    return waits and b"penstock.launch.processes.spare_process" in command_of(pid)
 
 
 def is_there(pid):

@@ -12,7 +12,7 @@ import processes
 from penstock.errors import LaneError, UsageError
 from penstock.faults.injector import Injector
 from penstock.faults.straggler import slow_lanes
-from penstock.pipeline import build
+from penstock.pipeline.planned import planned_model as build
 from pipelines import data, differences, expected, sequence
 
 # ---- row 12: settings that differ by process

@@ -12,8 +12,8 @@ from torch import nn
 import penstock
 import processes
 from penstock.errors import HangError, LaneError, LostError, UsageError
+from penstock.faults.fault_spec import Chaos, Wanted, parse
 from penstock.faults.injector import Injector
-from penstock.faults.wanted import Chaos, Wanted, parse
 from pipelines import data, differences, expected, sequence
 
 

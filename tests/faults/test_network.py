@@ -16,12 +16,12 @@ from torch import nn
 import penstock
 import processes
 from penstock.errors import HangError, LostError, UsageError
-from penstock.runtime.distributed import ABORT, DATA, DistributedTransport
-from penstock.runtime.letters import Head, Known
-from penstock.runtime.links import Frame, Links
-from penstock.runtime.meeting import meet
-from penstock.runtime.segments import Outgoing
-from penstock.runtime.transport import Key
+from penstock.runtime.wire.messages import Head, Known
+from penstock.runtime.wire.process_transport import ABORT, DATA, DistributedTransport
+from penstock.runtime.wire.rendezvous import meet
+from penstock.runtime.wire.shared_memory import Outgoing
+from penstock.runtime.wire.sockets import Frame, Links
+from penstock.runtime.wire.transport import Key
 from penstock.schedule.actions import Kind
 from pipelines import data, differences, expected, sequence
 
@@ -101,7 +101,7 @@ def slow_process():
     with pipe.record() as quick:
         pipe.step(x, target)
     quick = quick.timeline
-    Slowed(pipe._company._links, 0.03)
+    Slowed(pipe._lane_group._links, 0.03)
     pipe.zero_grad()
     with pipe.record() as timeline:
         loss = pipe.step(x, target)
@@ -189,7 +189,7 @@ def doubling_process(width, transport):
     pipe = penstock.Pipeline(
         stages, example=x, loss=nn.functional.mse_loss, micro_batches=4, timeout=20.0, transport=transport
     )
-    links = pipe._company._links
+    links = pipe._lane_group._links
     real, old = links.send, []
 
     def send(peer, kind, body, descriptors=()):
@@ -206,7 +206,7 @@ def doubling_process(width, transport):
         pipe.zero_grad()
         loss = pipe.step(x, target)
         left += list(differences(pipe, loss, expected(nn.Sequential(*stages), x, target)))
-    pipe._company.gather("done")  # who has all it needs may be done while the other still repeats itself
+    pipe._lane_group.gather("done")  # who has all it needs may be done while the other still repeats itself
     pipe.close()
     return left, len(old)
 

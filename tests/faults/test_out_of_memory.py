@@ -11,8 +11,8 @@ import penstock
 import processes
 from penstock.errors import LaneError, PenstockError
 from penstock.faults.injector import Injector
-from penstock.faults.memory import advice, is_out_of_memory, options
-from penstock.pipeline.finer import split_finer
+from penstock.faults.out_of_memory import advice, is_out_of_memory, options
+from penstock.pipeline.smaller_micro_batches import split_finer
 from pipelines import data, differences, expected, sequence
 
 MODEL_WIDTH = 64
@@ -343,10 +343,10 @@ def test_a_profile_that_was_given_is_of_larger_micro_batches():
     with penstock.Pipeline(sequence(8), **made, analytic="cpu") as pipe:
         profile = pipe.explain().profile
     with penstock.Pipeline(sequence(8), **made, profile=profile) as pipe:
-        held = pipe._decision.held_bytes()
+        held = pipe._planned.held_bytes()
         assert split_finer(pipe)
-        assert pipe._decision.predicted() is None
-        assert (pipe._decision.held_bytes()["saved_bytes"] * 2 == held["saved_bytes"]).all()
+        assert pipe.internals.predicted() is None
+        assert (pipe._planned.held_bytes()["saved_bytes"] * 2 == held["saved_bytes"]).all()
         assert pipe.explain().schedule.num_mbs == 8
 
 

@@ -18,8 +18,8 @@ import penstock
 import processes
 from faults.launched import JOBS, config, launch, train
 from penstock.errors import HangError, LaneError
-from penstock.runtime import signs
-from penstock.runtime.culprit import state_of
+from penstock.runtime.lanes import liveness as signs
+from penstock.runtime.lanes.hang_report import state_of
 from pipelines import WIDTH, data
 
 _SECONDS = 60.0
@@ -186,11 +186,11 @@ def stopped_process():
     pipe, _ = make()
     pipe.timeout = 1.5
     if dist.get_rank() == 1:
-        link = pipe._company._links
+        link = pipe._lane_group._links
         read = link.read
 
         def reading(seconds):  # the lane waits: its row says so; what it waits for is on its way, and is never read
-            place = pipe._company._board.place(1)
+            place = pipe._lane_group._board.place(1)
             if place.at >= 0 and place.step > 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return read(seconds)

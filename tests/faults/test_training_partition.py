@@ -14,9 +14,9 @@ import pytest
 import processes
 from faults.launched import losses, newest
 from penstock.errors import HangError, UsageError
-from penstock.runtime import processes as company
-from penstock.runtime.links import Store
-from penstock.training.folder import RunFolder
+from penstock.runtime.lanes import process_lanes as lane_group
+from penstock.runtime.wire.sockets import Store
+from penstock.training.resume.run_folder import RunFolder
 from pipelines import data
 from training_runs import Noted, make, sequence
 
@@ -78,7 +78,7 @@ def training_process(folder, steps, place=None, port=None, go=None):
     With a port, as on two machines: lanes find each other by TCP, and lane 1 finds lane 0 at the proxy.
     """
     if port is not None:
-        company._hosts = lambda store, lane, num_lanes: (["one", "two"], "127.0.0.1")
+        lane_group._hosts = lambda store, lane, num_lanes: (["one", "two"], "127.0.0.1")
         put = Store.set
 
         def put_proxy(store, name, text):

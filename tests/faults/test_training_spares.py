@@ -8,9 +8,7 @@ import subprocess
 import pytest
 
 from faults import launched
-from penstock.launch.measured import kept_profile
-from penstock.launch.reading import read_config
-from penstock.launch.spares import Spares
+from penstock.launch.processes.spare_pool import Spares
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -86,31 +84,27 @@ def test_there_are_none_where_none_are_wanted(tmp_path, keys):
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path):
-    """A restart has the profile of those before it; a start by hand, other lanes or other settings have not."""
+    """A restart runs the plan of those before it, and so does a start by hand with the same settings."""
     own = f"{launched.JOBS}:chain"
     path = launched.config(tmp_path / "run.toml", model=own, nproc=2, steps=3)
     code, told = launched.train(path)
     assert code == 0, told
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    config = read_config(path).config
-    assert kept_profile(config, 2) == tmp_path / "run" / "profile.json"
-    assert kept_profile(config, 1) is None
-    assert kept_profile(config.model_copy(update={"micro_batches": 2}), 2) is None
-    kept = (tmp_path / "run" / "profile.json").read_text()
+
+    def plan():
+        return {**json.loads((tmp_path / "run" / "plan.json").read_text()), "predicted": None}
+
+    first = plan()
+    assert first["explanation"]["profile"]["method"] == "measured"
     launched.config(path, model=own, nproc=2, steps=100_000, data_args={"pause": 0.02})
     with launched.launch(path) as run:
         run.wait_for_step(5)
         os.kill(run.workers()[1], signal.SIGKILL)
-        measured = (tmp_path / "run" / "profile.json").read_text()
-        assert measured == kept  # a start by hand goes on with the plan of the folder
+        assert plan() == first
         before = step_of(run)
         run.wait_for_step(before + 5)
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
-    assert (tmp_path / "run" / "profile.json").read_text() == measured
-    again = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert again["lanes"] == plan["lanes"]
-    assert again["cuts"] == plan["cuts"]
+    assert plan() == first
 
 
 OTHER = """
@@ -122,7 +116,7 @@ class Other(nn.Sequential):
 
 
 @pytest.mark.parametrize("what", ["another model", "damaged"])
-def test_a_kept_profile_that_does_not_fit_is_measured_anew(tmp_path, what):
+def test_a_kept_plan_that_does_not_fit_is_made_anew(tmp_path, what):
     """The model is another one by now, or the file was damaged: a restart goes on all the same."""
     own = tmp_path / "own.py"
     text = (
@@ -136,7 +130,7 @@ def test_a_kept_profile_that_does_not_fit_is_measured_anew(tmp_path, what):
     with launched.launch(path) as run:
         run.wait_for_step(5)
         if what == "damaged":
-            kept = run.folder / "profile.json"
+            kept = run.folder / "plan.json"
             kept.write_text(kept.read_text()[:100])
         else:  # with parameters of the same names
             own.write_text(text.replace("return nn.Sequential(", "return Other(") + OTHER)

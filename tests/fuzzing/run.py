@@ -31,7 +31,7 @@ import processes
 from fuzzing.losses import OUTPUTS, random_loss
 from fuzzing.models import Model, batch_for
 from penstock.errors import LaneError, PenstockError
-from penstock.runtime.batches import sizes_of
+from penstock.runtime.micro_batches import sizes_of
 from runtime_everywhere import everyone, together
 
 SCHEDULES = (
@@ -118,7 +118,7 @@ class Case:
                 gradients |= of_lane
             # a process changes the buffers of its own stages alone, and does not say which those are
             buffers = {} if in_processes() else dict(model.named_buffers())
-            return Result(losses, gradients, buffers), pipe._decision.captured.path
+            return Result(losses, gradients, buffers), pipe.internals.captured.path
 
     def run(self):
         """Return how the case ended."""

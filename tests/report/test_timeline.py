@@ -11,8 +11,8 @@ import pytest
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import OutputError
-from penstock.report.causes import Causes
-from penstock.report.format import parse_bytes, parse_seconds, show_bytes, show_seconds
+from penstock.report.bubble_causes import Causes
+from penstock.report.units import parse_bytes, parse_seconds, show_bytes, show_seconds
 from penstock.schedule.actions import KINDS, Kind
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import penstock
-from penstock.model.capture import capture
+from penstock.model.capture.capture import capture
 from penstock.runtime.batch_norm import DeferredStatistics
 
 WIDTH = 3

@@ -13,16 +13,8 @@ from torch import nn
 import penstock
 import processes
 from penstock.errors import LaneError, NonFiniteError, UsageError
-from penstock.model.capture import capture
-from penstock.pipeline import build
 from pipelines import data, sequence
 from training_runs import Noted, StopAt, dropping, loader, make, plain, train, train_here
-
-
-@pytest.fixture(autouse=True)
-def own_capture(monkeypatch):
-    """Other tests of the runtime put a capture in place that remembers models."""
-    monkeypatch.setattr(build, "capture", capture)
 
 
 def as_numbers(value):

@@ -17,16 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 from penstock.errors import CheckpointError, NonFiniteError, UsageError
-from penstock.model.capture import capture
-from penstock.pipeline import build
 from pipelines import WIDTH, data, sequence
 from training_runs import StopAt, loader, make, train
-
-
-@pytest.fixture(autouse=True)
-def own_capture(monkeypatch):
-    """Other tests of the runtime put a capture in place that remembers models."""
-    monkeypatch.setattr(build, "capture", capture)
 
 
 def pipeline(model=None, *, example=None, loss=nn.functional.mse_loss, **given):

@@ -61,7 +61,7 @@ def test_the_command_is_installed(installed, tmp_path):
     "tests",
     [
         ("tests/model/test_source.py",),
-        ("tests/runtime/test_failing.py", "-k", "exception_names"),
+        ("tests/runtime/lanes/test_failing.py", "-k", "exception_names"),
         ("tests/test_docs.py::test_python_runs[README.md]",),
         (
             "tests/test_examples.py",

@@ -13,14 +13,14 @@ import torch
 
 from penstock.checkpoint.content import PARTS, Content, Snapshot
 from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.host_copies import Staging
 from penstock.checkpoint.leftovers import sweep
 from penstock.checkpoint.manifest import Manifest, folder_name, read_manifest
 from penstock.checkpoint.misfit import MisfitError
-from penstock.checkpoint.optimizers import lost_members
-from penstock.checkpoint.plain import from_plain
+from penstock.checkpoint.optimizer_states import lost_members
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
-from penstock.checkpoint.saving import Job, Saving
-from penstock.checkpoint.staging import Staging
+from penstock.checkpoint.save_job import Job, Saving
+from penstock.checkpoint.state_as_json import from_plain
 from penstock.errors import CheckpointError, HangError, LostError, UsageError
 from penstock.pipeline.pipeline import Pipeline
 
@@ -91,7 +91,7 @@ class Checkpoints:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise UsageError(f"keep: at least 1 checkpoint must stay; given: {keep!r}")
         self.folder = Path(folder).absolute()  # the training may change to another folder
-        self._keep, self._company = keep, pipe._company
+        self._keep, self._group = keep, pipe.internals.group
         self._process = pipe.lanes[0] if len(pipe.lanes) < pipe.schedule.num_lanes else 0
         self._num_processes = pipe.schedule.num_lanes // len(pipe.lanes)
         self._content = Content(pipe, _several(optimizer), _several(scheduler), scaler, data)
@@ -107,7 +107,7 @@ class Checkpoints:
         self._num_saves, self._is_swept = 0, False
         is_file = self.folder.exists() and not self.folder.is_dir()
         fault = f"folder: {self.folder} is not a folder" if is_file and self._process == 0 else ""
-        fault, self._nonce = self._company.gather([fault, secrets.token_hex(4)])[0]
+        fault, self._nonce = self._group.gather([fault, secrets.token_hex(4)])[0]
         if fault:
             raise UsageError(fault)
 
@@ -194,7 +194,7 @@ class Checkpoints:
         passed_over: list[str] = []
         for folder in folders:
             loaded, fault, is_misfit = self._try_to_load(Path(folder), wanted)
-            told = self._company.gather([fault, is_misfit, self._content.optimizers.members()])
+            told = self._group.gather([fault, is_misfit, self._content.optimizers.members()])
             faults = list(dict.fromkeys(text for text, _, _ in told if text))
             if any(misfit for _, misfit, _ in told):
                 raise MisfitError(next(text for text, misfit, _ in told if misfit))
@@ -257,7 +257,7 @@ class Checkpoints:
             snapshot = self._content.collect(step, notes) if not is_there else None
         except Exception as error:  # also of the caller's own state_dict(): others must not wait for this process
             fault = error
-        told = self._company.gather(["" if fault is None else str(fault) or repr(fault), is_there])
+        told = self._group.gather(["" if fault is None else str(fault) or repr(fault), is_there])
         if fault is not None:
             raise fault
         faults = list(dict.fromkeys(text for text, _ in told if text))
@@ -285,10 +285,10 @@ class Checkpoints:
         if saving is None:
             return
         saving.wait_written()
-        faults = self._company.gather(saving.fault)
+        faults = self._group.gather(saving.fault)
         saving.others_fault = "; ".join(f"process {n}: {fault}" for n, fault in enumerate(faults) if fault)
         saving.wait()
-        failure, complaint = self._company.gather([saving.failure, saving.complaint])[0]
+        failure, complaint = self._group.gather([saving.failure, saving.complaint])[0]
         self._saving = None
         if failure:
             if self._process == 0:
@@ -330,7 +330,7 @@ class Checkpoints:
                 folders = [str(path) for path in self._look_for(source)]
             except (CheckpointError, UsageError) as error:
                 fault = str(error)
-        told = self._company.gather([folders, fault])[0]
+        told = self._group.gather([folders, fault])[0]
         if told[1]:
             raise CheckpointError(told[1])
         found_folders: list[str] = told[0]
@@ -372,7 +372,7 @@ class Checkpoints:
             put_back = self._content.load_around(loaded.prepared, loaded.state)
         except MisfitError as error:
             fault = error
-        told = next((text for text in self._company.gather("" if fault is None else str(fault)) if text), "")
+        told = next((text for text in self._group.gather("" if fault is None else str(fault)) if text), "")
         if told:  # the model is as it was, in all processes
             if fault is None:
                 put_back()

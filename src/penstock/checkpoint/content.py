@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._version import __version__
+from penstock.checkpoint.generator_states import generator_states, set_generator_states
 from penstock.checkpoint.misfit import MisfitError
-from penstock.checkpoint.optimizers import Optimizers, OptimizerState
-from penstock.checkpoint.plain import from_plain, to_plain
-from penstock.checkpoint.randomness import generator_states, set_generator_states
-from penstock.checkpoint.shards import check_storable
+from penstock.checkpoint.optimizer_states import Optimizers, OptimizerState
+from penstock.checkpoint.state_as_json import from_plain, to_plain
+from penstock.checkpoint.tensor_shards import check_storable
 from penstock.errors import UsageError
-from penstock.pipeline.before import loss_module
 from penstock.pipeline.pipeline import Pipeline
-from penstock.schedule.plain import to_json
+from penstock.pipeline.state_snapshot import loss_module
+from penstock.schedule.json_format import to_json
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["PARTS", "Content", "Snapshot", "versions"]
@@ -71,19 +72,19 @@ class Content:
         self._planned: tuple[Schedule, dict[str, Any]] | None = None
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from ((name, t) for name, t in self.pipe._weights.held() if isinstance(t, nn.Parameter))
+        yield from ((name, t) for name, t in self.pipe.internals.held() if isinstance(t, nn.Parameter))
         yield from ((f"{LOSS}{name}", p) for name, p in self._loss.named_parameters())
 
     @property
     def _loss(self) -> nn.Module:
-        return loss_module(self.pipe._loss) or nn.Module()
+        return loss_module(self.pipe.internals.loss) or nn.Module()
 
     @cached_property
     def lane_of(self) -> dict[str, int]:
         """The lane that saves each tensor of the model: the first that holds it."""
         lanes: dict[str, int] = {}
         ways = self.pipe.schedule.ways
-        for index, stage in enumerate(self.pipe._chains[0].stages):
+        for index, stage in enumerate(self.pipe.internals.stages):
             first = min(way[index] for way in ways)
             for name in stage.state_dict(keep_vars=True):
                 lanes[name] = min(first, lanes.get(name, first))
@@ -100,7 +101,7 @@ class Content:
     @property
     def aliases(self) -> dict[str, str]:
         """Other names of tensors of the model."""
-        return dict(self.pipe._chains[0].aliases)
+        return dict(self.pipe.internals.chain.aliases)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Content:
         files: dict[str, dict[str, torch.Tensor]] = {}
         optim: dict[int, dict[str, torch.Tensor]] = {}  # of each lane
         held: dict[str, torch.Tensor] = {}
-        for name, tensor in self.pipe._weights.held():
+        for name, tensor in self.pipe.internals.held():
             held.setdefault(name, tensor)  # of several lanes the first
         for lane in lanes:
             files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"] = {name: held[name] for name in self._own[lane]}
@@ -166,7 +167,7 @@ class Content:
 
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return in what a saved model differs from this one; nothing where it fits."""
-        own = {name: tuple(t.shape) for stage in self.pipe._chains[0].stages for name, t in _saved(stage)}
+        own = {name: tuple(t.shape) for stage in self.pipe.internals.stages for name, t in _saved(stage)}
         shapes = {self.aliases.get(name, name): shape for name, shape in shapes.items()}
         missing = sorted(own.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - own.keys())
@@ -274,10 +275,8 @@ class Content:
 
 def versions() -> dict[str, str]:
     """Return the versions of what writes a checkpoint."""
-    import penstock
-
     return {
-        "penstock": penstock.__version__,
+        "penstock": __version__,
         "torch": torch.__version__,
         "xxhash": version("xxhash"),
         "python": platform.python_version(),

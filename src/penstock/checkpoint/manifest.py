@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk import open_plain
-from penstock.checkpoint.shards import SAFE_NAMES, checksum
+from penstock.checkpoint.tensor_shards import SAFE_NAMES, checksum
 from penstock.errors import CheckpointError
 
 __all__ = [

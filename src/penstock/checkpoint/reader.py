@@ -13,8 +13,8 @@ import torch
 from penstock.checkpoint.content import PARTS, Content
 from penstock.checkpoint.manifest import Manifest, read_json, read_manifest, step_folders
 from penstock.checkpoint.misfit import MisfitError
-from penstock.checkpoint.plain import from_plain
-from penstock.checkpoint.shards import Shard
+from penstock.checkpoint.state_as_json import from_plain
+from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
 
 __all__ = ["Loaded", "Restored", "complete", "faults_of", "found", "load"]

@@ -54,7 +54,7 @@ def inspect(
 
       penstock checkpoint inspect run --all --json
     """
-    from penstock.checkpoint.looking import choose, describe
+    from penstock.checkpoint.inspection import choose, describe
 
     told = [describe(folder) for folder in choose(path, step=step, is_all=every)]
     if as_json:
@@ -74,9 +74,9 @@ def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson
 
       penstock checkpoint verify run --all --json
     """
-    from penstock.checkpoint.looking import choose
-    from penstock.checkpoint.looking import verify as faults_in
-    from penstock.report.format import printable
+    from penstock.checkpoint.inspection import choose
+    from penstock.checkpoint.inspection import verify as faults_in
+    from penstock.report.units import printable
 
     told = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
     if as_json:
@@ -113,8 +113,8 @@ def export(
 
       penstock checkpoint export run/checkpoint-000500 for_torch --form dcp
     """
-    from penstock.checkpoint.foreign import export_checkpoint
-    from penstock.checkpoint.looking import choose
+    from penstock.checkpoint.formats.exchange import export_checkpoint
+    from penstock.checkpoint.inspection import choose
     from penstock.checkpoint.manifest import read_manifest
 
     (folder,) = choose(path, step=step)
@@ -150,13 +150,13 @@ def import_(
 
       penstock checkpoint import old.pt run --key model
     """
-    from penstock.checkpoint.foreign import import_weights
+    from penstock.checkpoint.formats.exchange import import_weights
 
     _show_moved(source, import_weights(source, folder, step=step, prefix=prefix, key=key), as_json=as_json)
 
 
 def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: ANN401 - its module would import torch
-    from penstock.report.format import printable, show_bytes
+    from penstock.report.units import printable, show_bytes
 
     if as_json:
         plain = {"source": str(source), "target": str(moved.path)}
@@ -166,7 +166,7 @@ def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: AN
 
 
 def _lines(told: dict[str, Any], *, tensors: bool) -> list[str]:
-    from penstock.report.format import printable, show_bytes
+    from penstock.report.units import printable, show_bytes
 
     plan = told["plan"]
     cut = ", ".join(

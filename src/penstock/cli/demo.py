@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.training import LANES, MICRO_BATCHES
+from penstock.cli.demo_training import LANES, MICRO_BATCHES
 
 if TYPE_CHECKING:
-    from penstock.cli.plain import Comparison
-    from penstock.cli.training import Settings, Training
+    from penstock.cli.demo_training import Settings, Training
+    from penstock.cli.plain_step import Comparison
     from penstock.report.timeline import Timeline
-    from penstock.training.reading import Reading
+    from penstock.training.callbacks.progress import Reading
 
 __all__ = ["demo"]
 
@@ -58,7 +58,7 @@ def demo(
 
       penstock demo --simulate --lanes 8
     """
-    from penstock.cli.training import Settings
+    from penstock.cli.demo_training import Settings
     from penstock.errors import OutputError, UsageError
 
     given = [name for name, value in {"--steps": steps, "--schedule": schedule}.items() if value is not None]
@@ -80,10 +80,10 @@ def demo(
 
 def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
     from penstock.cli import show
+    from penstock.cli.demo_training import open_training
     from penstock.cli.live import show_training
     from penstock.cli.options import check_outputs
-    from penstock.cli.plain import compare_with_plain
-    from penstock.cli.training import open_training
+    from penstock.cli.plain_step import compare_with_plain
 
     page, trace = folder / "timelines.html", folder / "measured.json"
     check_outputs([page, trace])
@@ -114,8 +114,8 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
 def _introduce(training: Training) -> None:
     """Say what is trained, and how it is cut."""
     from penstock.cli import show
-    from penstock.cli.training import BATCH_SIZE, LENGTH
-    from penstock.report.format import printable, show_count, show_share
+    from penstock.cli.demo_training import BATCH_SIZE, LENGTH
+    from penstock.report.units import printable, show_count, show_share
 
     found, schedule = training.explanation, training.pipe.schedule
     size = show_count(found.num_parameters, digits=3)
@@ -133,9 +133,9 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     from rich.text import Text
 
     from penstock.cli import show
-    from penstock.cli.training import PROMPT
-    from penstock.report.format import show_seconds, show_share
-    from penstock.report.text import draw_text
+    from penstock.cli.demo_training import PROMPT
+    from penstock.report.terminal_chart import draw_text
+    from penstock.report.units import show_seconds, show_share
 
     console = Console()
     show.note("\nWhat it writes")
@@ -149,7 +149,7 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
 
 
 def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:
-    from penstock.training.view_figures import Pace
+    from penstock.training.view.view_figures import Pace
 
     schedule = training.pipe.schedule
     return {
@@ -181,8 +181,8 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
     """Simulate and compare schedules, draw their timelines, and say where the page is."""
     from penstock.cli import show
-    from penstock.cli.job import Job
-    from penstock.report.html import write_html
+    from penstock.cli.simulate_job import Job
+    from penstock.report.timeline_page import write_html
 
     job = Job(
         schedules=_COMPARED,

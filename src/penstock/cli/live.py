@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.training.reading import Reading
+    from penstock.training.callbacks.progress import Reading
 
 __all__ = ["show_training"]
 
@@ -15,7 +15,7 @@ _MOST_LINES = 11  # where it is not a terminal
 
 def show_training(readings: Iterable[Reading], *, steps: int) -> list[Reading]:
     """Show a training while it goes; return what was read."""
-    from penstock.training.view_screen import Screen
+    from penstock.training.view.view_screen import Screen
 
     found = []
     with Screen(steps) as screen:

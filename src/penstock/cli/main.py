@@ -11,6 +11,7 @@ import typer
 from penstock.cli.checkpoint import checkpoint
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
+from penstock.cli.plan import plan
 from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
 from penstock.cli.train import TrainCommand, train
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command(cls=TrainCommand)(train)
 app.command()(simulate)
+app.command()(plan)
 app.command()(profile)
 app.command()(demo)
 app.add_typer(checkpoint)
@@ -38,7 +40,7 @@ app.command(context_settings={"allow_interspersed_args": False})(doctor)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from penstock import __version__
+        from penstock._version import __version__
 
         typer.echo(f"penstock {__version__}")
         raise typer.Exit

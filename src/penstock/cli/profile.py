@@ -3,109 +3,84 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.model_options import (
+    COSTS,
+    SHOW,
+    WHAT,
+    Analytic,
+    AsJson,
+    Bandwidth,
+    CapturePath,
+    Cuts,
+    Html,
+    Lanes,
+    Latency,
+    MemoryLimit,
+    MicroBatches,
+    Model,
+    ScheduleName,
+    StagesPerLane,
+    cluster_of,
+    noted,
+)
+
 if TYPE_CHECKING:
-    from penstock.planning.cluster import Cluster
-    from penstock.planning.explanation import Explanation
+    from penstock.planning.explain.explanation import Explanation
 
 __all__ = ["profile"]
 
-_WHAT, _COSTS, _CUTS, _SHOW = "How to run it", "What it costs", "Where to cut", "What to show"
-
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="package.module:callable or file.py:callable, which returns a model, or a model and an example; or a"
-            " model type of transformers, as gpt2: a small random one.",
-            metavar="MODEL",
-        ),
-    ],
-    lanes: Annotated[int | None, typer.Option(help="Lanes; 4 if nothing is said.", rich_help_panel=_WHAT)] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Micro-batches a step; 8 if nothing is said.", rich_help_panel=_WHAT)
-    ] = None,
-    schedule: Annotated[
-        str,
-        typer.Option(help="A schedule's name (penstock simulate --list), or a CSV file.", rich_help_panel=_WHAT),
-    ] = "1f1b",
-    stages_per_lane: Annotated[
-        int | None, typer.Option(help="Stages a lane, where the schedule leaves it open.", rich_help_panel=_WHAT)
-    ] = None,
+    model: Model,
+    lanes: Lanes = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_lane: StagesPerLane = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples of a micro-batch; by default the example's.", rich_help_panel=_WHAT)
+        int | None, typer.Option(help="Samples of a micro-batch; by default the example's.", rich_help_panel=WHAT)
     ] = None,
     keep: Annotated[
-        str, typer.Option(help="What stages do with saved values: hold or recompute.", rich_help_panel=_WHAT)
+        str, typer.Option(help="What stages do with saved values: hold or recompute.", rich_help_panel=WHAT)
     ] = "hold",
     train: Annotated[
         bool | None,
         typer.Option(
-            "--train/--eval", help="Capture in training or in evaluation; by default as it is.", rich_help_panel=_WHAT
+            "--train/--eval", help="Capture in training or in evaluation; by default as it is.", rich_help_panel=WHAT
         ),
     ] = None,
-    capture: Annotated[
-        str,
-        typer.Option(help="The way to capture it: auto, direct, export or replay.", rich_help_panel=_WHAT),
-    ] = "auto",
+    capture: CapturePath = "auto",
     device: Annotated[
-        str, typer.Option(help="Where to measure, as cuda; by default where the model is.", rich_help_panel=_COSTS)
+        str, typer.Option(help="Where to measure, as cuda; by default where the model is.", rich_help_panel=COSTS)
     ] = "",
-    analytic: Annotated[
-        str,
-        typer.Option(
-            help="Measure nothing: count operations and bytes for a device, as h100 or cpu.", rich_help_panel=_COSTS
-        ),
-    ] = "",
+    analytic: Analytic = "",
     save: Annotated[
-        Path | None, typer.Option(help="Write the profile, to load it next time.", rich_help_panel=_COSTS)
+        Path | None, typer.Option(help="Write the profile, to load it next time.", rich_help_panel=COSTS)
     ] = None,
     load: Annotated[
-        Path | None, typer.Option(help="Take a profile that was saved, measure nothing.", rich_help_panel=_COSTS)
+        Path | None, typer.Option(help="Take a profile that was saved, measure nothing.", rich_help_panel=COSTS)
     ] = None,
-    bandwidth: Annotated[
-        str,
-        typer.Option(
-            help="Bytes a second between lanes, as 25GB; by default transfers take no time.", rich_help_panel=_COSTS
-        ),
-    ] = "",
-    latency: Annotated[
-        str, typer.Option(help="Seconds until another lane sees a value, as 20us.", rich_help_panel=_COSTS)
-    ] = "",
+    bandwidth: Bandwidth = "",
+    latency: Latency = "",
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(
             help="Optimizer state for each byte of a parameter; 2, as for Adam, if nothing is said.",
-            rich_help_panel=_COSTS,
+            rich_help_panel=COSTS,
         ),
     ] = None,
-    memory_limit: Annotated[
-        str, typer.Option(help="Bytes a lane has, as 16GiB; or one a lane, with commas.", rich_help_panel=_CUTS)
-    ] = "",
-    cuts: Annotated[
-        str,
-        typer.Option(
-            help="Where cuts must lie: modules or nodes that they lie before, or numbers of nodes, with commas; the"
-            " others are chosen.",
-            rich_help_panel=_CUTS,
-        ),
-    ] = "",
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write a page: the model as a strip of nodes, with the cuts on it.", rich_help_panel=_SHOW),
-    ] = None,
+    memory_limit: MemoryLimit = "",
+    cuts: Cuts = "",
+    html: Html = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write a page of the predicted step's timeline.", rich_help_panel=_SHOW)
+        Path | None, typer.Option(help="Write a page of the predicted step's timeline.", rich_help_panel=SHOW)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.", rich_help_panel=_SHOW)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Profile a model and cut it into stages: what each takes, what crosses the cuts, and the predicted step.
 
@@ -117,14 +92,14 @@ def profile(
     """
     from penstock.cli import show
     from penstock.cli.options import check_outputs, numbers
-    from penstock.report.format import parse_bytes
+    from penstock.report.units import parse_bytes
     from penstock.schedules import load_csv
 
     _check_costs({"--load": load, "--analytic": analytic.strip(), "--device": device.strip()})
     check_outputs([path for path in (save, html, timeline) if path is not None])
-    limit, cluster = numbers("memory-limit", memory_limit, parse_bytes), _cluster(bandwidth, latency)
+    limit, cluster = numbers("memory-limit", memory_limit, parse_bytes), cluster_of(bandwidth, latency)
     chosen = load_csv(schedule) if schedule.lower().endswith(".csv") else schedule
-    with _noted(), show.progress(quiet=as_json) as progress:
+    with noted(), show.progress(quiet=as_json) as progress:
         from penstock import explain
 
         found = explain(
@@ -162,24 +137,6 @@ def _check_costs(given: dict[str, object]) -> None:
         raise UsageError(f"{' and '.join(names)}: times come from one of them; leave the others out")
 
 
-def _cluster(bandwidth: str, latency: str) -> Cluster | None:
-    from penstock.cli.options import numbers
-    from penstock.errors import UsageError
-    from penstock.planning.cluster import Cluster, Link
-    from penstock.report.format import parse_bytes, parse_seconds
-
-    given = {
-        "bytes_per_second": numbers("bandwidth", bandwidth.removesuffix("/s"), parse_bytes),
-        "latency_seconds": numbers("latency", latency, parse_seconds),
-    }
-    known = {name: value for name, value in given.items() if value is not None}
-    if any(isinstance(value, list) for value in known.values()):
-        raise UsageError(
-            "--bandwidth and --latency: give one number for all links; a Cluster in Python has one for each"
-        )
-    return Cluster(link=Link(**known)) if known else None
-
-
 def _device(name: str) -> str | None:
     """Return the device to measure on, if it is there."""
     from penstock.errors import UsageError
@@ -195,17 +152,6 @@ def _device(name: str) -> str | None:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device: nothing can be measured on {word!r}: {reason}") from error
     return word
-
-
-@contextmanager
-def _noted() -> Iterator[None]:
-    """Print warnings of ours as notes, each once, and keep those of other packages back."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    own = str(Path(__file__).parent.parent)
-    for message in dict.fromkeys(str(warning.message) for warning in caught if warning.filename.startswith(own)):
-        typer.echo(f"Note: {message}", err=True)
 
 
 def _write(found: Explanation, *, save: Path | None, html: Path | None, timeline: Path | None) -> dict[str, str]:

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.job import Job, Result
-from penstock.report.format import printable, show_bytes, show_seconds, show_share
-from penstock.report.text import draw_text
+from penstock.cli.simulate_job import Job, Result
+from penstock.report.terminal_chart import draw_text
+from penstock.report.units import printable, show_bytes, show_seconds, show_share
 from penstock.schedules import describe, names
 
 if TYPE_CHECKING:
-    from penstock.planning.explanation import Explanation
+    from penstock.planning.explain.explanation import Explanation
 
 __all__ = ["charts", "explanation", "list_schedules", "note", "progress", "run_with_progress", "table"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from penstock.cli.job import Result
+    from penstock.cli.simulate_job import Result
 
 __all__ = ["simulate"]
 
@@ -106,8 +106,8 @@ def simulate(
       penstock simulate --schedule auto --forward 1,2,1,1.5 --transfer 0.1 --html step.html
     """
     from penstock.cli import show
-    from penstock.cli.job import Job
     from penstock.cli.options import check_outputs
+    from penstock.cli.simulate_job import Job
 
     if list_all:
         show.list_schedules(as_json=as_json)
@@ -142,7 +142,7 @@ def simulate(
 
 def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:
     """Write what was asked for, each file whole; return what is where."""
-    from penstock.report.html import write_html
+    from penstock.report.timeline_page import write_html
 
     written = {}
     if html is not None:

@@ -13,10 +13,10 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from penstock.launch.config import Config
-    from penstock.launch.reading import Given
-    from penstock.planning.explanation import Explanation
-    from penstock.training.callbacks import Callback
+    from penstock.launch.config.config import Config
+    from penstock.launch.config.config_reader import Given
+    from penstock.planning.explain.explanation import Explanation
+    from penstock.training.callbacks.callback import Callback
 
 __all__ = ["TrainCommand", "train"]
 
@@ -30,7 +30,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context
         """Take the flags of the configuration out; the rest is the command's own."""
-        from penstock.launch.reading import take_flags
+        from penstock.launch.config.config_reader import take_flags
 
         own = [word for param in self.get_params(ctx) for word in (*param.opts, *param.secondary_opts)]
         rest, flags, faults = take_flags(args, own)
@@ -87,7 +87,7 @@ def train(
     and not saved in time.
     """
     from penstock.errors import UsageError
-    from penstock.launch.reading import read_config
+    from penstock.launch.config.config_reader import read_config
 
     flags, faults = ctx.meta[_KEPT]
     if init is not None:
@@ -97,7 +97,7 @@ def train(
         raise UsageError("--analytic: is for --dry-run; leave it out")
     given = read_config(file, flags, faults)
     if print_config:
-        from penstock.launch.writing import to_toml
+        from penstock.launch.config.config_writer import to_toml
 
         typer.echo(to_toml(given), nl=False)
     elif dry_run:
@@ -117,7 +117,7 @@ def _show_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.launch.config import GROUPS, Config, group_of
+    from penstock.launch.config.config import GROUPS, Config, group_of
 
     console = Console()
     for group in GROUPS:
@@ -134,7 +134,7 @@ def _show_keys() -> None:
 
 def _init(path: Path) -> None:
     from penstock.errors import OutputError, UsageError
-    from penstock.launch.writing import example_file
+    from penstock.launch.config.config_writer import example_file
 
     if path.exists():
         raise UsageError(f"--init: {path} is there already; name another file")
@@ -149,7 +149,7 @@ def _init(path: Path) -> None:
 
 
 def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
-    from penstock.launch.start import needs_processes, start_processes
+    from penstock.launch.processes.launcher import needs_processes, start_processes
 
     again = shlex.join(["penstock", "train", *sys.argv[2:]])
     if needs_processes(given.config):
@@ -158,8 +158,8 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
             typer.echo(json.dumps({"code": code, **_last_event(Path(given.config.folder))}, indent=2))
         return code
     from penstock.cli import show
-    from penstock.launch.running import run_here
-    from penstock.training.view import View
+    from penstock.launch.processes.train_process import run_here
+    from penstock.training.view.view import View
 
     with ExitStack() as stack:  # what is shown before the first step, until the view takes the terminal over
         progress = stack.enter_context(show.progress(quiet=as_json or quiet))
@@ -180,7 +180,7 @@ def _last_event(folder: Path) -> dict[str, Any]:
 
 def _closing(stack: ExitStack) -> Callback:
     """Return a callback that closes what is open when the training begins."""
-    from penstock.training.callbacks import Callback
+    from penstock.training.callbacks.callback import Callback
 
     class Closing(Callback):
         def on_train_begin(self, trainer: Any) -> None:  # noqa: ANN401, ARG002 - a Trainer, which needs torch
@@ -217,10 +217,10 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
         from penstock import explain
-        from penstock.launch.build import build_parts, lanes_of, threads_of
-        from penstock.launch.trying import telling_bad_batches
+        from penstock.launch.build.trainer_builder import build_parts, lanes_of, threads_of
+        from penstock.launch.build.trial_batch import telling_bad_batches
         from penstock.model.example import BatchLayout, read_example
-        from penstock.pipeline.places import with_threads
+        from penstock.pipeline.planned.placement import with_threads
         from penstock.schedules import load_csv
 
         parts = build_parts(config)

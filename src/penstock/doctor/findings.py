@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.doctor.busy import Busy
-from penstock.doctor.kinds import ABOUT, Kind
-from penstock.doctor.places import NOWHERE, Place
-from penstock.doctor.report import Finding, Report
-from penstock.doctor.tally import Entry, Key, Phase
-from penstock.report.format import show_share
+from penstock.doctor.doctor_report import Finding, Report
+from penstock.doctor.finding_kinds import ABOUT, Kind
+from penstock.doctor.gpu_busy import Busy
+from penstock.doctor.sightings import Entry, Key, Phase
+from penstock.doctor.source_lines import NOWHERE, Place
+from penstock.report.units import show_share
 
 __all__ = ["LEAST_LAUNCH_SHARE", "LEAST_LOADER_SHARE", "Seen", "make_report"]
 

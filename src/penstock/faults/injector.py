@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import UsageError
-from penstock.faults.wanted import Chaos, Wanted, parse
+from penstock.faults.fault_spec import Chaos, Wanted, parse
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.runtime.program import Instruction
+    from penstock.runtime.lane_program import Instruction
 
 __all__ = ["ENVIRONMENT", "Injector"]
 

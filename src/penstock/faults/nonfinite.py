@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.faults.ops import OpFinder, is_finite
-from penstock.pipeline.before import undisturbed
-from penstock.runtime.step import Mode, Step
+from penstock.faults.nonfinite_operation import OpFinder, is_finite
+from penstock.runtime.step import Step
 from penstock.schedule.actions import Action, Kind
 
 if TYPE_CHECKING:
-    from penstock.pipeline.past import Ran
+    from penstock.pipeline.past_steps import Ran
     from penstock.pipeline.pipeline import Pipeline
-    from penstock.runtime.program import Instruction
-    from penstock.runtime.watch import Watch
+    from penstock.runtime.action_watch import Watch
+    from penstock.runtime.lane_program import Instruction
 
 __all__ = ["Place", "locate"]
 
@@ -91,25 +90,17 @@ def locate(pipe: Pipeline, batch: object, target: object = _NO_TARGET) -> Place 
         UsageError: when the batch is not like the example.
         LaneError: when an action failed.
     """
-    ran = pipe._past.find(batch)
+    ran = pipe.internals.past_step(batch)
     finder = _Finder(pipe, ran)
     given = () if target is _NO_TARGET else (target,)
-    has_backward = pipe.schedule.versions is None
-    with undisturbed(pipe):
-        ready = pipe._read(batch, given, groups=pipe._weights.groups)
-        step = pipe._step(
-            ready, Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
-        )
-        if ran is not None:
-            step.seed, step.factor = ran.seed, ran.factor
+
+    def watch(step: Step) -> None:
         finder.look_before(step)
         step.watch = finder
-        try:
-            pipe._run(step, is_recorded=False)
-        finally:
-            pipe._setup.end_step(pipe._company, is_done=False)
+
+    pipe.internals.run_again(batch, given, watch)
     first = _first(finder.found, pipe.schedule.num_stages)
-    everyone = pipe._company.gather(None if first is None else asdict(first))
+    everyone = pipe.internals.gather(None if first is None else asdict(first))
     return _first([Place(**told) for told in everyone if told is not None], pipe.schedule.num_stages)
 
 
@@ -128,7 +119,7 @@ class _Finder:
         self._open = threading.local()
 
     def _executors(self) -> Sequence[Any]:
-        return self._pipe._setup.executors(training=True, has_backward=True)
+        return self._pipe.internals.executors()
 
     def look_before(self, step: Step) -> None:
         """Look at what comes in: the batch, and what the stages hold."""
@@ -146,7 +137,7 @@ class _Finder:
         """Begin to look into an action."""
         if self._inner is not None and not self._inner.before(lane, self._number(step_number), instruction):
             return False
-        if instruction.kind in (*_FORWARD, *_BACKWARD) and not self._pipe._setup.is_compiled:
+        if instruction.kind in (*_FORWARD, *_BACKWARD) and not self._pipe.internals.is_compiled:
             held = self._stages[lane, instruction.stage].held
             self._open.finder = OpFinder({id(held.get(name)): name for name in held})
             self._open.finder.__enter__()
@@ -193,7 +184,7 @@ class _Finder:
         """Return an operation with its line, where a graph runs and no code of the user's; if there is but one such."""
         if not operation or " at " in operation:
             return operation
-        graph, name = self._pipe._decision.captured.graph, operation.split(maxsplit=1)[0].rstrip(",")
+        graph, name = self._pipe.internals.captured.graph, operation.split(maxsplit=1)[0].rstrip(",")
         here = graph.stages(self._pipe.cuts)[stage]
         nodes = [graph.nodes[index] for index in here if graph.nodes[index].op.rstrip("_") == name]
         return f"{operation} at {nodes[0].source}" if len(nodes) == 1 and nodes[0].source else operation

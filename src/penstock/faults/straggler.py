@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.errors import UsageError
-from penstock.report.format import show_seconds
 from penstock.report.timeline import Timeline
+from penstock.report.units import show_seconds
 
 __all__ = ["SlowLane", "slow_lanes"]
 

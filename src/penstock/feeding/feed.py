@@ -12,17 +12,17 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset
 
+from penstock.devices.streams import Event, current_stream
 from penstock.errors import UsageError
-from penstock.feeding.carrier import Carrier, Parcel, Split
-from penstock.feeding.draws import check_draws, draws_of, own_draws_of, set_own
-from penstock.feeding.inline import Inline
-from penstock.feeding.places import Places, places_of, places_on
-from penstock.feeding.sharding import check_not_sharded
-from penstock.feeding.staging import mark
-from penstock.feeding.worker import Channel, End, Failure, Job, Pulls, end, start
+from penstock.feeding.inline_source import Inline
+from penstock.feeding.item_carrier import Carrier, Parcel, Split
+from penstock.feeding.loader_random_state import check_draws, draws_of, own_draws_of, set_own
+from penstock.feeding.loader_thread import Channel, End, Failure, Job, Pulls, end, start
+from penstock.feeding.pinned_staging import mark
+from penstock.feeding.sharded_loaders import check_not_sharded
+from penstock.feeding.tensor_destinations import Places, places_of, places_on
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.places import check_devices
-from penstock.runtime.streams import Event, current_stream
+from penstock.pipeline.planned.placement import check_devices
 
 __all__ = ["Feed", "feed"]
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from penstock.errors import GraphError
 
-__all__ = ["Graph", "Node", "Parameter", "Size", "Value"]
+__all__ = ["Graph", "Node", "Parameter", "Size", "Value", "graph_of"]
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,26 @@ class Graph:
     def parameters_of(self, nodes: Iterable[int]) -> tuple[str, ...]:
         """Return the names of the parameters and buffers that some nodes use, each once, in order."""
         return tuple(dict.fromkeys(name for index in nodes for name in self.nodes[index].parameters))
+
+
+def graph_of(plain: Mapping[str, Any]) -> Graph:
+    """Return the graph that `dataclasses.asdict` has made plain data of, also after JSON has made lists of tuples."""
+
+    def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+    return Graph(
+        nodes=tuple(Node(**tuples(node)) for node in plain["nodes"]),
+        values=tuple(
+            Value(**(tuples(value) | {"shape": tuple(Size(**size) for size in value["shape"])}))
+            for value in plain["values"]
+        ),
+        inputs=tuple(plain["inputs"]),
+        outputs=tuple(plain["outputs"]),
+        parameters={name: Parameter(**tuples(parameter)) for name, parameter in plain["parameters"].items()},
+        batch_size=plain["batch_size"],
+        uncuttable=frozenset(plain["uncuttable"]),
+    )
 
 
 def _running_sums(changes: Iterable[int]) -> Iterable[int]:

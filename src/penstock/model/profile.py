@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ __all__ = ["Profile"]
 Floats = NDArray[np.float64]
 
 _COLUMNS = ("forward", "input_grad", "weight_grad", "saved_bytes", "pending_bytes")
+_PLAIN = ("batch_size", "optimizer_bytes", "device", "method", *_COLUMNS)
 _FORMAT = "penstock profile 1"
 
 
@@ -137,16 +139,23 @@ class Profile:
         Raises:
             OutputError: when the file cannot be written.
         """
-        content = {
-            "format": _FORMAT,
-            "graph": _fingerprint(self.graph),
+        content = {"format": _FORMAT, "graph": _fingerprint(self.graph), **self.to_plain()}
+        write_whole(path, json.dumps(content, indent=1) + "\n")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all but the graph as data that JSON can hold."""
+        return {
             "batch_size": int(self.batch_size),
             "optimizer_bytes": float(self.optimizer_bytes),
             "device": self.device,
             "method": self.method,
             **{name: getattr(self, name).tolist() for name in _COLUMNS},
         }
-        write_whole(path, json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], graph: Graph) -> Profile:
+        """Return the profile of a graph that `to_plain` has written."""
+        return cls(graph=graph, **{name: plain[name] for name in _PLAIN})
 
     @classmethod
     def load(cls, path: str | PathLike[str], graph: Graph) -> Profile:
@@ -159,7 +168,7 @@ class Profile:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CostError(f"{path!s}: cannot be read as a profile: {error}") from error
-        wanted = {"graph", "batch_size", "optimizer_bytes", "device", "method", *_COLUMNS}
+        wanted = {"graph", *_PLAIN}
         if not isinstance(content, dict) or content.get("format") != _FORMAT or not wanted <= set(content):
             raise CostError(f"{path!s}: is not a profile that this version of Penstock wrote")
         if content["graph"] != _fingerprint(graph):
@@ -167,7 +176,7 @@ class Profile:
                 f"{path!s}: was measured for another graph; nodes there: {len(content['forward'])}, "
                 f"here: {len(graph.nodes)}; profile the model again"
             )
-        return cls(graph=graph, **{name: content[name] for name in wanted - {"graph"}})
+        return cls.from_plain(content, graph)
 
 
 def _column_faults(name: str, column: Floats, graph: Graph) -> list[str]:

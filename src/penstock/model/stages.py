@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from penstock.compile.options import Options
 from penstock.errors import UsageError
-from penstock.model.compiling import Options
 from penstock.model.example import Call, array_hint, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild

@@ -1,5 +1,6 @@
 """Pipeline: the object a user holds."""
 
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.smaller_micro_batches import split_finer
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "split_finer"]

@@ -10,14 +10,14 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.example import arguments_of
-from penstock.model.modes import in_mode
-from penstock.model.untouched import untouched
-from penstock.pipeline.before import undisturbed
+from penstock.model.preserve.modes import in_mode
+from penstock.model.preserve.untouched import untouched
+from penstock.pipeline.state_snapshot import undisturbed
 from penstock.runtime.losses import find_loss
 from penstock.runtime.step import Mode
 
 if TYPE_CHECKING:
-    from penstock.pipeline.batch import BatchReader
+    from penstock.pipeline.batch_reader import BatchReader
     from penstock.pipeline.pipeline import Pipeline
 
 __all__ = ["Comparison", "Difference", "compare"]
@@ -122,7 +122,7 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
         else:
             reference = "the plain model on the whole batch"
             whole_loss, wanted = plain()
-    everyone = pipe._company.gather([asdict(one) for one in _differences(found, wanted)])
+    everyone = pipe._lane_group.gather([asdict(one) for one in _differences(found, wanted)])
     rows = {row["name"]: Difference(**row) for lane in everyone for row in lane}
     differences = sorted(rows.values(), key=lambda one: -one.relative)
     return Comparison(loss, whole_loss, reference, tuple(differences))
@@ -138,14 +138,14 @@ def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, 
             with pipe._weights.gathering(is_scaled=False):
                 pipe._run(step, is_recorded=False)
         finally:
-            pipe._setup.end_step(pipe._company, is_done=False)
+            pipe._setup.end_step(pipe._lane_group, is_done=False)
         loss = pipe._total(step, ready)
     return float(loss), _gradients(pipe)
 
 
 def _plain(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Callable[[], Found] | None:
     """Return what runs the plain model; None where it is not here as a whole."""
-    model = pipe._decision.captured.model
+    model = pipe._planned.captured.model
     own = {id(parameter) for parameter in pipe.parameters()}
     is_whole = len(pipe.lanes) == pipe.schedule.num_lanes and len(set(pipe.devices)) == 1
     if not is_whole or isinstance(model, torch.nn.ModuleList) or any(id(p) not in own for p in model.parameters()):

@@ -9,19 +9,28 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import nn
 
+from penstock.compile.options import Compile, compiled, options_of
+from penstock.deciding.defaults import KEEP, default_schedule
+from penstock.deciding.plan import Plan, check_free, plan_to_run
 from penstock.errors import UsageError
-from penstock.model.capture import Captured, plain_module
-from penstock.model.compiling import Compile, compiled, options_of
+from penstock.model.capture.capture import Captured, plain_module
 from penstock.model.example import BatchLayout
 from penstock.model.structure import rebuild
-from penstock.pipeline.batch import BatchReader, Ready
-from penstock.pipeline.build import Model, Request, decide
-from penstock.pipeline.checks import (
+from penstock.pipeline.batch_reader import BatchReader, Ready
+from penstock.pipeline.comparison import Comparison, compare
+from penstock.pipeline.exactness.exactness import Exactness
+from penstock.pipeline.executor_setup import ExecutorSetup
+from penstock.pipeline.gradient_mode import without_gradients
+from penstock.pipeline.graph_steps import GraphSteps, Wanted, trained
+from penstock.pipeline.internals import Internals
+from penstock.pipeline.model_interface import ModelInterface
+from penstock.pipeline.past_steps import PastSteps
+from penstock.pipeline.planned.arguments import (
     LossOver,
     check_loss_over,
     check_seconds,
@@ -29,21 +38,16 @@ from penstock.pipeline.checks import (
     check_words,
     warn_of_cache,
 )
-from penstock.pipeline.comparison import Comparison, compare
-from penstock.pipeline.exactness import Exactness
-from penstock.pipeline.graphs import GraphSteps, Wanted, trained
-from penstock.pipeline.model_face import ModelFace
-from penstock.pipeline.modes import without_gradients
-from penstock.pipeline.packed import found_split
-from penstock.pipeline.past import Past
-from penstock.pipeline.places import autocast_of, check_devices, choose_lanes, threads_per_lane
-from penstock.pipeline.recording import Recording
-from penstock.pipeline.split import Split
+from penstock.pipeline.planned.placement import autocast_of, check_devices, choose_lanes, threads_per_lane
+from penstock.pipeline.planned.planned_model import Model, Request, module_of, plan_model
+from penstock.pipeline.splitting.custom_split import Split
+from penstock.pipeline.splitting.packed_images import found_split
+from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.weights import Weights
-from penstock.report.format import show_bytes
+from penstock.report.units import show_bytes
 from penstock.runtime.batch_loss import BatchLoss
-from penstock.runtime.batches import join_results
-from penstock.runtime.company import Company, found_company
+from penstock.runtime.exclusive_use import Use, one_at_a_time
+from penstock.runtime.lanes.lane_group import LaneGroup, make_lane_group
 from penstock.runtime.losses import (
     LossFunction,
     Summing,
@@ -54,20 +58,19 @@ from penstock.runtime.losses import (
     total_metrics,
     without_backward,
 )
-from penstock.runtime.setup import Setup
+from penstock.runtime.micro_batches import join_results, join_rows
 from penstock.runtime.step import Mode, Step
-from penstock.runtime.use import Use, one_at_a_time
 from penstock.schedule.lower import Keep, check_keep
 from penstock.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    from penstock.decide import Progress
+    from penstock.deciding.cut_request import Progress
     from penstock.model.profile import Profile
-    from penstock.model.rates import Rates
+    from penstock.model.profiling.device_rates import Rates
     from penstock.planning.cluster import Cluster
-    from penstock.planning.explanation import Explanation
-    from penstock.planning.limits import Limit
-    from penstock.runtime.watch import Watch
+    from penstock.planning.explain.explanation import Explanation
+    from penstock.planning.memory_limits import Limit
+    from penstock.runtime.action_watch import Watch
 
 __all__ = ["Pipeline"]
 
@@ -75,7 +78,7 @@ _NOTHING = object()  # no target was given, which is not the target None
 _MAKES_SEED = 1 << 62
 
 
-class Pipeline(ModelFace):
+class Pipeline(ModelInterface):
     """A model that is trained in stages, by lanes that work at the same time.
 
     In one process a lane is a worker thread; under torchrun it is a process. Loss and gradients are those of the
@@ -89,7 +92,8 @@ class Pipeline(ModelFace):
     True
 
     Args:
-        model: any module, unchanged; or a list of stage modules, each called with what the one before returns.
+        model: any module, unchanged; or a list of stage modules, each called with what the one before returns; or what
+            `penstock.model.capture.capture.capture` returned.
         example: how the model is called with a batch: a tensor, a tuple of arguments or a dict of keyword arguments.
         loss: `loss(output, target)`; None where the model returns its loss, or an output with `.loss`.
         micro_batches: so many a step; by default four a lane, as far as the example has samples.
@@ -119,8 +123,9 @@ class Pipeline(ModelFace):
             one value for all lanes or a list.
         cluster: speeds and links of the lanes, for the choice of cuts.
         profile: one that was made before, or its file: nothing is measured.
-        plan: a run folder, or its plan.json: where there is one for the same model and settings, its cuts and schedule
-            are used, and nothing is measured; else a warning says what has changed.
+        plan: a `Plan`, or the JSON file of one, to run: nothing is measured or decided anew. Or a run folder: its plan
+            is run if it was made for the same model and settings, and nothing is measured; else a warning says what
+            has changed.
         analytic: rates of a device, or the name of one: count instead of measure.
         capture_path: "direct", "export" or "replay" to have one of these.
         transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
@@ -131,7 +136,7 @@ class Pipeline(ModelFace):
         progress: is told what is being done, how much is done, and of how much.
 
     Attributes:
-        watch: is told of every action, where one is set: see `penstock.runtime.watch`.
+        watch: is told of every action, where one is set: see `penstock.runtime.action_watch`.
 
     Raises:
         CaptureError: when the model cannot be captured; says where it stopped, and what to do.
@@ -152,7 +157,7 @@ class Pipeline(ModelFace):
         lanes: int | None = None,
         stages_per_lane: int | None = None,
         cuts: Sequence[int | str] = (),
-        keep: Keep | Literal["fit"] | Sequence[Keep] = "hold",
+        keep: Keep | Literal["fit"] | Sequence[Keep] = KEEP,
         weight: Weight = None,
         loss_over: LossOver = "micro_batch",
         batch_dim: int | Mapping[str, int] = 0,
@@ -166,7 +171,7 @@ class Pipeline(ModelFace):
         memory_limit: Limit | None = None,
         cluster: Cluster | None = None,
         profile: Profile | str | PathLike[str] | None = None,
-        plan: str | PathLike[str] | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         analytic: Rates | str | None = None,
         capture_path: str = "auto",
         transport: str = "auto",
@@ -175,27 +180,43 @@ class Pipeline(ModelFace):
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
-        if schedule is None:
-            schedule = "zb_gpipe" if loss_over == "batch" else "1f1b"
+        module, captured = module_of(model)
+        given = plan_to_run(plan)
+        if given is not None:
+            check_free(
+                given,
+                {
+                    "schedule": schedule, "lanes": lanes, "micro_batches": micro_batches,
+                    "stages_per_lane": stages_per_lane, "cuts": cuts or None, "keep": None if keep == KEEP else keep,
+                    "memory_limit": memory_limit, "cluster": cluster, "profile": profile, "analytic": analytic,
+                    "capture_path": None if capture_path == "auto" else capture_path,
+                },
+            )  # fmt: skip
+            schedule, cuts, capture_path = given.schedule, given.cuts, given.capture_path
+            keep = cast("Keep", given.keep)
+            memory_limit = given.memory_limit
+        elif schedule is None:
+            schedule = default_schedule(loss_over)
         num_lanes = choose_lanes(lanes, devices, schedule)
         self.devices = check_devices(devices, num_lanes)
         check_loss(loss, weight)
-        check_words(model, keep, optimizer, memory_limit)
+        check_words(module, keep, optimizer, memory_limit)
         check_switches(graphs=graphs, autocast=autocast, scaler=scaler, deferred_batch_norm=deferred_batch_norm)
         options = options_of(compile)
-        if split is None and isinstance(model, nn.Module):
-            split = found_split(example, model)
+        if split is None and isinstance(module, nn.Module):
+            split = found_split(example, module)
         request = Request(
-            model, example, schedule, num_lanes, micro_batches, stages_per_lane,
-            (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else "hold",
+            module, example, schedule, num_lanes, micro_batches, stages_per_lane,
+            (cuts,) if isinstance(cuts, (str, int)) else tuple(cuts), keep if isinstance(keep, str) else tuple(keep),
             memory_limit, cluster, profile, analytic, capture_path, self.devices[0], progress,
-            threads_per_lane(self.devices), BatchLayout(batch_dim, whole), split, plan,
+            threads_per_lane(self.devices), BatchLayout(batch_dim, whole), split,
+            plan if given is None else given, captured,
         )  # fmt: skip
-        self._company: Company = found_company(
+        self._lane_group: LaneGroup = make_lane_group(
             self.devices, timeout_seconds=check_seconds(timeout), num_threads=threads_per_lane(self.devices),
             transport=transport,
         )  # fmt: skip
-        weakref.finalize(self, self._company.close)
+        weakref.finalize(self, self._lane_group.close)
         self._use = Use()
         exactness = Exactness(loss, weight, over_batch=loss_over == "batch", is_compiled=options is not None)
 
@@ -204,44 +225,44 @@ class Pipeline(ModelFace):
             if check and schedule.num_mbs > 1:
                 exactness.check(captured.split(()), captured.model, example=example, split=split)
 
-        decision = decide(request, self._company, check_exactness)
-        self._decision, self.schedule, self.cuts = decision, decision.schedule, decision.cuts
+        self._planned = plan_model(request, check_exactness, self._lane_group)
+        self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
         if keep == "fit" and self.schedule.versions is not None:
             raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
-        self._chains = [decision.split() for _ in self.schedule.ways]
+        self._chains = [self._planned.split() for _ in self.schedule.ways]
         for chain in self._chains:
             chain.compile_stages(options)
         self._loss = compiled(loss, options)
         self._cast, self._scaler = partial(autocast_of, autocast, self.devices[0]), scaler
         self._weights = Weights(
-            self._chains, self.schedule, self.devices, self._company, make_optimizer=optimizer,
+            self._chains, self.schedule, self.devices, self._lane_group, make_optimizer=optimizer,
             is_scaled=scaler is not None,
         )  # fmt: skip
-        self._company.give_streams(self._weights.together())
-        self._setup = Setup(
+        self._lane_group.give_streams(self._weights.together())
+        self._setup = ExecutorSetup(
             self._chains,
             self.schedule,
             check_keep("hold" if keep == "fit" else keep, self.schedule.num_stages),
             self.devices,
-            self._company.transports,
-            self._company.streams,
-            self._company.rows,
+            self._lane_group.transports,
+            self._lane_group.streams,
+            self._lane_group.rows,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
             is_compiled=options is not None,
         )
         self._graphs = GraphSteps(
-            graphs, self._setup, self._company, parameters=trained(self._weights.parameters, loss), progress=progress
+            graphs, self._setup, self._lane_group, parameters=trained(self._weights.parameters, loss), progress=progress
         )
         exactness.device = self.devices[self.schedule.ways[0][-1]]
         self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split)
         self._loss_over: LossOver = loss_over
-        self._number, self._is_closed, self._past, self._timeout = 0, False, Past(), timeout
+        self._number, self._is_closed, self._past_steps, self._timeout = 0, False, PastSteps(), timeout
         self._recording: Recording | None = None
         self._has_looked_for_caches = False
         self.watch: Watch | None = None
         self.training = True
-        self._followed = plain_module(model) if isinstance(model, nn.Module) else model[0]
+        self._followed = plain_module(module) if isinstance(module, nn.Module) else module[0]
         self._followed_mode = self._followed.training
         self.train(self._followed_mode)
 
@@ -286,8 +307,8 @@ class Pipeline(ModelFace):
                 self._graphs.run(step, self._run)
             is_done = True
         finally:
-            self._past.note(batch, step)
-            self._setup.end_step(self._company, is_done=is_done)
+            self._past_steps.note(batch, step)
+            self._setup.end_step(self._lane_group, is_done=is_done)
         self._weights.agree_on_buffers()
         loss = without_backward(self._total(step, ready))
         return (loss, self._total_metrics(step, ready)) if metrics else loss
@@ -331,16 +352,18 @@ class Pipeline(ModelFace):
         outputs: dict[int, list[Any]] = {}
         step = self._step(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
         self._run(step)
-        made = self._company.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
+        made = self._lane_group.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
             return None
-        joined = join_results(
-            [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes, self._chains[0].example.batch_dim
-        )
+        results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
+        if self._reader.is_split and len(results) > 1:
+            joined = join_rows(results, sizes)
+        else:
+            joined = join_results(results, sizes, self._chains[0].example.batch_dim)
         output = rebuild(self._chains[0].results(self.training).template(), joined)
         if not self._has_looked_for_caches:
             self._has_looked_for_caches = True
-            warn_of_cache(output, self._decision.captured)
+            warn_of_cache(output, self._planned.captured)
         return output
 
     __call__ = forward
@@ -357,7 +380,7 @@ class Pipeline(ModelFace):
             return (reader or self._reader).read(batch, target, groups=groups)
         except Exception as error:
             self._number += 1
-            self._company.refuse(self._number, error)
+            self._lane_group.refuse(self._number, error)
             raise
 
     def _step(
@@ -384,7 +407,7 @@ class Pipeline(ModelFace):
         if self._loss_over == "batch" and outputs is None:
             step.scales = [1.0] * len(shares)
             step.over_batch = BatchLoss(
-                ready.batch.sizes, self._chains[0].example.batch_dim, ready.target_dims,
+                ready.samples or ready.batch.sizes, self._chains[0].example.batch_dim, ready.target_dims,
                 lambda tensors, target: read_loss(rebuild(results.template(), tensors), loss, target),
             )  # fmt: skip
         step.measures_memory = self._recording is not None and self._recording.measures_memory
@@ -399,14 +422,14 @@ class Pipeline(ModelFace):
         if recording is not None:
             spans = recording.begin(step, self._setup.lowered(step.mode.is_training), executors)
         try:
-            self._company.run(executors, step, spans)
+            self._lane_group.run(executors, step, spans)
         finally:
             self._number = step.number  # processes that failed at different steps have agreed on the latest
         if recording is not None:
-            recording.end(self._company, executors)
+            recording.end(self._lane_group, executors)
 
     def _total(self, step: Step, ready: Ready) -> torch.Tensor:
-        losses = self._company.share_losses(step, self.schedule)
+        losses = self._lane_group.share_losses(step, self.schedule)
         if step.over_batch is not None:
             (loss,) = losses.values()
             return loss.clone()
@@ -448,9 +471,20 @@ class Pipeline(ModelFace):
             self.train(before)
 
     @property
+    def plan(self) -> Plan:
+        """How the model is cut and run. `pipe.plan.to_json(path)` writes it, and `Pipeline(..., plan=path)` runs it."""
+        plan, found = self._planned.plan, self._planned.explainer.kept
+        return plan if found is None or plan.explanation is not None else replace(plan, explanation=found)
+
+    @property
+    def internals(self) -> Internals:
+        """What checkpoints, faults, feeding and training need of it; see `penstock.pipeline.internals`."""
+        return Internals(self)
+
+    @property
     def lanes(self) -> tuple[int, ...]:
         """The lanes that run in this process: all of them, or under torchrun one."""
-        return self._company.lanes
+        return self._lane_group.lanes
 
     @property
     def timeout(self) -> float:
@@ -459,7 +493,7 @@ class Pipeline(ModelFace):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._company.wait_at_most(check_seconds(seconds))
+        self._lane_group.wait_at_most(check_seconds(seconds))
         self._timeout = seconds
 
     @contextmanager
@@ -471,7 +505,7 @@ class Pipeline(ModelFace):
         """
         if self._recording is not None:
             raise UsageError("record() is open already")
-        recording = Recording(self.schedule, self._decision.held_bytes, memory=memory)
+        recording = Recording(self.schedule, self._planned.held_bytes, memory=memory)
         self._recording = recording
         try:
             yield recording
@@ -498,7 +532,7 @@ class Pipeline(ModelFace):
 
     def explain(self) -> Explanation:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
-        found = self._decision.explain()
+        found = self._planned.explain()
         if self._loss_over == "micro_batch":
             return found
         size, count = int(found.profile.batch_size), self.schedule.num_mbs
@@ -512,7 +546,7 @@ class Pipeline(ModelFace):
     def close(self) -> None:
         """Stop the lanes; a pipeline that is left alone does so by itself."""
         self._is_closed = True
-        self._company.close()
+        self._lane_group.close()
         self._graphs.forget()
 
     def __enter__(self) -> Pipeline:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.homes import on_device
+from penstock.model.preserve.homes import on_device
 from penstock.model.stages import Chain, Stage
-from penstock.runtime.company import Company
-from penstock.runtime.setup import stage_on
+from penstock.pipeline.executor_setup import stage_on
+from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.schedule.actions import Kind
 from penstock.schedule.schedule import Schedule
 
@@ -38,12 +38,14 @@ class Weights:
     """
 
     def __init__(
-        self, chains: Sequence[Chain], schedule: Schedule, devices: Sequence[torch.device], company: Company,
+        self, chains: Sequence[Chain], schedule: Schedule, devices: Sequence[torch.device], lane_group: LaneGroup,
         *, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, is_scaled: bool = False,
     ) -> None:  # fmt: skip
-        self._chain, self._schedule, self._company, self._devices = chains[0], schedule, company, devices
+        self._chain, self._schedule, self._lane_group, self._devices = chains[0], schedule, lane_group, devices
         self._stages: dict[tuple[int, int], Stage] = {
-            (lane, s): stage_on(chains, schedule, lane, s) for lane in company.lanes for s in schedule.stages_of(lane)
+            (lane, s): stage_on(chains, schedule, lane, s)
+            for lane in lane_group.lanes
+            for s in schedule.stages_of(lane)
         }
         self._place()
         self._holders = self._find_holders(chains[0])
@@ -51,7 +53,7 @@ class Weights:
         self._waits: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
         self._is_synchronised = True
         # without values, unless a scaler is to see in its gradient that another lane overflowed
-        self._stand_in = _make_stand_in(int(is_scaled), devices[company.lanes[0]])
+        self._stand_in = _make_stand_in(int(is_scaled), devices[lane_group.lanes[0]])
         self.optimizers = self._make_optimizers(make_optimizer)
         self.groups = _update_groups(schedule)
         self._spread()
@@ -170,7 +172,7 @@ class Weights:
                 if all(tensor is not other for other in own.setdefault(name, [])):
                     own[name].append(tensor)
         fault = self._misfit(state, own, strict=strict)
-        faults = [told for told in self._company.gather(fault) if told]
+        faults = [told for told in self._lane_group.gather(fault) if told]
         if faults:
             raise UsageError(f"the state does not fit the model; {' and '.join(dict.fromkeys(faults))}")
         with torch.no_grad():
@@ -248,7 +250,7 @@ class Weights:
 
     def _apart(self) -> list[str]:
         """Return the shared parameters whose holders are different tensors, of which this process has one."""
-        mine = set(self._company.lanes)
+        mine = set(self._lane_group.lanes)
         return [
             name
             for name, lanes in self._holders.items()
@@ -257,13 +259,13 @@ class Weights:
         ]
 
     def _sum(self, names: Sequence[str]) -> None:
-        mine = set(self._company.lanes)
+        mine = set(self._lane_group.lanes)
         for name in names:
             own, lanes = self._own(name), self._holders[name]
             local = _added([p.grad for p in own], own[0].device)
             parts = [local]
             if not set(lanes) <= mine:
-                given = self._company.exchange(self._number_of[name], _as_plain(local), lanes)
+                given = self._lane_group.exchange(self._number_of[name], _as_plain(local), lanes)
                 parts = [_from_plain(one, own[0].shape) for one in given]
             total = _added(parts, own[0].device)
             for parameter in own:
@@ -276,7 +278,7 @@ class Weights:
         self._stand_in.grad = (
             None if own else torch.zeros_like(self._stand_in)
         )  # what the scaler looks at, on this lane
-        if all(self._company.gather(is_finite)):
+        if all(self._lane_group.gather(is_finite)):
             return
         for parameter in (*own, self._stand_in):
             if parameter.grad is not None and parameter.grad.numel():
@@ -285,12 +287,12 @@ class Weights:
 
     def _spread(self) -> None:
         """Let all lanes start from the values of the first that holds a parameter."""
-        mine = set(self._company.lanes)
+        mine = set(self._lane_group.lanes)
         with torch.no_grad():
             for name, lanes in self._holders.items():
                 if mine & set(lanes) and not set(lanes) <= mine:
                     own = self._own(name)
-                    first = self._company.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
+                    first = self._lane_group.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
                     for parameter in own:
                         parameter.copy_(first)
 
@@ -299,7 +301,7 @@ class Weights:
 
         Each has seen its own micro-batches only. In one process they share the tensors.
         """
-        mine = set(self._company.lanes)
+        mine = set(self._lane_group.lanes)
         if len(mine) == self._schedule.num_lanes:
             return
         with torch.no_grad():
@@ -308,7 +310,7 @@ class Weights:
                 names = [] if set(lanes) <= mine else [name for name, _ in stage.named_buffers()]
                 if names:
                     own = [stage.held.get(name) for name in names]
-                    given = self._company.exchange(_BUFFERS + index, own, lanes)
+                    given = self._lane_group.exchange(_BUFFERS + index, own, lanes)
                     for buffer, *copies in zip(own, *given, strict=True):
                         together = torch.stack([copy.to(buffer.device) for copy in copies])
                         is_float = buffer.is_floating_point() or buffer.is_complex()
@@ -324,7 +326,9 @@ class Weights:
         if self._is_whole:  # then nobody needs to know the number on the host, and nobody waits for it
             total: torch.Tensor = own
         else:
-            total = torch.linalg.vector_norm(torch.tensor(self._company.gather(float(own)), dtype=own.dtype), norm_type)
+            total = torch.linalg.vector_norm(
+                torch.tensor(self._lane_group.gather(float(own)), dtype=own.dtype), norm_type
+            )
         if float(max_norm) == float("inf"):  # nothing is to be scaled; inf / inf would spoil all for one
             return total
         # as torch does, a norm that is not a number shows in all gradients
@@ -341,8 +345,8 @@ class Weights:
         seen: set[str] = set()
         norms: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
-            first = min(self._holders.get(name, self._company.lanes))
-            if parameter.grad is not None and first in self._company.lanes and name not in seen:
+            first = min(self._holders.get(name, self._lane_group.lanes))
+            if parameter.grad is not None and first in self._lane_group.lanes and name not in seen:
                 seen.add(name)
                 gradient = parameter.grad
                 is_narrow = gradient.dtype in (torch.float16, torch.bfloat16)
@@ -355,7 +359,7 @@ class Weights:
     @property
     def _is_whole(self) -> bool:
         """Whether all lanes run here."""
-        return len(self._company.lanes) == self._schedule.num_lanes
+        return len(self._lane_group.lanes) == self._schedule.num_lanes
 
     def _make_optimizers(
         self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None

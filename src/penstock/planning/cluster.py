@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,3 +93,39 @@ class Cluster:
     def between(self, source: int, target: int) -> Link:
         """Return the link from one lane to another."""
         return self.links.get((source, target), self.link)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as data that JSON can hold; a bandwidth without limit as null."""
+        return {
+            "speed": self.speed if isinstance(self.speed, (int, float)) else list(self.speed),
+            "link": _plain(self.link),
+            "links": [[source, target, _plain(link)] for (source, target), link in self.links.items()],
+            "host_link": _plain(self.host_link),
+            "action_seconds": self.action_seconds,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Cluster:
+        """Return the cluster that `to_plain` has written.
+
+        >>> cluster = Cluster(links={(0, 1): Link(1e-6, 1e9)})
+        >>> Cluster.from_plain(cluster.to_plain()) == cluster
+        True
+        """
+        return cls(
+            speed=plain["speed"],
+            link=_link(plain["link"]),
+            links={(source, target): _link(link) for source, target, link in plain["links"]},
+            host_link=_link(plain["host_link"]),
+            action_seconds=plain["action_seconds"],
+        )
+
+
+def _plain(link: Link) -> list[Any]:
+    bandwidth = link.bytes_per_second
+    return [link.latency_seconds, None if math.isinf(bandwidth) else bandwidth, link.shared_as]
+
+
+def _link(plain: Sequence[Any]) -> Link:
+    latency, bandwidth, shared_as = plain
+    return Link(latency, math.inf if bandwidth is None else bandwidth, shared_as)

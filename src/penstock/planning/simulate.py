@@ -13,7 +13,7 @@ from penstock.model.costs import Costs, StageCosts
 from penstock.planning.cluster import Cluster, Link
 from penstock.report.timeline import Timeline
 from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
-from penstock.schedule.advance import Queues, Run, advance
+from penstock.schedule.advance_lanes import Queues, Run, advance
 from penstock.schedule.flow import NONE, Flow
 from penstock.schedule.lower import Keep, Lowered, lower
 from penstock.schedule.overlaps import pair_rows, wait_together
@@ -47,7 +47,7 @@ def simulate(
         ScheduleError: when the schedule cannot run to its end.
         CostError: when costs or cluster do not fit the schedule.
 
-    >>> from penstock.schedule.gpipe import gpipe
+    >>> from penstock.schedule.builders.gpipe import gpipe
     >>> simulate(gpipe(lanes=4, micro_batches=8), Costs(forward=1.0, backward=2.0)).step_seconds
     33.0
     """

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.report.causes import Causes
+from penstock.report.bubble_causes import Causes
 from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
-from penstock.schedule.memory import HELD, changes_of
+from penstock.schedule.peak_memory import HELD, changes_of
 from penstock.schedule.rules import RULES, Where
 
 __all__ = ["Memory", "Span", "Stretches", "Timeline"]
@@ -171,19 +171,19 @@ class Timeline:
 
     def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
         """Draw the lanes as text; coloured where the output is a terminal."""
-        from penstock.report.text import draw_text
+        from penstock.report.terminal_chart import draw_text
 
         return draw_text(self, width=width, color=color)
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write a Chrome trace: open it in Perfetto or chrome://tracing."""
-        from penstock.report.chrome import write_chrome
+        from penstock.report.chrome_trace import write_chrome
 
         write_chrome(self, path)
 
     def to_html(self, path: str | PathLike[str], *, compare: Timeline | None = None) -> None:
         """Write one self-contained page with this timeline, and another under it to compare, on one time scale."""
-        from penstock.report.html import write_html
+        from penstock.report.timeline_page import write_html
 
         write_html([self] if compare is None else [self, compare], path)
 

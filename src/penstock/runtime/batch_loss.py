@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.structure import flatten, rebuild
-from penstock.runtime.batches import join_dim_of
+from penstock.runtime.micro_batches import join_dim_of
 
 __all__ = ["BatchLoss"]
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from penstock.devices.streams import Event, Streams, Workspace
 from penstock.errors import LaneError, error_in_short
 from penstock.model.source import line_of
-from penstock.runtime.program import Instruction, LaneProgram
+from penstock.runtime.action_watch import Watch, apart_from
+from penstock.runtime.lane_program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun, odd_types
 from penstock.runtime.step import Step
-from penstock.runtime.streams import Event, Room, Streams
-from penstock.runtime.transport import Key, Stopped, Transport
-from penstock.runtime.versions import Versions
-from penstock.runtime.watch import Watch, apart_from
+from penstock.runtime.weight_stash import Versions
+from penstock.runtime.wire.transport import Key, Stopped, Transport
 from penstock.schedule.actions import Kind
 from penstock.schedule.rules import Value
 
@@ -284,7 +284,7 @@ class Executor:
             del self._leaving[key]
             self.transport.send(key, i.lane, values)
 
-    def fetch(self, i: Instruction, into: Room | None = None) -> list[Any] | None:
+    def fetch(self, i: Instruction, into: Workspace | None = None) -> list[Any] | None:
         """Return what a receive brings; None where two stages have nothing to say to each other."""
         run = self.stages[i.stage]
         if i.kind is Kind.RECV_F:
@@ -295,12 +295,12 @@ class Executor:
             return None
         return list(self.transport.receive(Key.of(i.kind, i.stage, i.peer, i.mb), i.lane, into))
 
-    def _receive_activation(self, i: Instruction, into: Room | None = None) -> None:
+    def _receive_activation(self, i: Instruction, into: Workspace | None = None) -> None:
         values = self.fetch(i, into)
         if values is not None:
             self._arrived[i.peer, i.stage, i.mb] = values
 
-    def _receive_gradient(self, i: Instruction, into: Room | None = None) -> None:
+    def _receive_gradient(self, i: Instruction, into: Workspace | None = None) -> None:
         values = self.fetch(i, into)
         if values is not None:
             self._gradients[i.peer, i.stage, i.mb] = values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,8 +19,10 @@ __all__ = [
     "Counted",
     "FoundWeight",
     "candidates",
+    "gradient_tolerance",
     "known_weight",
     "loss_tolerance",
+    "rounding_tolerance",
     "settings_of",
     "shares_with",
     "tolerance",
@@ -77,7 +80,9 @@ class Counted:
         if self.class_weight is None:
             return kept.sum()
         weights = self.class_weight.detach().to(labels.device, torch.float64)
-        return (weights[labels.where(kept, 0)] * kept).sum()
+        is_class = (labels >= 0) & (labels < len(weights))  # a label of no class is another one to leave out
+        counted = weights[labels.where(kept & is_class, 0)] * kept
+        return counted.where(is_class | ~kept, float("nan")).sum()
 
     @property
     def words(self) -> str:
@@ -169,7 +174,7 @@ def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]
     if isinstance(weight, Counted):
         counts = [float(weight.count(label)) for label in labels]
     total = sum(counts)
-    return [count / total for count in counts] if total and min(counts) >= 0 else None
+    return [count / total for count in counts] if 0 < total < math.inf and min(counts) >= 0 else None
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -180,3 +185,13 @@ def tolerance(dtype: torch.dtype) -> float:
 def loss_tolerance(dtype: torch.dtype) -> float:
     """Return the same for losses and their gradients, which few operations come from."""
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 3e-2)
+
+
+def gradient_tolerance(dtype: torch.dtype) -> float:
+    """Return how far the gradient of one parameter may be off by rounding, beside its own norm."""
+    return {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 2e-1)
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the same beside the norm of all gradients."""
+    return {torch.float64: 1e-8, torch.float32: 2e-6}.get(dtype, 2e-2)

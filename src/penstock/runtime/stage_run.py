@@ -10,16 +10,16 @@ from typing import Any, cast
 import torch
 
 from penstock.errors import UsageError
-from penstock.model.drawing import enter, here
 from penstock.model.stages import Stage
-from penstock.runtime.adding import Adding, added_together
-from penstock.runtime.again import Again
+from penstock.randomness.draw_names import enter, here
+from penstock.randomness.draws import Seeded, mix
+from penstock.runtime.backward.gradient_accumulation import Adding, added_together
+from penstock.runtime.backward.split_backward import Deferring, Pending
+from penstock.runtime.backward.weight_queue import num_holders
 from penstock.runtime.batch_norm import DeferredStatistics
-from penstock.runtime.batches import move_to
-from penstock.runtime.deferred import Deferring, Pending
-from penstock.runtime.deferred_queue import num_holders
-from penstock.runtime.offload import HostPool, Saved, StorageSet
-from penstock.runtime.randomness import Seeded, mix
+from penstock.runtime.keep.offload import HostPool, Saved, StorageSet
+from penstock.runtime.keep.recompute import Recomputed
+from penstock.runtime.micro_batches import move_to
 from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
 from penstock.schedule.lower import RECOMPUTING, Keep
@@ -106,7 +106,7 @@ class StageRun:
         self._sends_rest = any(edge.has_rest for edge in self.out_of)
         self._num_named = {edge.source: len(edge.names) for edge in self.into}
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
-        self._again: Again | None = stage.runner
+        self._again: Recomputed | None = stage.runner
         self._random: Seeded | None = None
         self._is_drawing = False
         self.has_drawn = False

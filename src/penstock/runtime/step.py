@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from penstock.runtime.watch import Watch
+from penstock.runtime.action_watch import Watch
 
 if TYPE_CHECKING:
     from penstock.runtime.batch_loss import BatchLoss

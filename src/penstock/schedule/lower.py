@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, UsageError, nearest
 from penstock.schedule.actions import KIND_INDEX, Ints, Kind
-from penstock.schedule.faults import find_incomplete, find_unknown
 from penstock.schedule.flow import NONE, Flow, Rows, check_skips, trace_flow
 from penstock.schedule.overlaps import pair_rows
 from penstock.schedule.rules import Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.slots import Slots, assign_slots
+from penstock.schedule.violations import find_incomplete, find_unknown
 
 __all__ = ["RECOMPUTING", "Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
 
@@ -95,7 +95,7 @@ def lower(
         channels: how the transport matches receives to sends; where it does so by order, receives are
             posted in the order of the sends.
 
-    >>> from penstock.schedule.one_f_one_b import build_1f1b
+    >>> from penstock.schedule.builders.one_f_one_b import build_1f1b
     >>> print(lower(build_1f1b(lanes=2, micro_batches=1)))
     0F0 0SEND_F0 0RECV_B0 0B0
     1RECV_F0 1F0 1B0 1SEND_B0

@@ -86,7 +86,7 @@ class Schedule:
         >>> Schedule.of(["0F0 0B0", "1F0 1B0"]).lane_of
         (0, 1)
         """
-        from penstock.schedule.text import read_lanes
+        from penstock.schedule.text_format import read_lanes
 
         if isinstance(lanes, str):
             raise ScheduleError("give a list of lanes, one text for each")
@@ -173,13 +173,13 @@ class Schedule:
         return f"Schedule({self.name!r}, {counts}, {self.num_actions} actions)"
 
     def __str__(self) -> str:
-        from penstock.schedule.text import to_text
+        from penstock.schedule.text_format import to_text
 
         return to_text(self)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the compute actions in torch.distributed.pipelining's CSV form, whole or not at all."""
-        from penstock.schedule.text import write_csv
+        from penstock.schedule.text_format import write_csv
 
         write_csv(self, path)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.schedule.actions import KINDS, Ints, Kind
 from penstock.schedule.flow import NONE, Rows
-from penstock.schedule.memory import HELD
+from penstock.schedule.peak_memory import HELD
 from penstock.schedule.rules import RULES, At, Rule, Value
 
 __all__ = ["Slots", "assign_slots"]

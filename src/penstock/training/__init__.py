@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.training.callbacks import Callback
-from penstock.training.journal import Journal
-from penstock.training.reading import Reading, Summary
-from penstock.training.tensorboard import TensorBoard
-from penstock.training.view import View
+from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.journal import Journal
+from penstock.training.callbacks.progress import Reading, Summary
+from penstock.training.callbacks.tensorboard import TensorBoard
+from penstock.training.view.view import View
 
 if TYPE_CHECKING:
     from penstock.training.trainer import Trainer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import HangError
 from penstock.feeding.feed import Feed
-from penstock.runtime.board import DATA, IDLE
-from penstock.runtime.culprit import stack_of_thread
+from penstock.runtime.lanes.hang_report import stack_of_thread
+from penstock.runtime.lanes.status_board import DATA, IDLE
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
@@ -103,7 +103,7 @@ class DataWatch:
         """Let the other lanes see what this one does."""
         now = time.monotonic_ns()
         for lane in self._pipe.lanes:
-            row = self._pipe._company.rows[lane]
+            row = self._pipe.internals.status_rows[lane]
             row[0], row[1] = at, now
 
     # ---- the thread that watches
@@ -137,7 +137,7 @@ class DataWatch:
 
     def _stop(self, error: HangError) -> None:
         self._error = error
-        self._pipe._company.fail(error)
+        self._pipe.internals.fail(error)
         if self._has_signal:
             signal.pthread_kill(self._waiter, _SIGNAL)
         if not self._over.wait(_GRACE_SECONDS) and self._since is not None:

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint import Checkpoints, Restored
+from penstock.deciding.plan import NAME
 from penstock.errors import NonFiniteError, UsageError
 from penstock.feeding.feed import Feed, feed
-from penstock.feeding.sharding import check_not_sharded
+from penstock.feeding.sharded_loaders import check_not_sharded
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.places import threads_per_lane, with_threads
-from penstock.pipeline.plans import NAME, plan_text
+from penstock.pipeline.planned.placement import threads_per_lane, with_threads
 from penstock.torchrun import attempt
-from penstock.training.asking import Asked
-from penstock.training.callbacks import Callback, Callbacks
+from penstock.training.batch_items import Items, Split
+from penstock.training.callbacks.callback import Callback, Callbacks
+from penstock.training.callbacks.journal import Journal
+from penstock.training.callbacks.lane_memory import lane_bytes
+from penstock.training.callbacks.progress import Reading, Summary
+from penstock.training.callbacks.timeline_pages import Pages
 from penstock.training.data_watch import DataWatch
-from penstock.training.faulty import Faults
-from penstock.training.folder import RunFolder
-from penstock.training.items import Items, Split
-from penstock.training.journal import Journal
-from penstock.training.memory import lane_bytes
-from penstock.training.pages import Pages
-from penstock.training.position import Position
-from penstock.training.reading import Reading, Summary
-from penstock.training.resuming import resume
-from penstock.training.room import Room
+from penstock.training.fault_handling import Faults
+from penstock.training.memory_retry import MemoryRetry
+from penstock.training.resume.data_position import Position
+from penstock.training.resume.resuming import resume
+from penstock.training.resume.run_folder import RunFolder
 from penstock.training.signals import Signals
-from penstock.training.steps import Made, Stepper
-from penstock.training.validating import validate
-from penstock.training.view import View
+from penstock.training.stepper import Made, Stepper
+from penstock.training.trainer_options import TrainerOptions
+from penstock.training.validation import validate
+from penstock.training.view.view import View
 
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
@@ -116,7 +116,7 @@ class Trainer:
         split: Split | None = None,
         count_tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self.asked = Asked(
+        self.asked = TrainerOptions(
             steps, validate_every, clip, accumulate, checkpoint_every, keep_checkpoints, resume, log_every,
             record_every, on_nan, on_oom, max_seconds,
         )  # fmt: skip
@@ -131,7 +131,7 @@ class Trainer:
         self.step = 0
         self.reading: Reading | None = None
         self.validation_loss: float | None = None
-        self._items, self._count_tokens = Items(split, has_target=pipe._loss is not None), count_tokens
+        self._items, self._count_tokens = Items(split, has_target=pipe.internals.loss is not None), count_tokens
         for what, loader in (("data", data._loader if isinstance(data, Feed) else data), ("validation", validation)):
             check_not_sharded(loader, pipe, what)
         self._feed = data if isinstance(data, Feed) else feed(data, pipe, split=split)
@@ -139,14 +139,14 @@ class Trainer:
         self._position, self._resumes_data = Position(self._feed), resume_data
         self.stepper = Stepper(pipe, optimizer, self.schedulers, scaler, clip=clip, accumulate=accumulate)
         self._check_words()
-        self._room = Room(self)
+        self._room = MemoryRetry(self)
         self._callbacks = Callbacks(_with_usual(callbacks, view=view))
         self._checkpoints: Checkpoints | None = None
         self._signals = Signals()
         self.data_watch = DataWatch(pipe)
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was
-        self._pages = Pages(self.folder.path, lambda: self.pipe._decision.predicted())  # noqa: PLW0108 - another one after a split
+        self._pages = Pages(self.folder.path, self.pipe.internals.predicted)
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._lane_bytes: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class Trainer:
             self.folder.take()
         except (UsageError, OSError) as error:
             fault = error
-        told = next((text for text in self.pipe._company.gather("" if fault is None else str(fault)) if text), "")
+        told = next((text for text in self.pipe.internals.gather("" if fault is None else str(fault)) if text), "")
         if fault is not None:
             raise fault
         if told:
@@ -248,7 +248,7 @@ class Trainer:
     def _write_plan(self) -> None:
         """Write down how the model is cut, for a pipeline that goes on in this folder."""
         try:
-            self.folder.write(NAME, plan_text(self.pipe))
+            self.folder.write(NAME, self.pipe.plan.to_json())
         except OSError as error:
             warnings.warn(f"{NAME}: cannot be written ({error}); a resume decides anew", stacklevel=3)
 
@@ -345,7 +345,7 @@ class Trainer:
 
     def _anyone(self, own: str | None) -> str | None:
         """Return what the first process that has a reason to end gives."""
-        return next((why for why in self.pipe._company.gather(own) if why is not None), None)
+        return next((why for why in self.pipe.internals.gather(own) if why is not None), None)
 
     # ---- what happens at some steps
 

@@ -1,0 +1,1 @@
+"""Formats: weights in the formats of other tools."""

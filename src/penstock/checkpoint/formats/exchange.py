@@ -1,0 +1,289 @@
+"""Foreign: weights from and to safetensors files, Hugging Face folders, torch.distributed.checkpoint and .pt files."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.formats.dcp import METADATA, load_tensors, read_dcp, write_dcp
+from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, is_folder_name, read_json
+from penstock.checkpoint.reader import read_state
+from penstock.checkpoint.save_job import INDEX, Job, Saving
+from penstock.checkpoint.tensor_shards import Shard, check_storable, write_shard
+from penstock.errors import CheckpointError, OutputError, UsageError
+
+__all__ = ["FORMS", "Form", "Moved", "export_checkpoint", "import_weights"]
+
+Form = Literal["safetensors", "huggingface", "dcp"]
+FORMS: tuple[Form, ...] = ("safetensors", "huggingface", "dcp")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_EXPORTED = re.compile(r"model.*\.safetensors(?:\.index\.json)?|config\.json|\.metadata|.*\.distcp")
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was exported or imported: where it is now, and how much it is."""
+
+    path: Path
+    num_tensors: int
+    num_bytes: int
+
+
+# ---- out
+
+
+def export_checkpoint(
+    manifest: Manifest, target: str | Path, *, form: Form, config: str | Path | None = None, force: bool = False
+) -> Moved:
+    """Write the model of a checkpoint in a form that others read; every tensor is checked on the way.
+
+    Args:
+        manifest: of the checkpoint.
+        target: a file for "safetensors", a folder for the others.
+        form: "safetensors" (one file, all names of the state dict), "huggingface" (model*.safetensors with their
+            index), or "dcp" (torch.distributed.checkpoint).
+        config: a config.json to put beside the weights of "huggingface".
+        force: write over what is there.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged.
+        OutputError: when the target is there, would take the place of something else, or cannot be written.
+        UsageError: for a form or config that cannot be.
+    """
+    path = Path(target)
+    if form not in FORMS:
+        raise UsageError(f"form: {form!r} is not one of {', '.join(FORMS)}")
+    if config is not None and form != "huggingface":
+        raise UsageError("config: only a Hugging Face folder has one")
+    if config is not None:
+        read_json(Path(config))
+    try:
+        _check_target(path, manifest.folder, form, force=force)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be looked at: {error.strerror or error}") from error
+    hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
+    disk = Disk()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        count, num_bytes = _WRITERS[form](manifest, hidden, disk)
+        if config is not None:
+            shutil.copyfile(config, hidden / "config.json")
+        _put(hidden, path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if hidden.exists():
+            disk.remove(hidden)
+    return Moved(path, count, num_bytes)
+
+
+def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
+    """Raise where an export would take the place of anything but an export; force or not.
+
+    Raises:
+        OutputError: naming the target, and what to do.
+    """
+    if path.name in ("", ".."):
+        raise OutputError(f"{path}: give the name of a {_kind(form)} that is to be made")
+    real, source = path.parent.resolve() / path.name, source.resolve()
+    places = {real, real.resolve()}
+    if any(source == place or source in place.parents or place in source.parents for place in places):
+        raise OutputError(f"{path}: is, holds or lies in {source}, which is to be exported; choose another place")
+    is_there = path.exists() or path.is_symlink()
+    run = source.parent  # of a training; a checkpoint that was copied elsewhere has none around it
+    is_inside = (run / "latest").exists() and any(run in place.parents for place in places)
+    is_checkpoint = is_folder_name(path.name) or any((place / MANIFEST).exists() for place in real.parents)
+    if (is_inside and is_there) or is_checkpoint:
+        raise OutputError(f"{path}: belongs to a training or to its checkpoints; choose another place")
+    if not is_there:
+        return
+    if not force:
+        raise OutputError(f"{path}: is there already; choose another name, or force (--force)")
+    if path.is_dir() and form == "safetensors":
+        raise OutputError(f"{path}: is a folder, and {form} is a file; choose another name")
+    inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+    others = sorted(one.name for one in inside if one.is_dir() or not _EXPORTED.fullmatch(one.name))
+    if others:
+        raise OutputError(f"{path}: holds what no export writes ({', '.join(others[:3])}); choose another place")
+
+
+def _kind(form: Form) -> str:
+    return "file" if form == "safetensors" else "folder"
+
+
+def _put(hidden: Path, path: Path) -> None:
+    """Move what was written to its place; what was there goes only then."""
+    old = path.with_name(f"{hidden.name}.old")
+    if path.exists() or path.is_symlink():
+        path.replace(old)
+    hidden.replace(path)
+    if old.exists() or old.is_symlink():
+        Disk().remove(old)
+
+
+def _tensors(manifest: Manifest, file: str) -> dict[str, torch.Tensor]:
+    with Shard(manifest.folder / file, manifest.files[file]) as shard:
+        return {name: shard.read(name) for name in shard.tensors}
+
+
+def _whole(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return the model's state dict, with all names."""
+    read_state(manifest)
+    tensors = {name: t for file in manifest.shards("model") for name, t in _tensors(manifest, file).items()}
+    return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items() if name in tensors}
+
+
+def _write_safetensors(manifest: Manifest, path: Path, disk: Disk) -> tuple[int, int]:
+    tensors = _whole(manifest)
+    return len(tensors), int(write_shard(disk, path, tensors)["bytes"])
+
+
+def _write_huggingface(manifest: Manifest, path: Path, disk: Disk) -> tuple[int, int]:
+    path.mkdir()
+    files = [file for file in manifest.shards("model") if manifest.files[file]["tensors"]]
+    num_bytes, total = 0, 0
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        entry = write_shard(disk, path / name, _tensors(manifest, file))
+        num_bytes, total = num_bytes + entry["bytes"], total + entry["bytes"] - entry["header_bytes"]
+        weight_map |= dict.fromkeys(entry["tensors"], name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        disk.write_file(path / INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
+    return len(weight_map), num_bytes
+
+
+def _write_dcp(manifest: Manifest, path: Path, disk: Disk) -> tuple[int, int]:
+    tensors = _whole(manifest)
+    disk.make_folder(path)
+    write_dcp(tensors, path)
+    return len(tensors), sum(file.stat().st_size for file in path.iterdir())
+
+
+_WRITERS = {"safetensors": _write_safetensors, "huggingface": _write_huggingface, "dcp": _write_dcp}
+
+
+# ---- in
+
+
+def import_weights(
+    source: str | Path, folder: str | Path, *, step: int = 0, prefix: str = "", key: str | None = None
+) -> Moved:
+    """Make a checkpoint of weights that someone else wrote; `Checkpoints.restore` then takes them up.
+
+    It holds the model only: optimizer, learning rate and the rest start anew. Nothing in the source is run.
+
+    Args:
+        source: a safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a .pt file that
+            holds a state dict.
+        folder: where checkpoints are.
+        step: what it is the checkpoint of.
+        prefix: take only names that begin so, without it, as "model." of {"model": state_dict}.
+        key: where in a .pt file the state dict is, if it is not all of it.
+
+    Raises:
+        CheckpointError: when the source is damaged, or holds what could run.
+        OutputError: when the step has a checkpoint already, or it cannot be written.
+    """
+    path, folder = Path(source), Path(folder)
+    final = folder / folder_name(step)
+    if final.exists():
+        raise OutputError(f"{final}: is there already; choose another step or folder")
+    tensors = {name: tensor.contiguous() for name, tensor in _chosen(_read(path, key), prefix, path).items()}
+    check_storable(tensors)
+    files = {"model-00001-of-00001.safetensors": tensors}
+    state = {
+        "step": step, "notes": {"imported_from": str(path)}, "schedulers": [], "scaler": None, "data": None,
+        "has_optimizer": False,
+    }  # fmt: skip
+    part: dict[str, Any] = {"groups": [], "params": {}, "random": None}
+    job = Job(folder, secrets.token_hex(4), step, 0, 1, files, part, state, {}, {}, None, (), 60.0)
+    saving = Saving(job, Disk())
+    saving.wait()
+    if not saving.is_complete:
+        saving.clear()
+        raise OutputError(f"{final}: cannot be written: {saving.failure}")
+    return Moved(final, len(tensors), job.num_bytes)
+
+
+def _read(path: Path, key: str | None) -> Mapping[str, torch.Tensor]:
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    is_torch = path.is_file() and path.suffix in _TORCH_ENDINGS
+    if key is not None and not is_torch:
+        raise UsageError("key: only a .pt file has one")
+    if is_torch:
+        return _state_dict(load_tensors(path, str(path)), key, path)
+    if path.is_file():
+        return dict(_safetensors(path))
+    if (path / MANIFEST).exists():
+        raise UsageError(f"{path}: is a checkpoint of Penstock already; restore() takes it up as it is")
+    if (path / METADATA).exists():
+        return read_dcp(path)
+    return _huggingface(path)
+
+
+def _chosen(tensors: Mapping[str, torch.Tensor], prefix: str, path: Path) -> dict[str, torch.Tensor]:
+    chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    if not chosen:
+        some = ", ".join(list(tensors)[:5]) or "none"
+        raise CheckpointError(f"{path}: no tensor's name begins with {prefix!r}; there are: {some}")
+    return chosen
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is no good safetensors file: {error!s:.200}") from error
+
+
+def _huggingface(path: Path) -> dict[str, torch.Tensor]:
+    if (path / INDEX).exists():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{path / INDEX}: has no weight_map")
+        files = sorted(set(map(str, weight_map.values())))
+        bad = next((name for name in files if not _FILE_NAME.fullmatch(name)), None)
+        if bad is not None:
+            raise CheckpointError(f"{path / INDEX}: {bad!r:.80} cannot be the name of a file beside it")
+    else:
+        weight_map, files = None, sorted(file.name for file in path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{path}: holds no weights that are read here: model*.safetensors, or torch.distributed.checkpoint's files"
+        )
+    tensors = {name: tensor for file in files for name, tensor in _safetensors(path / file)}
+    missing = sorted((weight_map or {}).keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{path}: the files do not hold what the index names: {', '.join(missing[:5])}")
+    return tensors
+
+
+def _state_dict(found: Any, key: str | None, path: Path) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    if key is not None:
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                raise CheckpointError(f"{path}: has no {key!r}")
+            found = found[part]
+    if not isinstance(found, Mapping) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        keys = ", ".join(map(str, list(found)[:10])) if isinstance(found, Mapping) else type(found).__name__
+        raise CheckpointError(f"{path}: is no state dict, but holds: {keys}. Say where in it the state dict is (--key)")
+    return {str(name): tensor.detach() for name, tensor in found.items()}

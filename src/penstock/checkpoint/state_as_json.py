@@ -1,0 +1,141 @@
+"""Plain: the states of optimizers, schedulers and generators as JSON, and back; nothing in them is code.
+
+JSON has no tuples, no whole numbers as keys and no infinity. What it lacks is written as an object with one key that
+begins with "$".
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.tensor_shards import SAFE_NAMES, bytes_of
+from penstock.errors import CheckpointError, UsageError
+
+__all__ = ["from_plain", "to_plain"]
+
+_PLAIN = {int, bool, str, type(None)}
+_DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
+
+Keep = Callable[[str, torch.Tensor], str]
+Find = Callable[[str], torch.Tensor]
+
+
+def to_plain(value: Any, where: str, keep: Keep | None = None) -> Any:  # noqa: ANN401, PLR0911 - whatever it is
+    """Return a value as JSON can hold it.
+
+    Args:
+        value: numbers, texts, tensors, and lists, tuples and dicts of them.
+        where: what to call it when it cannot be held.
+        keep: takes a tensor that is to be stored elsewhere, and returns its name there; by default it is written out.
+
+    Raises:
+        UsageError: for what is none of these.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        number = float(value)
+        return number if math.isfinite(number) else {"$float": repr(number)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, where, keep)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"$array": _tensor(torch.from_numpy(np.ascontiguousarray(value)), where, None)}
+    if isinstance(value, (list, tuple)):
+        if _PLAIN.issuperset(map(type, value)):  # as long as the states of generators are
+            return list(value) if isinstance(value, list) else {"$tuple": list(value)}
+        items = [to_plain(item, f"{where}[{number}]", keep) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _mapping(value, where, keep)
+    raise UsageError(
+        f"{where}: a checkpoint holds numbers, texts, tensors, and lists and dicts of them; this is a "
+        f"{type(value).__module__}.{type(value).__qualname__}"
+    )
+
+
+def _tensor(tensor: torch.Tensor, where: str, keep: Keep | None) -> dict[str, Any]:
+    if keep is not None:
+        return {"$stored": keep(where, tensor)}
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype not in SAFE_NAMES:
+        raise UsageError(f"{where}: a checkpoint cannot hold a tensor of {plain.dtype}")
+    data = base64.b64encode(bytes_of(plain)).decode()
+    return {"$tensor": [SAFE_NAMES[plain.dtype], list(plain.shape), data]}
+
+
+def _mapping(value: Mapping[Any, Any], where: str, keep: Keep | None) -> dict[str, Any]:
+    if isinstance(value, Counter):
+        return {"$counter": _mapping(dict(value), where, keep)}
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: to_plain(item, f"{where}.{key}", keep) for key, item in value.items()}
+    pairs = [
+        [to_plain(key, f"a key of {where}"), to_plain(item, f"{where}.{key}", keep)] for key, item in value.items()
+    ]
+    return {"$map": pairs}
+
+
+def from_plain(plain: Any, find: Find | None = None) -> Any:  # noqa: ANN401 - whatever it was
+    """Return the value that was written so.
+
+    Args:
+        plain: what `to_plain` returned.
+        find: returns the tensor that was stored under a name.
+
+    Raises:
+        CheckpointError: when it was not written so.
+    """
+    try:
+        return _value(plain, find)
+    except (ValueError, TypeError, KeyError, RecursionError, RuntimeError, binascii.Error) as error:
+        raise CheckpointError(f"a state cannot be read: {error!s:.200}") from error
+
+
+def _value(plain: Any, find: Find | None) -> Any:  # noqa: ANN401 - whatever it was
+    if isinstance(plain, list):
+        return [_value(item, find) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        key, inner = next(iter(plain.items()))
+        if key.startswith("$"):
+            return _special(key, inner, find)
+    return {key: _value(item, find) for key, item in plain.items()}
+
+
+def _special(key: str, inner: Any, find: Find | None) -> Any:  # noqa: ANN401 - whatever it was
+    if key == "$stored" and find is not None:
+        return find(inner)
+    if key not in _READERS:
+        raise ValueError(f"{key[:40]!r} is not known here")
+    return _READERS[key](inner, find)
+
+
+def _read_tensor(inner: Any, _: Find | None = None) -> torch.Tensor:  # noqa: ANN401
+    dtype, shape, data = inner
+    memory = bytearray(base64.b64decode(data, validate=True))
+    if not memory:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    return torch.frombuffer(memory, dtype=torch.uint8).clone().view(_DTYPES[dtype]).reshape(shape)
+
+
+_READERS: dict[str, Callable[[Any, Find | None], Any]] = {
+    "$float": lambda inner, _: float(inner),
+    "$bytes": lambda inner, _: base64.b64decode(inner, validate=True),
+    "$tensor": _read_tensor,
+    "$array": lambda inner, find: _value(inner, find).numpy(),
+    "$tuple": lambda inner, find: tuple(_value(item, find) for item in inner),
+    "$map": lambda inner, find: {_value(key, find): _value(item, find) for key, item in inner},
+    "$counter": lambda inner, find: Counter(_value(inner, find)),
+}

@@ -1,0 +1,122 @@
+"""penstock plan: decide how a model is cut and run, and write the decision down for `penstock train --plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.model_options import (
+    SHOW,
+    WHAT,
+    Analytic,
+    AsJson,
+    Bandwidth,
+    CapturePath,
+    Cuts,
+    Html,
+    Lanes,
+    Latency,
+    MemoryLimit,
+    MicroBatches,
+    Model,
+    ScheduleName,
+    StagesPerLane,
+    cluster_of,
+    noted,
+)
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Model,
+    lanes: Lanes = None,
+    micro_batches: MicroBatches = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_lane: StagesPerLane = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of a whole batch; by default the example's.", rich_help_panel=WHAT)
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="What stages do with saved values: hold, recompute, except_last, offload, or fit (with"
+            " --memory-limit).",
+            rich_help_panel=WHAT,
+        ),
+    ] = "hold",
+    capture: CapturePath = "auto",
+    analytic: Analytic = "",
+    bandwidth: Bandwidth = "",
+    latency: Latency = "",
+    memory_limit: MemoryLimit = "",
+    cuts: Cuts = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the plan, to run it: penstock train --plan plan.json.", rich_help_panel=SHOW),
+    ] = None,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide how a model is cut and run: cuts, schedule, micro-batches, memory and the predicted step.
+
+    The example is a whole batch, which a step cuts into micro-batches. (penstock profile takes a micro-batch.)
+
+    [bold]Examples[/bold]
+
+      penstock plan gpt2 --lanes 4 --analytic h100
+
+      penstock plan my_model.py:build --lanes 8 --schedule zb_h1 --memory-limit 16GiB --out plan.json
+    """
+    from penstock.cli import show
+    from penstock.cli.options import check_outputs, numbers
+    from penstock.deciding.defaults import EXPLORED_LANES
+    from penstock.report.units import parse_bytes
+
+    check_outputs([path for path in (out, html) if path is not None])
+    limit, cluster = numbers("memory-limit", memory_limit, parse_bytes), cluster_of(bandwidth, latency)
+    with noted(), show.progress(quiet=as_json) as progress:
+        progress("load torch", 0, 1)
+        import penstock
+        from penstock.model.small_models.named_models import load
+
+        progress("build the model", 0, 1)
+        made, example = load(model, **({} if batch_size is None else {"batch_size": batch_size}))
+        is_file = schedule.lower().endswith(".csv")
+        keeping: Any = keep  # checked with the pipeline's own arguments
+        found = penstock.plan(
+            made,
+            example=_example(example, model),
+            lanes=lanes if lanes is not None or is_file else EXPLORED_LANES,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            stages_per_lane=stages_per_lane,
+            cuts=[int(word) if word.isdecimal() else word for word in map(str.strip, cuts.split(",")) if word],
+            keep=keeping,
+            memory_limit=limit,
+            cluster=cluster,
+            analytic=analytic.strip() or None,
+            capture_path=capture,
+            progress=progress,
+        )
+    text = found.to_json(out)
+    if html is not None:
+        found.explain().to_html(html)
+    if as_json:
+        typer.echo(json.dumps(json.loads(text), indent=2))
+        return
+    show.explanation(found.explain())
+    for what, path in (("plan", out), ("page", html)):
+        if path is not None:
+            show.note(f"{what}: {path}")
+
+
+def _example(example: object, model: str) -> object:
+    from penstock.errors import UsageError
+
+    if example is None:
+        raise UsageError(f"{model} gives no example: let it return a model and an example of how it is called")
+    return example

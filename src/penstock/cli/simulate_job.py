@@ -1,0 +1,195 @@
+"""A job of `penstock simulate`: its options read and checked, and its results."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.options import numbers
+from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.errors import CostError, ScheduleError, UsageError
+from penstock.model.costs import Costs
+from penstock.planning.simulate import simulate
+from penstock.report.timeline import Timeline
+from penstock.report.units import parse_bytes, parse_seconds
+from penstock.schedule.lower import Keep, Lowered, check_keep, lower
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import build, describe, find_faults, load_csv, names, verify
+
+__all__ = ["Job", "Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule with its timeline; `over_limit` says if it holds more than it may."""
+
+    schedule: Schedule
+    timeline: Timeline
+    over_limit: bool = False
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        timeline, schedule = self.timeline, self.schedule
+        return {
+            "schedule": schedule.name,
+            "lanes": schedule.num_lanes,
+            "stages": schedule.num_stages,
+            "micro_batches": schedule.num_mbs,
+            "actions": schedule.num_actions,
+            "weights_on_two_lanes": schedule.is_bidirectional,
+            "fits_memory_limit": not self.over_limit,
+            "step_seconds": timeline.step_seconds,
+            "lane_seconds": list(timeline.lane_seconds),
+            "bubble_over_makespan": timeline.bubble,
+            "bubble_over_longest_lane_span": timeline.span_bubble,
+            "peak_micro_batches": timeline.peak_micro_batches,
+            "peak_saved_stage_micro_batches": list(timeline.peak_saved),
+            "peak_bytes": list(timeline.peak_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to simulate, as the command line gives it: numbers still as text."""
+
+    schedules: tuple[str, ...]
+    lanes: int | None = None
+    micro_batches: int | None = None
+    stages_per_lane: int | None = None
+    two_ways: bool = False
+    keep: str = "hold"
+    seconds: dict[str, str] | None = None
+    transfer: str = "0"
+    held: dict[str, str] | None = None
+    memory_limit: str = ""
+
+    def check(self) -> None:
+        """Refuse, before anything is built, what can be seen to be wrong; list all of it."""
+        faults = [str(fault) for name in self.schedules if (fault := _unknown(name))]
+        if faults:
+            raise ScheduleError("; ".join(faults))
+        is_file = [_is_file(name) for name in self.schedules]
+        if all(is_file) and (self.lanes is not None or self.micro_batches is not None):
+            raise UsageError("a CSV file has its own lanes and micro-batches: leave --lanes and --micro-batches out")
+        if self.two_ways and not any(name.strip().lower() == "auto" for name in self.schedules):
+            raise UsageError("--two-ways is for auto: no other schedule has the choice")
+        held = {name: text.strip() for name, text in (self.held or {}).items()}
+        if held.get("pending_bytes") and not held.get("saved_bytes"):
+            raise CostError("--pending-bytes is what is left of --saved-bytes: give these too")
+        if self.memory_limit.strip() and not held.get("saved_bytes"):
+            raise CostError("--memory-limit is in bytes, so --saved-bytes must say what a lane saves")
+        check_keep(self.keep, 1)  # type: ignore[arg-type]  # it says if this is no policy
+
+    def run(self, name: str, *, must_fit: bool) -> Result:
+        """Build, verify and simulate one schedule.
+
+        Args:
+            name: a schedule's name or a CSV file.
+            must_fit: refuse one that passes the memory limit, or only mark it.
+        """
+        try:
+            return self._run(name.strip(), must_fit=must_fit)
+        except CostError as error:
+            raise CostError(f"{name}: {error}" if len(self.schedules) > 1 else str(error)) from error
+
+    def _run(self, name: str, *, must_fit: bool) -> Result:
+        schedule = self._schedule(name)
+        verify(schedule)
+        result = self._simulate(schedule)
+        if must_fit and result.over_limit:
+            lowered, costs = self._lowered(schedule)
+            verify(lowered, costs=costs, memory_limit=self._limit())  # says by how much
+        return result
+
+    def _lowered(self, schedule: Schedule) -> tuple[Lowered, Costs]:
+        keep: Keep = self.keep  # type: ignore[assignment]  # checked before
+        return lower(schedule, keep=keep), self._costs(schedule.num_stages, schedule.num_lanes)
+
+    def _simulate(self, schedule: Schedule) -> Result:
+        lowered, costs = self._lowered(schedule)
+        faults = find_faults(lowered, costs=costs, memory_limit=self._limit())
+        return Result(schedule, simulate(lowered, costs), over_limit=any(fault.kind == "memory" for fault in faults))
+
+    def _limit(self) -> Any:  # noqa: ANN401 - one number or several
+        return numbers("memory-limit", self.memory_limit, parse_bytes)
+
+    def _schedule(self, name: str) -> Schedule:
+        if _is_file(name):
+            return load_csv(name)
+        entry = describe(name)
+        if entry.name != "auto":
+            given = self.stages_per_lane
+            if len(self.schedules) > 1 and "stages_per_lane" not in entry.options:
+                given = None  # in a comparison the option goes to those schedules that leave it open
+            return self._build(name, given)
+        return self._auto(name)
+
+    def _auto(self, name: str) -> Schedule:
+        """Return the shortest that fits of what auto makes: with one and two stages a lane, with the limit and without.
+
+        With recompute or offload a schedule holds less than auto thinks, so that one made without a limit may fit.
+        """
+        is_open = self.stages_per_lane is None and self._is_one_number_a_lane()
+        per_lane = [1, 2] if is_open else [self.stages_per_lane]
+        limits = [self._limit()] if self.keep == "hold" or not self.memory_limit.strip() else [None, self._limit()]
+        found: list[tuple[bool, float, Schedule]] = []
+        refused: list[ScheduleError] = []
+        for stages, limit in product(per_lane, limits):
+            try:
+                schedule = self._build(name, stages, two_ways=self.two_ways, memory_limit=limit)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            result = self._simulate(schedule)
+            found.append((result.over_limit, result.timeline.step_seconds, schedule))
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda candidate: candidate[:2])[2]
+
+    def _build(self, name: str, per_lane: int | None, **options: Any) -> Schedule:  # noqa: ANN401 - auto's own
+        lanes = EXPLORED_LANES if self.lanes is None else self.lanes
+        mbs = EXPLORED_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+        stages = _default_stages(name) if per_lane is None else per_lane
+        costs = self._costs(lanes * stages, lanes) if lanes > 0 and stages > 0 else None
+        return build(name, lanes=lanes, micro_batches=mbs, stages_per_lane=per_lane, costs=costs, **options)
+
+    def _is_one_number_a_lane(self) -> bool:
+        texts = [*(self.seconds or {}).values(), *(self.held or {}).values(), self.transfer]
+        return not any("," in text for text in texts)
+
+    def _costs(self, num_stages: int, num_lanes: int) -> Costs:
+        """Return costs a stage; one number is a lane's, shared evenly by its stages."""
+        share = num_lanes / num_stages
+        given = {
+            name: numbers(name.replace("_", "-"), text, parse)
+            for texts, parse in ((self.seconds, parse_seconds), (self.held, parse_bytes))
+            for name, text in (texts or {}).items()
+        }
+        spread = {name: value * share if isinstance(value, float) else value for name, value in given.items()}
+        known = {name: value for name, value in spread.items() if value is not None}
+        return Costs(transfer=numbers("transfer", self.transfer, parse_seconds) or 0.0, **known)
+
+
+def _is_file(name: str) -> bool:
+    return name.lower().endswith(".csv") or (name.lower() not in names() and Path(name).is_file())
+
+
+def _unknown(name: str) -> ScheduleError | None:
+    if _is_file(name.strip()):
+        return None
+    try:
+        describe(name)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def _default_stages(name: str) -> int:
+    """Return how many stages a lane has if nothing is said."""
+    entry = describe(name)
+    parameter = inspect.signature(entry.builder).parameters.get("stages_per_lane")
+    default = parameter.default if parameter is not None else None
+    return entry.stages_per_lane or (default if isinstance(default, int) else 1)

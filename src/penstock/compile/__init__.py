@@ -1,0 +1,1 @@
+"""Compile: stages compiled by Inductor, and what Penstock changes in their graphs."""

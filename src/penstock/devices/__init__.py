@@ -1,0 +1,1 @@
+"""Devices: streams, events, CUDA graphs and the names of devices."""

@@ -1,0 +1,215 @@
+"""Hooks: what the dispatch mode cannot see: printing, explicit waits, data loaders, and what torch itself reports."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TextIO
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import dataloader
+
+from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.gpu_tensors import Where
+from penstock.doctor.sightings import Tally
+from penstock.doctor.source_lines import find_place
+from penstock.feeding.inline_source import Inline
+from penstock.feeding.loader_thread import Channel
+
+__all__ = ["SyncWarnings", "hooked"]
+
+_MESSAGE = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
+    """Time what waits by its name, in all threads, for as long as this lasts."""
+
+    def is_on_device(tensor: torch.Tensor, *_: object) -> bool:
+        return where.is_on_device(tensor)
+
+    def timed(
+        kind: Kind,
+        original: Any,  # noqa: ANN401 - a function
+        applies: Callable[..., bool] = lambda *_: True,
+        *,
+        drains: bool = True,
+    ) -> Any:  # noqa: ANN401
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if not applies(*args):
+                return original(*args, **kwargs)
+            begin = time.perf_counter()
+            found = original(*args, **kwargs)
+            end = time.perf_counter()
+            place = find_place(thread)
+            tally.add(kind, place, blocked=end - begin)
+            if drains:
+                tally.drained(kind, place, end)
+            return found
+
+        return wrapper
+
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, made: Any) -> None:  # noqa: ANN401 - a class or a module, and a function
+            stack.enter_context(_patched(owner, name, made))
+
+        patch(torch.Tensor, "__repr__", timed(Kind.PRINT, torch.Tensor.__repr__, is_on_device))
+        pulls = _Pulls(tally, where, thread)
+        iterator = dataloader._BaseDataLoaderIter
+        patch(iterator, "__next__", pulls.timed(iterator.__next__))
+        for feeding in (Channel, Inline):
+            patch(feeding, "take", pulls.timed(feeding.take))
+        workers = dataloader._MultiProcessingDataLoaderIter
+        patch(workers, "__init__", _without_modes(workers.__init__))
+        if where.is_real:
+            for owner in (torch.cuda, torch.accelerator, torch.cuda.Stream, torch.cuda.Event):
+                drains = owner is not torch.cuda.Event  # behind an event there may be more to do
+                patch(owner, "synchronize", timed(Kind.WAIT, owner.synchronize, drains=drains))
+        else:  # on a CPU nothing is dispatched for these
+            patch(torch.Tensor, "cpu", _fetching(timed(Kind.TO_HOST, torch.Tensor.cpu, is_on_device), where))
+            for name in ("tolist", "numpy"):
+                patch(torch.Tensor, name, timed(Kind.TO_HOST, getattr(torch.Tensor, name), is_on_device))
+        yield
+
+
+def _fetching(original: Any, where: Where) -> Any:  # noqa: ANN401 - a function
+    """Take note that what comes out is the host's; on a CPU it is the same tensor."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        found = original(*args, **kwargs)
+        where.fetched(found)
+        return found
+
+    return wrapper
+
+
+class _Pulls:
+    """Times how long data keeps the host waiting; the GPU is idle meanwhile if it has nothing left after.
+
+    Only in the thread that watches: where another pulls ahead, as that of penstock.feed, nobody waits for that one, but
+    for what it hands over.
+    """
+
+    def __init__(self, tally: Tally, where: Where, thread: int) -> None:
+        self._tally, self._where, self._thread = tally, where, thread
+        self._is_pulling = False
+
+    def timed(self, original: Any) -> Any:  # noqa: ANN401 - a function
+        """Return a function that asks for data, and is timed; not if it is another such that asks."""
+
+        @functools.wraps(original)
+        def wrapper(*args: Any) -> Any:  # noqa: ANN401
+            if threading.get_ident() != self._thread or self._is_pulling:
+                return original(*args)
+            begin, self._is_pulling = time.perf_counter(), True
+            try:
+                found = original(*args)
+            finally:
+                self._is_pulling = False
+            waited = time.perf_counter() - begin
+            is_dry = self._where.is_in_use and _has_nothing_to_do()
+            place = find_place(self._thread)
+            self._tally.add(Kind.STARVED, place, blocked=waited, idle=waited if is_dry else 0.0)
+            return found
+
+        return wrapper
+
+
+def _without_modes(original: Any) -> Any:  # noqa: ANN401 - a function
+    """Let a data loader start its workers without modes: those that are forked would keep ours, and be slow."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        with _disable_current_modes():
+            original(*args, **kwargs)
+
+    return wrapper
+
+
+def _has_nothing_to_do() -> bool:
+    return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream().query()
+
+
+@contextmanager
+def _patched(owner: Any, name: str, made: Any) -> Iterator[None]:  # noqa: ANN401 - a class or a module, and a function
+    """Put something in the place of an attribute; afterwards the owner has again what it had, or inherited."""
+    is_own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, made)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+class SyncWarnings:
+    """Torch's own word on what waits: a warning at each wait, in whatever thread, with the stack of that moment.
+
+    It knows waits that no table has, and does not say how long they were.
+    """
+
+    def __init__(self, tally: Tally, thread: int) -> None:
+        self._tally, self._thread = tally, thread
+        self._show_before: Any = None
+        self._mode_before = 0
+        self._is_on = False
+
+    def start(self) -> None:
+        """Ask torch to warn; where it does already, let no filter that a script has put there stand before ours."""
+        if self._is_on:
+            self._insist()
+            return
+        self._mode_before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that this is a prototype, which may be an error to a script
+            torch.cuda.set_sync_debug_mode("warn")
+        self._is_on = True
+        self._show_before = warnings.showwarning
+        warnings.showwarning = self._show
+        self._insist()
+
+    def stop(self) -> None:
+        """Leave things as they were. Does nothing where they are."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(self._mode_before)
+        self._forget()
+        if warnings.showwarning == self._show:  # unless the script has put its own there since
+            warnings.showwarning = self._show_before
+
+    def _insist(self) -> None:
+        self._forget()
+        warnings.filterwarnings("always", message=_MESSAGE)
+
+    def _forget(self) -> None:
+        ours = [f for f in warnings.filters if getattr(f[1], "pattern", "") == _MESSAGE]
+        for entry in ours:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typed as a sequence
+
+    def _show(  # noqa: PLR0917 - as Python has it
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if str(message).startswith(_MESSAGE):
+            self._tally.add(Kind.OTHER, find_place(self._thread))
+        else:
+            self._show_before(message, category, filename, lineno, file, line)

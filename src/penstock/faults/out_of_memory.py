@@ -1,0 +1,211 @@
+"""Memory: recognise that memory ran out, and say what would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.errors import LostError, PenstockError
+from penstock.report.units import show_bytes
+
+if TYPE_CHECKING:
+    from penstock.model.profile import Profile
+    from penstock.pipeline.pipeline import Pipeline
+    from penstock.schedule.schedule import Schedule
+
+__all__ = ["Option", "advice", "is_out_of_memory", "options"]
+
+# what allocators say that raise no type of their own; the last two are of processes that tell each other
+_SIGNS = (
+    "can't allocate memory",
+    "annot allocate memory",
+    "out of memory",
+    "not enough memory",
+    "OutOfMemoryError:",
+    "MemoryError:",
+)
+_WHERE = re.compile(r"lane (\d+), stage (\d+), micro-batch (\d+), action (\S+)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or what it came from, says that memory ran out.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("a mistake"))
+    (True, False)
+    """
+    import torch
+
+    seen: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in seen and not isinstance(chain, LostError):  # which only guesses
+        seen.add(id(chain))
+        if isinstance(chain, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(chain, (RuntimeError, OSError)) and any(sign in str(chain) for sign in _SIGNS):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run the same step.
+
+    Attributes:
+        words: what to change.
+        lane_bytes: what each lane would hold at its fullest: weights, gradients, optimizer state and saved values.
+        extra: the forward that is computed again, or the like, in words.
+    """
+
+    words: str
+    lane_bytes: tuple[float, ...]
+    extra: str = ""
+
+    @property
+    def peak_bytes(self) -> float:
+        """What the fullest lane holds."""
+        return max(self.lane_bytes)
+
+
+def advice(pipe: Pipeline, error: BaseException) -> str:
+    """Return, for a person, where memory ran out, what each lane holds, and what would take less.
+
+    The figures are counted from the model's operations; nothing is measured, and no memory of a device is used.
+    """
+    match = _WHERE.search(str(error))
+    where = f"lane {match[1]}, stage {match[2]}, micro-batch {match[3]}, at {match[4]}" if match else "a lane"
+    lines = [f"memory ran out on {where}."]
+    try:
+        now, others = options(pipe)
+    except Exception as trouble:  # the model itself may fail where it is counted, and the error at hand must be told
+        return f"{lines[0]} What would fit is not known: {type(trouble).__name__}: {trouble}"
+    lane = int(match[1]) if match else max(range(len(now.lane_bytes)), key=now.lane_bytes.__getitem__)
+    lines.append(f"Predicted now: {_per_lane(now.lane_bytes)}, without what kernels use for themselves.")
+    less = sorted((o for o in others if o.peak_bytes < now.peak_bytes * 0.98), key=lambda o: o.peak_bytes)
+    if not less:
+        lines.append("No other setting that is known takes less: smaller batches, or devices with more memory, would.")
+        return "\n".join(lines)
+    lines.append("What would take less, the least first:")
+    for option in less:
+        saved = now.peak_bytes - option.peak_bytes
+        here = f" (here {show_bytes(option.lane_bytes[lane])})" if len(option.lane_bytes) == len(now.lane_bytes) else ""
+        extra = f"; {option.extra}" if option.extra else ""
+        lines.append(
+            f"  {option.words}: {show_bytes(option.peak_bytes)} on the fullest lane{here}, "
+            f"{show_bytes(saved)} less{extra}"
+        )
+    return "\n".join(lines)
+
+
+def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
+    """Return what the pipeline holds as it is, and what it would hold with other settings.
+
+    Raises:
+        PenstockError: when the model cannot be counted.
+    """
+    schedule, cuts = pipe.schedule, pipe.cuts
+    size = _samples(pipe)
+    profile = _count(pipe, size)
+    keep = pipe.internals.keep
+    now = Option("as it is", _lane_bytes(profile, schedule, cuts, keep))
+    found = []
+    if keep != ("recompute",) * schedule.num_stages:
+        again = _lane_bytes(profile, schedule, cuts, ("recompute",) * schedule.num_stages)
+        found.append(Option('keep="recompute"', again, "each forward is computed twice"))
+    if keep != ("offload",) * schedule.num_stages:
+        away = _lane_bytes(profile, schedule, cuts, ("offload",) * schedule.num_stages)
+        found.append(Option('keep="offload"', away, "saved values go to the host's memory and back"))
+    found += _fitted(profile, schedule, cuts, now)
+    found += _smaller(pipe, schedule, cuts, keep, size)
+    found += _more_lanes(pipe, profile)
+    return now, found
+
+
+def _fitted(profile: Profile, schedule: Schedule, cuts: Sequence[int], now: Option) -> Iterator[Option]:
+    """Yield the option of recomputing only as much as must be, with the least memory that this can do with."""
+    from penstock.planning.partition.recompute_selection import select_recomputed
+
+    least = None
+    for percent in range(90, 9, -10) if schedule.versions is None else ():
+        limit = float(int(now.peak_bytes * percent / 100))
+        try:
+            select_recomputed(profile, cuts, schedule, limit)
+        except PenstockError:
+            break
+        least = limit
+    if least is not None:
+        held = tuple(min(size, least) for size in now.lane_bytes)
+        yield Option(f'keep="fit", memory_limit={least:.0f}', held, "only as much is computed twice as must be")
+
+
+def _smaller(
+    pipe: Pipeline, schedule: Schedule, cuts: Sequence[int], keep: Sequence[str], size: int
+) -> Iterator[Option]:
+    """Yield the option of twice the micro-batches of half the size, where samples can be halved."""
+    if size < 2:
+        return
+    try:
+        from penstock.schedules import build
+
+        twice = build(
+            schedule.name, lanes=schedule.num_lanes, micro_batches=2 * schedule.num_mbs, stages_per_lane=_per(schedule)
+        )
+        half = _count(pipe, -(-size // 2))
+        held = _lane_bytes(half, twice, cuts, keep)
+    except PenstockError:  # a schedule that is not built by name
+        return
+    yield Option(f"micro_batches={2 * schedule.num_mbs}", held, f"{-(-size // 2)} samples each instead of {size}")
+
+
+def _more_lanes(pipe: Pipeline, profile: Profile) -> Iterator[Option]:
+    """Yield the option of twice the lanes, each on a device of its own."""
+    from penstock.planning.partition.partition import partition
+    from penstock.schedules import build
+
+    schedule, keep = pipe.schedule, set(pipe.internals.keep)
+    how = keep.pop() if len(keep) == 1 else "hold"
+    try:
+        wide = build(
+            schedule.name, lanes=2 * schedule.num_lanes, micro_batches=schedule.num_mbs, stages_per_lane=_per(schedule)
+        )
+        found = partition(profile, schedule=wide, keep="hold" if how == "offload" else how)
+        held = _lane_bytes(profile, wide, found.cuts, (how,) * wide.num_stages)
+    except PenstockError:  # too many stages for the model
+        return
+    yield Option(f"{wide.num_lanes} lanes, each with a device of its own", held)
+
+
+def _per(schedule: Schedule) -> int | None:
+    per_lane = schedule.num_stages // schedule.num_lanes
+    return per_lane if per_lane > 1 else None
+
+
+def _samples(pipe: Pipeline) -> int:
+    """Return the samples of a micro-batch: those of the batch at hand are not known here, so those of the example."""
+    total = pipe.internals.captured.call.batch_size
+    return -(-total // min(total, pipe.schedule.num_mbs))
+
+
+def _count(pipe: Pipeline, size: int) -> Profile:
+    from penstock.model.profiling.analytic import analytic
+
+    return analytic(pipe.internals.captured, batch_size=size)
+
+
+def _lane_bytes(profile: Profile, schedule: Schedule, cuts: Sequence[int], keep: Sequence[str]) -> tuple[float, ...]:
+    """Return what each lane holds at its fullest moment of a simulated step."""
+    from penstock.planning.simulate import simulate
+
+    timeline = simulate(schedule, profile.costs(tuple(cuts)), keep=tuple(keep))  # type: ignore[arg-type]
+    ranges = profile.graph.stages(tuple(cuts))
+    held = []
+    for lane, peak in enumerate(timeline.peak_bytes):
+        nodes = [node for stage in schedule.stages_of(lane) for node in ranges[stage]]
+        held.append(peak + profile.state_bytes(nodes))
+    return tuple(held)
+
+
+def _per_lane(held: Sequence[float]) -> str:
+    return ", ".join(f"lane {lane} {show_bytes(size)}" for lane, size in enumerate(held))

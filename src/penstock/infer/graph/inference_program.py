@@ -1,0 +1,139 @@
+"""Program: a model in evaluation as torch.export captures it, with its branches; and how calls of it are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compile.options import Options
+from penstock.infer.graph.branches import Branches, find_branches
+from penstock.infer.graph.interpreter import Interpreter
+from penstock.infer.graph.model_makeup import Makeup
+from penstock.infer.graph.program_analysis import read_program
+from penstock.model.capture.capture import capture
+from penstock.model.capture.export.exported_stage import ExportProgram
+from penstock.model.example import Call
+from penstock.model.structure import rebuild
+
+__all__ = ["Form", "Program", "quick_name"]
+
+_OTHER_SIZES = (1, 2, 3)  # of batches, to see what depends on that; in one sample a dimension may vanish
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What calls with arguments of the same kinds have in common.
+
+    Attributes:
+        shape: of the tensors that the program uses; calls of one shape are served by one graph.
+        batch_size: the samples in them.
+        order: for each tensor of the example its place among those of the call: keywords may come in any order.
+    """
+
+    shape: tuple[tuple[torch.Size, torch.dtype], ...]
+    batch_size: int
+    order: tuple[int, ...]
+
+
+class Program:
+    """A captured model.
+
+    Args:
+        model: in any mode.
+        example: how it is called, with tensors of the model's device.
+        most: branches.
+
+    Raises:
+        CaptureError: when torch.export cannot take the model.
+    """
+
+    def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
+        self._chain = capture(model, example, training=False, path="export").split(())
+        self._makeup = Makeup(model)
+        stage = self._chain.stages[0].eval()
+        program = stage.program
+        assert isinstance(program, ExportProgram)
+        self._held, self._held_names, self.reassigned = stage.held, program.held_names, program.reassigned
+        names, results = [f"input:{name}" for name in example.names], self._chain.results(False)
+        self._template, self._device = results.template, example.tensors[0].device
+        self._names = names
+        self._used = [names.index(name) for name in program.inputs]
+        # what the model hands on as it got it comes from the call itself, all else from the program
+        place_of = {name: -1 - at for at, name in enumerate(names)} | {n: at for at, n in enumerate(program.outputs)}
+        self._sources = [place_of[name] for name in results.names]
+        sizes = [size for size in _OTHER_SIZES if size != example.batch_size][:2]
+        others = (self._arguments(example.resized(size)) for size in sizes)
+        self.reading = read_program(program, self._arguments(example), others=others)
+        self.branches: Branches = find_branches(self.reading.works, most=most)
+        self._interpreter = Interpreter(self.reading, self.branches)
+
+    def interpreter(self, options: Options | None) -> Interpreter:
+        """Return what runs it; where that is compiled, a new one, for the shapes that it runs first."""
+        if options is None:
+            return self._interpreter
+        return Interpreter(self.reading, self.branches, options=options)
+
+    def _arguments(self, call: Call) -> list[Any]:
+        return [*self.held(), *self.values(call.tensors), call.batch_size]
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the parameters, buffers and constants that the program uses, as they are now."""
+        return [self._held.get(name) for name in self._held_names]
+
+    def places(self) -> list[int]:
+        """Return where in memory all that the model holds is."""
+        return [tensor.data_ptr() for tensor in self._held.tensors()]
+
+    def is_current(self) -> bool:
+        """Return whether the model is still made of what was captured, which may have changed in place."""
+        return self._makeup.is_there()
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return those of them that a run changes in place."""
+        return [self._held.get(name) for name in self.reading.changed]
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Form, tuple[torch.Tensor, ...]]:
+        """Return what kind of call this is, and its tensors.
+
+        Raises:
+            UsageError: when it is not like the example.
+        """
+        call = self._chain.read(*args, **kwargs)
+        place_of = {f"input:{name}": at for at, name in enumerate(call.names)}
+        order = tuple(place_of[name] for name in self._names)
+        used = [call.tensors[order[at]] for at in self._used]
+        return Form(tuple((tensor.shape, tensor.dtype) for tensor in used), call.batch_size, order), call.tensors
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those tensors of a call that the program uses."""
+        return [tensors[at] for at in self._used]
+
+    def result(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
+        """Return what the model returns, from the tensors of a call and what the program made of them."""
+        # what is handed on as it came may have come from the host
+        found = [made[at] if at >= 0 else tensors[-1 - at].to(self._device) for at in self._sources]
+        return rebuild(self._template(), found)
+
+
+def quick_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[object, list[torch.Tensor]]:
+    """Return what tells a call from calls of another form, in next to no time, and its tensors.
+
+    Returns:
+        None in place of the first for a call with lists and other things in it, which have to be taken apart.
+    """
+    tensors: list[torch.Tensor] = []
+    kinds: list[object] = [len(args), tuple(kwargs)]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            kinds.append((value.shape, value.dtype))
+        elif isinstance(value, _PLAIN):
+            kinds.append((type(value), value))
+        else:
+            return None, []
+    return tuple(kinds), tensors

@@ -1,0 +1,1 @@
+"""Stream: requests that flow through the stages of a model."""

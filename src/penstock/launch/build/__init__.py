@@ -1,0 +1,1 @@
+"""Build: from a configuration to a trainer that is ready to run."""

@@ -1,0 +1,184 @@
+"""Items: the batches that a configuration names, and what one of them looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.launch.build.small_gpt import load_text
+from penstock.launch.build.user_callables import call, check_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.launch.config.config import Config
+
+__all__ = ["Batches", "Text", "build_data", "count_tokens_of", "first_item"]
+
+
+class Text:
+    """Batches of the text that comes with Penstock: pieces from random places; an epoch has always the same ones.
+
+    Args:
+        batch_size: pieces of a batch.
+        length: characters of a piece.
+        batches: of an epoch.
+        seed: of the places; an epoch draws its own.
+        labels: yield dicts of input_ids and labels, as models of transformers take them.
+        is_held_out: from the last tenth of the text, which is kept for validation.
+    """
+
+    def __init__(
+        self, *, batch_size: int = 32, length: int = 32, batches: int = 100, seed: int = 0, labels: bool = False,
+        is_held_out: bool = False,
+    ) -> None:  # fmt: skip
+        for name, number in {"batch_size": batch_size, "length": length, "batches": batches}.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise UsageError(f"data_args: {name} must be a whole number, 1 or more; given: {number!r}")
+        self._size, self._length, self._batches = batch_size, length, batches
+        self._seed, self._labels, self._is_held_out = seed, labels, is_held_out
+        self._epoch, self._given = 0, 0
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where it is."""
+        return {"epoch": self._epoch, "given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self._epoch, self._given = state["epoch"], state["given"]
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        numbers = load_text().numbers
+        border = len(numbers) * 9 // 10
+        part = numbers[border:] if self._is_held_out else numbers[:border]
+        if self._length >= len(part):
+            raise UsageError(f"data_args: length must be less than the text's, {len(part)}; given: {self._length}")
+        while self._given < self._batches:
+            # every batch draws from a seed of its own: wherever one goes on, the same pieces come
+            drawn = torch.Generator().manual_seed((self._seed << 40) + (self._epoch << 20) + self._given)
+            starts = torch.randint(len(part) - self._length, (self._size, 1), generator=drawn)
+            pieces = part[starts + torch.arange(self._length + 1)]
+            self._given += 1
+            inputs = pieces[:, :-1].contiguous()
+            yield {"input_ids": inputs, "labels": inputs} if self._labels else (inputs, pieces[:, 1:].contiguous())
+        if not self._is_held_out:
+            self._epoch += 1
+        self._given = 0
+
+
+class Batches:
+    """Items of some data, each changed; the data's own state, where it has one, is that of this."""
+
+    def __init__(self, data: Iterable[Any], change: Callable[[Any], Any]) -> None:
+        self._data, self._change = data, change
+        for name in ("state_dict", "load_state_dict"):
+            if callable(getattr(data, name, None)):
+                setattr(self, name, getattr(data, name))
+        for name in ("sampler", "batch_sampler"):  # which may want to know the epoch
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._change, self._data)
+
+
+def build_data(config: Config) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    """Return the batches to train with, and those to validate with, if there are any.
+
+    Raises:
+        UsageError: when there is no such data, or its arguments are wrong.
+    """
+    train, validation = _made("data", config.data, config.data_args)
+    if config.validation is not None:
+        if validation is not None:
+            raise UsageError(f"validation: {config.data} returns batches to validate with already; leave it out")
+        validation, more = _made("validation", config.validation, config.data_args)
+        validation = validation if config.validation != "penstock:text" else more
+    if validation is None and config.validate_every:
+        raise UsageError(
+            "validate_every: there is nothing to validate with: give validation, or let data return it too"
+        )
+    if config.precision == "fp64":
+        train = Batches(train, _doubled)
+        validation = None if validation is None else Batches(validation, _doubled)
+    return train, validation
+
+
+def _made(key: str, name: str, arguments: Mapping[str, Any]) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    if name == "penstock:text":
+        check_arguments("data", "penstock:text", Text, arguments)
+        few = dict(arguments) | {"batches": min(4, arguments.get("batches", 4)), "is_held_out": True}
+        return Text(**arguments), Text(**few)
+    made = call(key, name, arguments)
+    parts = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for number, part in enumerate(parts):
+        is_left_out = part is None and number == 1  # no validation
+        if not is_left_out and (isinstance(part, (str, Mapping)) or not _can_iterate(part)):
+            what = type(part).__name__ if made is part else f"({', '.join(type(one).__name__ for one in parts)})"
+            hint = " (is a return missing?)" if made is None else ""
+            raise UsageError(
+                f"{key}: {name} returned {what}{hint}; it must return batches, as a DataLoader, or (training, "
+                "validation) batches"
+            )
+    return parts
+
+
+def _can_iterate(thing: object) -> bool:
+    return hasattr(thing, "__iter__") or hasattr(thing, "__getitem__")
+
+
+def _doubled(item: Any) -> Any:  # noqa: ANN401 - as the data's items
+    """Return an item with its floating-point tensors in double precision."""
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        return item.double() if item.is_floating_point() else item
+    if isinstance(item, Mapping):
+        return {name: _doubled(value) for name, value in item.items()}
+    if isinstance(item, (tuple, list)):
+        return type(item)(_doubled(value) for value in item) if type(item) in (tuple, list) else item
+    return item
+
+
+def first_item(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Return the first item, and the data with it still to come; nothing is drawn from the global random state."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        state = data.state_dict() if isinstance(data, Text) else None
+        batches = iter(data)
+        try:
+            item = next(batches)
+        except StopIteration:
+            raise UsageError("data: it has no batches") from None
+    if isinstance(data, Text) and state is not None:
+        data.load_state_dict(state)
+    if batches is data:  # can be iterated over once only
+        return item, chain([item], batches)
+    return item, data
+
+
+def count_tokens_of(example: Any) -> Callable[[Any], int] | None:  # noqa: ANN401 - a batch
+    """Return what counts the tokens of an item, where batches look like tokens: rows of whole numbers."""
+    import torch
+
+    def tokens(batch: Any) -> torch.Tensor | None:  # noqa: ANN401 - a batch
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
+        return next((part for part in parts if isinstance(part, torch.Tensor)), None)
+
+    first = tokens(example)
+    if first is None or first.dim() < 2 or first.is_floating_point():
+        return None
+
+    def count(item: Any) -> int:  # noqa: ANN401 - (batch, target), or a batch alone
+        found = tokens(item[0] if isinstance(item, (tuple, list)) and item else item)
+        return 0 if found is None else found.numel()
+
+    return count

@@ -1,0 +1,286 @@
+"""Build: from a configuration to a trainer that is ready to run, and what its folder says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock._version import __version__
+from penstock.compile.options import options_of
+from penstock.deciding.plan import NAME, Plan
+from penstock.errors import ScheduleError, UsageError
+from penstock.launch.build.data_source import build_data, count_tokens_of, first_item
+from penstock.launch.build.model_source import build_model
+from penstock.launch.build.optimization import build_loss, build_rate, build_weight, optimizer_maker
+from penstock.launch.build.trial_batch import check_pair, telling_bad_batches
+from penstock.launch.build.user_callables import call
+from penstock.launch.config.config_checks import node_counts
+from penstock.launch.config.config_writer import to_toml
+from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.planned.placement import share_of_threads
+from penstock.runtime.lanes.lane_group import world_size
+from penstock.training.batch_items import Items
+from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.journal import Journal
+from penstock.training.callbacks.tensorboard import TensorBoard
+from penstock.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from penstock.deciding.cut_request import Progress
+    from penstock.launch.config.config import Config
+    from penstock.launch.config.config_reader import Given
+
+__all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of"]
+
+_BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
+_OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a configuration names, before it is cut: the model, its batches, and a batch to see how it is called."""
+
+    model: Any
+    example: Any
+    data: Iterable[Any]
+    validation: Iterable[Any] | None
+
+
+def build_parts(config: Config) -> Parts:
+    """Return model and data.
+
+    Raises:
+        UsageError: for what cannot be found, or does not take its arguments.
+    """
+    _sow(config.seed)
+    options_of(config.compile)  # what is wrong is told before anything is made
+    model, example = build_model(config)
+    if config.precision == "fp64":
+        for module in model if isinstance(model, list) else [model]:
+            module.double()
+    data, validation = build_data(config)
+    if example is None:
+        item, data = first_item(data)
+        has_target = build_loss(config) is not None
+        if has_target:
+            check_pair(config, item)
+        example = Items(None, has_target=has_target).call(item)[0]
+        example = tuple(example) if isinstance(example, list) else example  # as a DataLoader hands several tensors over
+    return Parts(model, example, data, validation)
+
+
+def _sow(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(seed % (1 << 32))
+
+
+def build_trainer(
+    given: Given,
+    stack: ExitStack,
+    *,
+    callbacks: Iterable[Callback] = (),
+    progress: Progress | None = None,
+    is_again: bool = False,
+) -> Trainer:
+    """Return a trainer that is ready to run.
+
+    Args:
+        given: the configuration, and where it comes from.
+        stack: closes the pipeline.
+        callbacks: beside those of the configuration.
+        progress: is told what is being done.
+        is_again: processes before were lost: go on from the newest checkpoint, whatever was asked at first.
+
+    Raises:
+        UsageError: for a configuration that cannot work.
+    """
+    config = given.config
+    parts = build_parts(config)
+    make = optimizer_maker(config)
+    scaler = _scaler(config)
+    with telling_bad_batches(config, parts.model, parts.example):
+        pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress, is_again=is_again))
+    _check_same(config, pipe)
+    optimizer = None if pipe.optimizers else make(pipe.parameters())
+    rates = [build_rate(config, one) for one in (list(pipe.optimizers.values()) if optimizer is None else [optimizer])]
+    return Trainer(
+        pipe,
+        optimizer,
+        parts.data,
+        steps=config.steps,
+        folder=config.folder,
+        scheduler=[rate for rate in rates if rate is not None],
+        scaler=scaler,
+        validation=parts.validation,
+        validate_every=config.validate_every,
+        clip=config.clip,
+        accumulate=config.accumulate,
+        checkpoint_every=config.checkpoint_every,
+        keep_checkpoints=config.keep_checkpoints,
+        resume="auto" if is_again and config.resume == "never" else config.resume,
+        log_every=config.log_every,
+        record_every=config.record_every,
+        resume_data=config.resume_data,
+        on_nan=config.on_nan,
+        on_oom=config.on_oom,
+        max_seconds=config.max_seconds,
+        callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],
+        view=False,  # who shows it is the command's to say
+        count_tokens=count_tokens_of(parts.example),
+    )
+
+
+def _check_same(config: Config, pipe: Pipeline) -> None:
+    """Say which settings differ from process to process: machines may have been given different files.
+
+    Raises:
+        UsageError: in all of them.
+    """
+    everyone = pipe.internals.gather(config.model_dump(mode="json", exclude=_OF_A_MACHINE))
+    told = [
+        f"{name}: " + ", ".join(f"{given[name]!r} (lane {lane})" for lane, given in enumerate(everyone))
+        for name in everyone[0]
+        if any(given[name] != everyone[0][name] for given in everyone)
+    ]
+    if told:
+        raise UsageError("the processes were not given the same configuration: " + "; ".join(told))
+
+
+def _pipeline(
+    config: Config, parts: Parts, make: Any, scaler: Any, progress: Progress | None, *, is_again: bool,  # noqa: ANN401
+) -> Pipeline:  # fmt: skip
+    from penstock.schedules import describe, names
+
+    given = None if config.plan is None else Plan.from_json(config.plan)
+    schedule = config.schedule_name if given is None else config.schedule
+    name = given.schedule.name if given is not None else config.schedule_name
+    is_file = name.lower().endswith(".csv")
+    has_updates = not is_file and (given is None or name in names()) and not describe(name).trains_exactly
+    lanes = None if (is_file or given is not None) and world_size() == 1 and config.lanes is None else lanes_of(config)
+    pipe = Pipeline(
+        parts.model,
+        example=parts.example,
+        loss=build_loss(config),
+        weight=build_weight(config),
+        loss_over=config.loss_over,
+        batch_dim=config.batch_dim,
+        whole=config.whole,
+        micro_batches=config.micro_batches,
+        schedule=schedule,
+        devices=_devices(config, lanes),
+        lanes=lanes,
+        stages_per_lane=config.stages_per_lane,
+        cuts=config.cuts,
+        keep=config.keep,  # type: ignore[arg-type]  # checked with the configuration
+        autocast=_AUTOCAST.get(config.precision),
+        scaler=scaler,
+        optimizer=make if has_updates else None,
+        memory_limit=config.memory_limit,
+        deferred_batch_norm=config.deferred_batch_norm,
+        capture_path=config.capture_path,
+        check=config.check,
+        graphs=config.graphs,
+        compile=config.compile,
+        timeout=max(config.timeout, _BUILD_SECONDS),
+        plan=given if given is not None else config.folder if is_again or config.resume != "never" else None,
+        progress=progress,
+    )
+    pipe.timeout = config.timeout
+    return pipe
+
+
+def lanes_of(config: Config) -> int | None:
+    """Return how many lanes there are: as processes, of which there may be fewer by now, or as asked for."""
+    processes = world_size()
+    wanted = (config.nproc or 1) * node_counts(config)[1]
+    if processes > 1 or (wanted > 1 and "RANK" in os.environ):
+        return processes
+    if config.lanes is None and isinstance(config.devices, list):
+        return len(config.devices)
+    return config.lanes if config.lanes is not None or wanted == 1 else wanted
+
+
+def threads_of(config: Config, lanes: int) -> int | None:
+    """Return how many threads torch will have in each lane of the CPU, a thread or a process; None for GPUs."""
+    is_cpu = not torch.cuda.is_available()
+    if config.devices is not None:
+        listed = config.devices if isinstance(config.devices, list) else [config.devices]
+        is_cpu = all(str(device).startswith("cpu") for device in listed)
+    return share_of_threads(lanes) if is_cpu and lanes > 1 else None
+
+
+def _devices(config: Config, lanes: int | None) -> Any:  # noqa: ANN401 - as the pipeline takes them
+    """Return the devices as asked for; where lanes were lost, those of the lanes that are left."""
+    if isinstance(config.devices, list) and lanes is not None and lanes < len(config.devices):
+        return config.devices[:lanes]
+    return config.devices
+
+
+def _scaler(config: Config) -> torch.amp.GradScaler | None:
+    if config.precision != "fp16":
+        return None
+    listed = [config.devices] if isinstance(config.devices, str) else config.devices or []
+    kinds = [torch.device(name).type for name in listed] or ["cuda" if torch.cuda.is_available() else "cpu"]
+    return torch.amp.GradScaler(kinds[0])
+
+
+def _own_callbacks(config: Config) -> list[Callback]:
+    found: list[Callback] = [TensorBoard()] if config.tensorboard else []
+    for name in config.callbacks:
+        made = call("callbacks", name, {})
+        if not isinstance(made, Callback):
+            raise UsageError(f"callbacks: {name} returned {type(made).__name__}, not a penstock.Callback")
+        found.append(made)
+    return found
+
+
+class _Papers(Callback):
+    """Writes down, in the run folder, what is trained and where; of the environment only versions and devices."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Write them: the folder is this training's now."""
+        folder, pipe = trainer.folder, trainer.pipe
+        if not trainer.is_first:
+            return
+        folder.write("config.toml", to_toml(self._given))
+        folder.write("environment.json", json.dumps(environment(pipe), indent=2) + "\n")
+        folder.write(NAME, pipe.plan.to_json())
+        with suppress(ScheduleError):  # torch's form has no words for some
+            pipe.schedule.to_csv(folder.path / "schedule.csv")
+
+
+def environment(pipe: Pipeline) -> dict[str, Any]:
+    """Return where a training runs: versions and devices, and nothing that could be a secret."""
+    import numpy as np
+
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "processes": world_size(),
+        "devices": [_device_name(device) for device in pipe.devices],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)

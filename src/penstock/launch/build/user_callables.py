@@ -1,0 +1,52 @@
+"""Calling: user code that a configuration names, called with the arguments that it gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import UsageError, nearest
+from penstock.model.small_models.named_models import find
+
+__all__ = ["call", "check_arguments", "find_callable"]
+
+
+def find_callable(key: str, name: str) -> Callable[..., Any]:
+    """Return what a key names.
+
+    Raises:
+        UsageError: when there is no such thing.
+    """
+    try:
+        found: Callable[..., Any] = find(name)
+    except UsageError as error:
+        raise UsageError(f"{key}: {error}") from error
+    return found
+
+
+def call(key: str, name: str, arguments: Mapping[str, Any], *positional: object) -> Any:  # noqa: ANN401 - what it returns
+    """Call what a key names; what it raises itself passes through.
+
+    Raises:
+        UsageError: when there is no such thing, or it does not take these arguments.
+    """
+    function = find_callable(key, name)
+    check_arguments(key, name, function, arguments, *positional)
+    return function(*positional, **arguments)
+
+
+def check_arguments(
+    key: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], *positional: object
+) -> None:
+    """Say which argument a callable does not take, or misses."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # of some built-in things nothing is known
+    try:
+        signature.bind(*positional, **arguments)
+    except TypeError as error:
+        names = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+        hints = "".join(nearest(word, names) for word in arguments if word not in names)
+        raise UsageError(f"{key}_args: {name} does not take them: {error}.{hints} It takes {signature}") from None

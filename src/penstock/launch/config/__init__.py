@@ -1,0 +1,1 @@
+"""Config: all that `penstock train` can be told, read, checked and written."""

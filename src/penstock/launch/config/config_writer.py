@@ -1,0 +1,120 @@
+"""Writing: a configuration as TOML: resolved, with where each value comes from; and a file to begin with."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.launch.config.config import GROUPS, Config, group_of
+from penstock.launch.config.config_reader import Given
+from penstock.launch.config.flag_values import kinds_of
+
+__all__ = ["example_file", "key_table", "origins_in", "to_toml", "toml_value"]
+
+_WIDTH = 100
+
+
+def toml_value(value: Any) -> str:  # noqa: ANN401 - whatever TOML can hold
+    """Return a value as TOML writes it.
+
+    >>> print(toml_value({"width": 128, "names": ["a", "b'c"], "is_big": False}))
+    {width = 128, names = ["a", "b'c"], is_big = false}
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return str(value)  # dates and times, which TOML has
+
+
+def _toml_key(name: str) -> str:
+    is_bare = bool(name) and all(char.isascii() and (char.isalnum() or char in "_-") for char in name)
+    return name if is_bare else toml_value(name)
+
+
+def to_toml(given: Given) -> str:
+    """Return a configuration whole, key by key, with where each value comes from."""
+    lines = []
+    for group in GROUPS:
+        lines += ["", f"# {group}"]
+        for name in _keys(group):
+            value, origin = getattr(given.config, name), given.origins.get(name, "default")
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}  # {origin}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def origins_in(text: str) -> dict[str, str]:
+    """Return where each value comes from, as `to_toml` wrote it down."""
+    lines = [line for line in text.splitlines() if "  # " in line]
+    return {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines}
+
+
+def _keys(group: str) -> Iterator[str]:
+    return (name for name in Config.model_fields if group_of(name) == group)
+
+
+def example_file() -> str:
+    """Return a file to begin with: every key with its default, behind a #, and what it means."""
+    lines = [
+        "# What `penstock train` is told: every key with its default. Take the # away from what you change.",
+        "# Each key is a flag too, as --micro-batches 8; flags win.",
+    ]
+    for group in GROUPS:
+        lines += ["", f"# ---- {group}"]
+        for name in _keys(group):
+            field = Config.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            lines += ["", *(f"# {line}" for line in textwrap.wrap(field.description or "", _WIDTH))]
+            lines.append(f"# {name} = {_sample(name) if default is None else toml_value(default)}")
+    return "\n".join(lines) + "\n"
+
+
+_SAMPLES = {
+    "weight": '"sum"',
+    "schedule": '"1f1b"',
+    "validation": '"my_data.py:validation"',
+    "weight_decay": "0.1",
+    "clip": "1.0",
+    "lanes": "2",
+    "devices": '["cuda:0", "cuda:1"]',
+    "micro_batches": "8",
+    "stages_per_lane": "2",
+    "memory_limit": '"16GiB"',
+    "max_seconds": "3600.0",
+    "nproc": "2",
+    "node_rank": "0",
+    "rdzv_endpoint": '"host0:29400"',
+    "rdzv_id": '"my-run"',
+    "log_dir": '"logs"',
+}
+
+
+def _sample(name: str) -> str:
+    """Return a value to show for a key that is not set by default."""
+    return _SAMPLES[name]
+
+
+_WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "table"}
+
+
+def key_table() -> str:
+    """Return all keys as tables in Markdown, for the documentation."""
+    lines = []
+    for group in GROUPS:
+        lines += [f"### {group}", "", "| key | takes | default | what it says |", "|---|---|---|---|"]
+        for name in _keys(group):
+            field = Config.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            words = " or ".join(word for kind, word in _WORDS.items() if kind in kinds_of(name))
+            shown = "–" if default is None else f"`{toml_value(default)}`"
+            lines.append(f"| `{name}` | {words} | {shown} | {field.description} |")
+        lines.append("")
+    return "\n".join(lines)

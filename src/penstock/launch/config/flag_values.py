@@ -1,0 +1,120 @@
+"""Values: what a flag's text means, and what a key takes, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
+
+from penstock.errors import nearest
+from penstock.launch.config.config import Config
+from penstock.launch.config.toml_text import parse_toml
+
+__all__ = ["kinds_of", "read_value", "wanted_of"]
+
+_SWITCHED = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def kinds_of(name: str) -> set[type]:
+    """Return the plain types that a key takes."""
+    found: set[type] = set()
+    todo: list[Any] = [Config.model_fields[name].annotation]
+    while todo:
+        kind = todo.pop()
+        origin = get_origin(kind)
+        if isinstance(kind, type) and origin is None:
+            found.add(kind)
+        elif origin in (list, dict):
+            found.add(origin)
+        elif hasattr(kind, "__metadata__"):
+            todo.append(kind.__origin__)
+        else:
+            todo += [type(word) if isinstance(word, (str, bool)) else word for word in get_args(kind)]
+    return found - {type(None)}
+
+
+def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
+    """Return what a flag's text means for a key.
+
+    >>> read_value("lr", "1e-3"), read_value("schedule", "1f1b"), read_value("devices", "cpu,cpu")
+    (0.001, '1f1b', ['cpu', 'cpu'])
+    >>> read_value("model_args", "width=128"), read_value("graphs", "false")
+    ({'width': 128}, False)
+    >>> read_value("batch_dim", "1"), read_value("batch_dim", "x=1")
+    (1, {'x': 1})
+
+    Raises:
+        ValueError: when it means nothing.
+    """
+    kinds = kinds_of(name)
+    if bool in kinds and word.lower() in _SWITCHED:
+        return _SWITCHED[word.lower()]
+    if {int, dict} <= kinds and word.strip().isdecimal():
+        return int(word)
+    if dict in kinds and (str not in kinds or word.lstrip().startswith("{")):
+        return _table(word)
+    if list in kinds and ("," in word or str not in kinds):
+        return [_scalar(part.strip(), kinds) for part in word.split(",") if part.strip()]
+    return _scalar(word, kinds)
+
+
+def _table(word: str) -> dict[str, Any]:
+    if word.lstrip().startswith("{"):
+        try:
+            return dict(parse_toml(f"x = {word}")["x"])
+        except (ValueError, KeyError):
+            raise ValueError(f"{word!r:.80} is not a table, as {{width = 128}}") from None
+    name, has_value, value = word.partition("=")
+    if not has_value or not name.strip():
+        raise ValueError(f"give NAME=VALUE, once for each; given: {word!r}")
+    return {name.strip(): _free(value.strip())}
+
+
+def _free(word: str) -> Any:  # noqa: ANN401 - whatever TOML can hold
+    """Return a value as TOML reads it; a text where it is none."""
+    try:
+        found = parse_toml(f"x = {word}")
+    except ValueError:
+        return word
+    return found["x"] if len(found) == 1 else word
+
+
+def _scalar(word: str, kinds: set[type]) -> Any:  # noqa: ANN401 - as the key takes
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                continue
+    return word
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "finite_number": "a finite number",
+}
+
+
+def wanted_of(faults: Sequence[Any], given: Any) -> str:  # noqa: ANN401 - whatever was given
+    """Return what a key takes, in words, from what pydantic found wrong with it."""
+    words: list[str] = []
+    hint = ""
+    for fault in faults:
+        context = fault.get("ctx", {})
+        kind = fault["type"]
+        if kind == "literal_error":
+            choices = [word.strip("'") for word in str(context["expected"]).replace(" or ", ", ").split(", ")]
+            words.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
+            hint = nearest(str(given), choices) if isinstance(given, str) else ""
+        elif kind == "greater_than_equal":
+            words.append(f"{context['ge']:g} or more")
+        elif kind == "greater_than":
+            words.append(f"more than {context['gt']:g}")
+        else:
+            words.append(_WANTED.get(kind, str(fault["msg"])))
+    return f"{' or '.join(dict.fromkeys(words))}; given: {given!r:.80}{'.' + hint if hint else ''}"

@@ -1,0 +1,1 @@
+"""Processes: start, watch and restart the processes of a training."""

@@ -1,0 +1,221 @@
+"""Agent: torchrun's, with our rules: who is started again, and how soon a process that hangs is given up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from penstock.launch.processes.exit_codes import DONE, INTERRUPTED, LATE
+from penstock.launch.processes.process_logs import RunLogs
+from penstock.launch.processes.restart_policy import Policy, Verdict
+from penstock.launch.processes.spare_pool import Spares
+from penstock.launch.processes.worker_process import AGAIN_FLAG
+from penstock.runtime.lanes.hang_report import state_of
+
+__all__ = ["Agent", "LeaveNow"]
+
+_PATIENCE_SECONDS = 2.0  # for processes beside one that failed: they hear of it at once, unless they hang
+_INTERVAL_SECONDS = 0.05
+_STOPPED_LOOKS, _LOOK_SECONDS = 10, 1.0  # after which a process that is stopped is named
+_SPARE_SECONDS = 10.0  # after which a training has begun, and imports beside it do no harm
+
+
+class LeaveNow(BaseException):
+    """A second signal: nothing is waited for."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Agent(LocalElasticAgent):
+    """Starts the processes of this machine, watches them, and starts them again where that helps.
+
+    Args:
+        spec: what to start.
+        logs: where their output goes.
+        policy: whether to start again.
+        folder: of the run.
+        grace_seconds: that processes have when they are told to end.
+        say: shows a line.
+        config: the file that says what is trained; given, processes are kept ready for a restart.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: RunLogs, *, policy: Policy, folder: Path, grace_seconds: float,
+        say: Callable[[str], None], config: Path | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, logs, exit_barrier_timeout=grace_seconds, shutdown_timeout=max(1, int(grace_seconds)))
+        self._policy, self._faults, self._grace, self._say = policy, folder / "faults.jsonl", grace_seconds, say
+        self.told: str | None = None
+        self.verdict: Verdict | None = None
+        self._told_at = self._looked_at = 0.0
+        self._num_stopped: dict[int, int] = {}  # how often in a row a process was seen to be stopped
+        self._num_read = self._size()
+        self._spares = Spares(0 if config is None else spec.local_world_size, str(config), seconds=_SPARE_SECONDS)
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the training until it is over."""
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            self._spares.close()
+
+    # ---- signals
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as handlers are called
+        """Hand the first signal on to the processes, and let them save; at a second one leave."""
+        name = signal.Signals(number).name
+        if self.told is not None or not self._running():
+            if self.told is None:
+                begun = "; the last checkpoint stands" if self.verdict else " before the first step: nothing to save"
+                self._say(f"{name}{begun}")
+            self._signal(signal.SIGKILL)
+            # nobody had begun: there is nothing to save
+            raise LeaveNow(INTERRUPTED if number == signal.SIGINT else DONE if self.told is None else LATE)
+        self.told, self._told_at = name, time.monotonic()
+        again = "; once more: leave at once" if number == signal.SIGINT else ""
+        self._say(f"{name}: a step that is under way is finished and saved{again}")
+        self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._running().values():
+            process.send_signal(number)
+
+    def _processes(self) -> dict[int, Any]:
+        context = self._pcontext
+        if not isinstance(context, SubprocessContext):
+            return {}
+        return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
+
+    def _running(self) -> dict[int, Any]:
+        return {local: process for local, process in self._processes().items() if process.poll() is None}
+
+    # ---- watching
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._spares.taking():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        self._spares.note_start()
+        return started
+
+    def _look_for_stopped(self, worker_group: WorkerGroup) -> None:
+        """Name a process that is stopped: others may wait for it, and cannot know before they have met."""
+        if time.monotonic() < self._looked_at + _LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        for local, process in self._running().items():
+            state = state_of(process.pid)
+            self._num_stopped[local] = self._num_stopped.get(local, 0) + 1 if " is stopped " in state else 0
+            if self._num_stopped[local] == _STOPPED_LOOKS:
+                self._say(f"lane {ranks[local]}: {state}; the others wait for it, as long as `timeout` says")
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._spares.poll()
+        self._look_for_stopped(worker_group)
+        ended = {code for process in self._processes().values() if (code := process.poll()) is not None}
+        stuck: list[int] = []
+        if self.told is not None:
+            stuck = self._wait(self._told_at + self._grace)
+        elif ended - {DONE}:
+            is_polite = ended <= {DONE, INTERRUPTED}
+            stuck = self._wait(time.monotonic() + (self._grace if is_polite else _PATIENCE_SECONDS))
+        codes = {local: process.poll() for local, process in self._processes().items()}
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            exits = {ranks[local]: code for local, code in codes.items() if code is not None and local not in stuck}
+            self._decide(exits, [ranks[local] for local in stuck])
+        return result
+
+    def _wait(self, end: float) -> list[int]:
+        """Wait for all processes; return those that did not end in time, and were killed."""
+        while self._running() and time.monotonic() < end:
+            time.sleep(_INTERVAL_SECONDS)
+        stuck = self._running()
+        for process in stuck.values():
+            process.kill()
+            process.wait()
+        return list(stuck)
+
+    def _decide(self, exits: dict[int, int], stuck: list[int]) -> None:
+        faults = self._new_faults()
+        verdict = self._policy.judge(exits, faults, now=time.monotonic(), told=self.told, stuck=stuck)
+        self.verdict = verdict
+        attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
+        note = {
+            "kind": "restart" if verdict.is_again else "give up",
+            "attempt": attempt,
+            "exits": {str(rank): code for rank, code in exits.items()},
+            "stuck": stuck,
+            "message": verdict.why,
+            "code": verdict.code,
+        }
+        self._write(note)
+        if not verdict.is_again:
+            self._remaining_restarts = 0
+            return
+        wait = f", in {verdict.seconds:g} s" if verdict.seconds else ""
+        self._say(f"{verdict.why}: all are started again{wait}, from the last checkpoint")
+        end = time.monotonic() + verdict.seconds
+        while time.monotonic() < end:
+            time.sleep(_INTERVAL_SECONDS)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # a store of its own for every attempt: processes must not find the addresses of those before them
+        handler = worker_group.spec.rdzv_handler
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+        super()._rendezvous(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        spec = worker_group.spec
+        if AGAIN_FLAG not in spec.args:
+            spec.args = (*spec.args, AGAIN_FLAG)
+        super()._restart_workers(worker_group)
+        self._num_read = self._size()
+
+    # ---- what processes wrote down
+
+    def _size(self) -> int:
+        return self._faults.stat().st_size if self._faults.exists() else 0
+
+    def _new_faults(self) -> list[dict[str, Any]]:
+        """Return what the processes of this attempt wrote down."""
+        if not self._faults.exists():
+            return []
+        with self._faults.open("rb") as file:
+            file.seek(self._num_read)
+            lines = file.read().splitlines()
+        found = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # half a line, of a process that was killed
+                continue
+        return [fault for fault in found if isinstance(fault, dict)]
+
+    def _write(self, note: dict[str, Any]) -> None:
+        line = (json.dumps({"time": round(time.time(), 3), **note}) + "\n").encode()
+        try:
+            self._faults.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._faults, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._say(f"Warning: {self._faults} cannot be written: {error.strerror}")

@@ -1,0 +1,75 @@
+"""Ports: whether processes can meet where they were told to; said in a line before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from penstock.errors import UsageError
+
+__all__ = ["check_endpoint"]
+
+_SECONDS = 5.0
+
+
+def check_endpoint(endpoint: str, *, is_shared: bool) -> None:
+    """Say when nobody can meet there.
+
+    Args:
+        endpoint: HOST:PORT.
+        is_shared: other machines, or another launcher here, meet there too: then one may be there already.
+
+    Raises:
+        UsageError: when the host is unknown, or the port is somebody else's.
+    """
+    host, port = _parts(endpoint)
+    try:
+        places = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UsageError(f"rdzv_endpoint: there is no host {host!r}: {error.strerror}") from error
+    if not port or not any(_is_here(str(place)) for place in places):
+        return
+    with socket.socket(socket.AF_INET6 if all(":" in str(place) for place in places) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            return
+        except OSError as error:
+            reason = error.strerror
+    if is_shared and _is_store(host, port):
+        return
+    from penstock.runtime.wire.rendezvous import owner_of_port
+
+    raise UsageError(
+        f"rdzv_endpoint: port {port} is in use{owner_of_port(port)} ({reason}); name another, or none: then a free one "
+        "is taken"
+    )
+
+
+def _parts(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":") if endpoint.rpartition(":")[2].isdecimal() else (endpoint, "", "29400")
+    return host.strip("[]"), int(port)
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address is one of this machine's: only those can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Return whether torch's store answers there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+
+    try:
+        with socket.create_connection((host, port), _SECONDS):
+            pass
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_SECONDS), wait_for_workers=False)
+    except (OSError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""Policy: whether a training whose processes failed is started again, and what it ends with when it is not."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.launch.processes.exit_codes import (
+    AGAIN,
+    BAD_CHECKPOINT,
+    BAD_CONFIG,
+    DONE,
+    INTERRUPTED,
+    LATE,
+    LOST,
+    RAISED,
+)
+
+__all__ = ["Policy", "Verdict"]
+
+_HOUR = 3600.0
+_MOST_SECONDS = 30.0
+_FINAL = (BAD_CONFIG, BAD_CHECKPOINT, RAISED, INTERRUPTED)  # the first of these that a process ended with counts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do: start again after some seconds, or end with a code; and why."""
+
+    is_again: bool
+    code: int
+    why: str
+    seconds: float = 0.0
+    is_told: bool = False  # the processes have said it themselves
+
+
+@dataclass
+class Policy:
+    """Judges one failure after the other.
+
+    Args:
+        max_restarts: the most in an hour.
+    """
+
+    max_restarts: int
+    _restarts: list[float] = field(default_factory=list)
+    _before: tuple[Any, ...] | None = None
+
+    def judge(
+        self, exits: Mapping[int, int], faults: Sequence[Mapping[str, Any]], *, now: float, told: str | None = None,
+        stuck: Sequence[int] = (),
+    ) -> Verdict:  # fmt: skip
+        """Return what to do after processes ended.
+
+        Args:
+            exits: codes of the processes, by rank; negative: the signal that ended them.
+            faults: what they wrote down in this attempt.
+            now: seconds of a clock that only goes forward.
+            told: the signal that the launcher was told to end by.
+            stuck: processes that did not end by themselves, and were killed.
+        """
+        if told is not None:
+            # one that SIGTERM itself ended had not begun: from then on it is noted, and all is saved
+            is_saved = set(exits.values()) <= {DONE, -signal.SIGTERM} and not stuck
+            code = INTERRUPTED if told == "SIGINT" else DONE if is_saved else LATE
+            return Verdict(False, code, f"{told}, and {'all is saved' if is_saved else show_exits(exits, stuck)}")
+        final = next((code for code in _FINAL if code in exits.values()), None)
+        if final is not None:
+            return Verdict(False, final, "an error that would happen again", is_told=True)
+        # a process that raised, and was killed while it waited for its last save, has written down why
+        raised = [fault for fault in faults if fault.get("kind") == "error" and fault.get("is_lost") is False]
+        unknown = [code for code in exits.values() if code > 0 and code != AGAIN]
+        if unknown or (stuck and raised):
+            return Verdict(False, RAISED, show_exits(exits, stuck) if unknown else str(raised[0].get("message")))
+        signature = _signature(faults)
+        if signature is not None and signature == self._before:
+            return Verdict(False, RAISED, f"the same failure twice, {_place(signature)}: it would happen again")
+        self._before = signature
+        self._restarts = [time for time in self._restarts if now - time < _HOUR]
+        if len(self._restarts) >= self.max_restarts:
+            return Verdict(
+                False,
+                LOST,
+                f"{show_exits(exits, stuck)}; restarts in the last hour: {len(self._restarts)} of {self.max_restarts}",
+            )
+        count = len(self._restarts)
+        self._restarts.append(now)
+        return Verdict(
+            True, LOST, show_exits(exits, stuck), 0.0 if not count else min(2.0 ** (count - 1), _MOST_SECONDS)
+        )
+
+
+def _signature(faults: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
+    """Return what makes a failure the same as another: the step and the words of a hang. A kill comes from outside."""
+    told = _hangs(faults)
+    if not told:
+        return None
+    first = min(told, key=lambda fault: fault.get("lane", 0))
+    words = str(first.get("message")).partition("; its process")[0]  # its number is another each time
+    return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "so long", words)
+
+
+def _hangs(faults: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [fault for fault in faults if fault.get("kind") == "end" and fault.get("error") == "HangError"]
+
+
+def _place(signature: tuple[Any, ...]) -> str:
+    return f"at step {signature[0]}: {signature[1]}"
+
+
+def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
+    """Return how processes ended, in words."""
+    found: dict[str, list[int]] = {}
+    for rank, code in sorted(exits.items()):
+        how = "lost a neighbour" if code == AGAIN else f"ended with {code}"
+        if code < 0:
+            try:
+                how = f"was killed by {signal.Signals(-code).name}"
+            except ValueError:
+                how = f"was killed by signal {-code}"
+        found.setdefault(how, []).append(rank)
+    if stuck:
+        found["did not end by itself, and was killed"] = list(stuck)
+    # what ended by itself for want of another is not worth a word beside it
+    words = {how: ranks for how, ranks in found.items() if how != "lost a neighbour"} or found
+    return ", ".join(f"process {' and '.join(map(str, ranks))} {how}" for how, ranks in words.items())

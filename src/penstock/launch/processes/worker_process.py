@@ -1,0 +1,88 @@
+"""Worker: one process of a training: `torchrun -m penstock.launch.worker run.toml`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, TextIO, cast
+
+__all__ = ["enter", "main"]
+
+AGAIN_FLAG = "--again"  # processes before were lost, and these go on for them
+RESOLVED_FLAG = "--resolved"  # the file was written by the launcher, and says where each value comes from
+PARENT_FLAG = "--parent"  # the launcher: without it there is nobody to work for
+COMMAND_FLAG = "--command"  # what the user typed, for the summary
+
+
+def main(words: Sequence[str]) -> int:
+    """Train what a file and flags say; return the exit code."""
+    from penstock.errors import PenstockError
+    from penstock.launch.config.config_reader import read_config, take_flags
+    from penstock.launch.config.config_writer import origins_in
+    from penstock.launch.processes.exit_codes import BAD_CONFIG
+    from penstock.torchrun import attempt
+
+    rest, flags, faults = take_flags(words, [AGAIN_FLAG, COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG])
+    parents = [int(word.partition("=")[2]) for word in rest if word.startswith(f"{PARENT_FLAG}=")]
+    again = next((word.partition("=")[2] for word in rest if word.startswith(f"{COMMAND_FLAG}=")), None)
+    paths = [word for word in rest if not word.startswith("--")]
+    if parents:
+        from penstock.faults.orphans import die_with_parent
+
+        die_with_parent(parent=parents[0])
+    if len(paths) != 1:
+        sys.stderr.write("Error: give one file: python -m penstock.launch.worker run.toml\n")
+        return BAD_CONFIG
+    try:
+        given = read_config(Path(paths[0]), flags, faults)
+        is_again = AGAIN_FLAG in rest or attempt() > 0
+        if RESOLVED_FLAG in rest:
+            given = replace(given, origins=origins_in(Path(paths[0]).read_text()))
+    except PenstockError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return BAD_CONFIG
+    from penstock.launch.processes.tee import Tee
+    from penstock.launch.processes.train_process import run_here
+    from penstock.training.view.view import View
+
+    views = [View(again=again)]
+    log = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RESOLVED_FLAG in rest and log and sys.stdout.isatty():  # what is drawn there goes to no file: lines do
+        sys.stderr = cast("TextIO", Tee(sys.stderr, Path(log).with_name("stderr.log")))
+        views.append(View(quiet=True, again=again, file=Path(log).with_name("stdout.log").open("w")))
+    return run_here(given, callbacks=tuple(views), is_again=is_again).code
+
+
+def _leave(code: int) -> NoReturn:
+    """End with a code; after a failure at once: what is left to tidy up may wait for processes that are gone."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a terminal that was closed: Python would make a failure of it
+        os._exit(code)
+    if code:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _main(words: Sequence[str]) -> int:
+    try:
+        return main(words)
+    except KeyboardInterrupt:  # before anything was read; later it is told where it happens
+        from penstock.launch.processes.exit_codes import INTERRUPTED
+        from penstock.launch.processes.train_process import tell_unbegun
+
+        tell_unbegun()
+        return INTERRUPTED
+
+
+def enter(words: Sequence[str]) -> NoReturn:
+    """Be a process of a training, and end with its code."""
+    _leave(_main(words))
+
+
+if __name__ == "__main__":
+    enter(sys.argv[1:])

@@ -1,0 +1,142 @@
+"""Capture: turn any model and an example into a Graph that can be cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short, nearest
+from penstock.model.capture.direct import Direct, sequence_of
+from penstock.model.capture.exported import Exported
+from penstock.model.capture.replayed import Replayed
+from penstock.model.example import Call, read_example
+from penstock.model.graph import Graph
+from penstock.model.module_hooks import hooks_in
+from penstock.model.source import line_of
+from penstock.model.stages import Chain
+from penstock.model.visit import Visitor
+
+__all__ = ["PATHS", "Captured", "capture"]
+
+
+class Captured(Protocol):
+    """A captured model, by whatever path."""
+
+    model: nn.Module
+    call: Call
+    graph: Graph
+    path: str
+    reason: str
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        ...
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, node by node, on a device (also "meta") and for a batch size; show each to a visitor."""
+        ...
+
+
+PATHS = ("auto", "direct", "export", "replay")
+
+
+def capture(
+    model: nn.Module | Sequence[nn.Module],
+    example: object,
+    *,
+    training: bool | None = None,
+    path: str = "auto",
+    num_stages: int | None = None,
+) -> Captured:
+    """Capture a model: sequences directly, else by torch.export where that keeps what the model means, else by replay.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> captured = capture(model, torch.zeros(3, 4))
+    >>> captured.path, [str(captured.graph.values[v]) for v in captured.graph.crossing(2)]
+    ('direct', ['float32[batch, 8]'])
+
+    Args:
+        model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of
+            which is called with what the one before returned (a tuple becomes several arguments).
+        example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
+        training: capture it in training or in evaluation; by default in the mode that it is in. The other mode is
+            captured when a stage is first put into it.
+        path: "direct", "export" or "replay" to have one of the three; "auto" takes the first that works.
+        num_stages: how many stages it will be cut into; a sequence of fewer modules is then not taken directly.
+
+    Raises:
+        CaptureError: when neither path can take it; says where each stopped, and what to do.
+        UsageError: when the example cannot be right.
+    """
+    if path not in PATHS:
+        raise UsageError(f"capture_path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
+    if not isinstance(model, nn.Module):
+        return _stage_modules(model, example, training)
+    model = plain_module(model)
+    call = read_example(example, model)
+    mode = model.training if training is None else training
+    sequence = sequence_of(model)
+    if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
+        return _direct(model, call, sequence, training=mode)
+    if path == "direct":
+        raise CaptureError("the model is no sequence of modules that could be taken directly")
+    refusal = hooks_in(model) if path in ("auto", "export") else ""
+    if refusal and path == "export":
+        raise CaptureError(f"torch.export would forget {refusal}; take path='replay'")
+    if path == "export" or (path == "auto" and not refusal):
+        try:
+            return Exported(model, call, training=mode)
+        except CaptureError as error:
+            if path == "export":
+                raise
+            refusal = str(error)
+    try:
+        return Replayed(model, call, training=mode, reason=refusal or "asked for")
+    except PenstockError as error:
+        raise CaptureError(_both(refusal, str(error))) from error
+    except Exception as error:
+        raise CaptureError(_both(refusal, f"{error_in_short(error)} {line_of(error)}")) from error
+
+
+def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
+    if isinstance(modules, type):
+        raise UsageError(f"model: {modules.__name__} is a class; give a module: {modules.__name__}(...)")
+    if not isinstance(modules, (list, tuple)):
+        raise UsageError(f"model: give an nn.Module, or a list of stage modules, not {modules!r:.60}")
+    wrong = [f"{module!r:.60}" for module in modules if not isinstance(module, nn.Module)]
+    if wrong or not modules:
+        raise UsageError(
+            f"model: give an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}"
+        )
+    model = nn.ModuleList(modules)
+    mode = modules[0].training if training is None else training
+    model.training = mode
+    paths = [str(index) for index in range(len(modules))]
+    return _direct(model, read_example(example, modules[0]), paths, training=mode, spreads=True)
+
+
+def _direct(model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False) -> Captured:
+    try:
+        return Direct(model, call, paths, training=training, spreads=spreads)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise CaptureError(_both("", f"{error_in_short(error)} {line_of(error)}", "direct")) from error
+
+
+def _both(first: str, second: str, path: str = "replay") -> str:
+    stopped = f"export: {first}; " if first else ""
+    second = second.strip()
+    return (
+        f"no path can take this model: {stopped}{path}: {second}. Call the model on the example once without Penstock:"
+        " if that works, cut it yourself: give a list of stage modules, or wrap what stops it in a module of its own"
+    )
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """Return the module under torch.compile: what is cut is compiled again, stage by stage."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model

@@ -1,0 +1,333 @@
+"""The direct path: a sequence of modules, each called with what the one before returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compile.options import GroupError, Options, compiled
+from penstock.errors import CaptureError
+from penstock.model.capture.mode_matching import held_by_stage
+from penstock.model.capture.replay.module_shell import make_shell
+from penstock.model.capture.replay.replayed_visit import move_shell, run_with
+from penstock.model.example import Call
+from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.module_hooks import HOOKS
+from penstock.model.parameters import (
+    held_tensors,
+    main_device,
+    module_signature,
+    read_parameters,
+    unsaved_names,
+)
+from penstock.model.preserve.homes import Homes
+from penstock.model.preserve.modes import RandomStates, in_mode
+from penstock.model.preserve.put_back import put_back
+from penstock.model.stages import Chain, Held, Results, Stage, make_chain
+from penstock.model.structure import flatten, rebuild
+from penstock.model.visit import Visitor
+from penstock.randomness.draw_names import enter
+
+__all__ = ["Direct", "sequence_of"]
+
+_AT_ONCE = 8  # modules that are compiled as one: groups of the same kinds share what is compiled
+
+
+def sequence_of(model: nn.Module) -> list[str] | None:
+    """Return the paths of the modules that a model calls one after the other, or None if it is no plain sequence.
+
+    A sequence in a sequence is taken apart too. Hooks on a sequence, or its own forward, make it a module like any.
+    """
+    if type(model).forward is not nn.Sequential.forward or "forward" in vars(model) or _has_hooks(model):
+        return None
+    paths: list[str] = []
+    for name, child in model._modules.items():  # not named_children(), which leaves out what is there twice
+        if child is None:
+            return None
+        inner = sequence_of(child) if isinstance(child, nn.Sequential) else None
+        paths += [name] if inner is None else [f"{name}.{path}" for path in inner]
+    return paths
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, kind) for kind in HOOKS) or module._compiled_call_impl is not None
+
+
+class _Between:
+    """What stands between two modules: the arguments of the second as a template, and the tensors in it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
+        self.tensors, self.template = flatten((args, dict(kwargs)), apart=apart)
+        self.count = len(self.tensors)
+        self.is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        self.is_changed = [False] * self.count
+
+    def cut(self) -> None:
+        """Let go of how the tensors were made: all of that together is the whole model's activations."""
+        self.tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
+
+    def forget(self) -> None:
+        """Let the tensors of the example go."""
+        self.tensors = []
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = rebuild(self.template, tensors)
+        return args, kwargs
+
+
+class Direct:
+    """A sequence of modules; `spreads` says whether a tuple that one returns becomes the arguments of the next."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False
+    ) -> None:
+        self.model, self.call, self.training, self.paths, self.spreads = model, call, training, paths, spreads
+        self.path = "direct"
+        self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
+        self._places_of: dict[bool, list[_Between]] = {}
+        self._homes = Homes(model)
+        places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
+        self.graph = self._graph(places, others)
+        self._forget()
+
+    def _places(self, training: bool) -> list[_Between]:
+        if training not in self._places_of:
+            with in_mode(self.model, training=training), self._homes.visited():
+                self._places_of[training] = self._run(self.call)
+            if hasattr(self, "graph"):  # which is all that they were for
+                self._forget()
+        return self._places_of[training]
+
+    def _forget(self) -> None:
+        for places in self._places_of.values():
+            for place in places:
+                place.forget()
+
+    def _run(self, call: Call) -> list[_Between]:
+        """Run all modules once and return what stood before each of them, and after the last."""
+        states = RandomStates()
+        shell = make_shell(self.model)
+        buffers = [(buffer, buffer.clone()) for buffer in shell.buffers() if not buffer.is_meta]
+        inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
+        place = _Between(*call.arguments(inputs), apart=True)
+        places = [place]
+        try:
+            with torch.enable_grad():
+                for path in self.paths:
+                    # a leaf cannot be changed in place, and what is handed on must not be
+                    inside = [_linked(tensor) for tensor in place.tensors]
+                    versions = [tensor._version for tensor in inside]
+                    args, kwargs = place.arguments(inside)
+                    result = shell.get_submodule(path)(*args, **kwargs)
+                    place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
+                    place = _Between(*self._next(result))
+                    place.is_plain &= isinstance(result, torch.Tensor)  # a tuple of one is taken apart
+                    place.cut()
+                    places.append(place)
+        finally:
+            states.restore()
+            for buffer, before in buffers:
+                put_back(buffer, before)
+        return places
+
+    def _next(self, result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (tuple(result) if self.spreads and isinstance(result, tuple) else (result,)), {}
+
+    def _graph(self, places: list[_Between], others: list[_Between]) -> Graph:
+        parameters, first_of = read_parameters(self.model)
+        values = [
+            _value(f"input:{self.call.names[i]}", -1, *pair, self.call) for i, pair in _pairs(places[0], others[0])
+        ]
+        before: tuple[int, ...] = tuple(range(len(values)))
+        nodes = []
+        for index, path in enumerate(self.paths):
+            module = self.model.get_submodule(path)
+            made = [
+                _value(f"value_{index}_{i}", index, *pair, self.call)
+                for i, pair in _pairs(places[index + 1], others[index + 1])
+            ]
+            outputs = tuple(range(len(values), len(values) + len(made)))
+            values += made
+            held = [first_of[f"{path}.{name}"] for name in held_tensors(module)]
+            nodes.append(
+                Node(
+                    name=path,
+                    op=type(module).__name__,
+                    module=path,
+                    inputs=before,
+                    outputs=outputs,
+                    parameters=tuple(dict.fromkeys(held)),
+                    signature=module_signature(module),
+                )
+            )
+            before = outputs
+        return Graph(
+            tuple(nodes), tuple(values), tuple(range(len(self.call.tensors))), before, parameters, self.call.batch_size
+        )
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        ranges, held = self.graph.stages(cuts), held_by_stage(self.graph, cuts)
+        tensors = held_tensors(self.model)
+        stages = []
+        for index, nodes in enumerate(ranges):
+            made: dict[bool, DirectProgram] = {}
+
+            def program(training: bool, nodes: range = nodes, made: dict[bool, DirectProgram] = made) -> DirectProgram:
+                if training not in made:
+                    with in_mode(self.model, training=training):
+                        made[training] = DirectProgram(self, nodes, self._places(training))
+                return made[training]
+
+            own = {name: tensors[name] for name in held[index]}
+            stages.append(
+                Stage(index, tensors=own, program_of=program, unsaved=unsaved_names(self.model)).train(self.training)
+            )
+
+        def results(training: bool) -> Results:
+            last = self._places(training)[-1]
+            template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the one argument of a next module
+            count = last.count
+            return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
+
+        first = self.model.get_submodule(self.paths[0]) if self.spreads else self.model
+        return make_chain(self.model, stages, example=self.call, results_of=results, forward_of=first)
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, module by module, on a device (also "meta"), for a batch size; show each to a visitor."""
+        where = device or main_device(self.model, self.call)
+        call = self.call if batch_size is None else self.call.resized(batch_size)
+        with in_mode(self.model, training=self.training), torch.no_grad():
+            shell = move_shell(make_shell(self.model), where)
+            args, kwargs = call.map(lambda tensor: tensor.detach().to(where)).arguments()
+            held = held_tensors(shell)
+            for index, path in enumerate(self.paths):
+                names = self.graph.nodes[index].parameters
+                result = run_with(visitor, index, shell.get_submodule(path), args, kwargs, names=names, held=held)
+                args, kwargs = self._next(result)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a stage runs as one: a module, or several that are compiled together.
+
+    Attributes:
+        path: of the first module.
+        module: what is called.
+        apart: the same modules one by one.
+    """
+
+    path: str
+    module: nn.Module
+    apart: tuple[_Part, ...] = ()
+
+
+class DirectProgram:
+    """Calls the modules of one stage, in a shell of its own."""
+
+    reassigned: tuple[str, ...] = ()
+
+    def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
+        self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
+        shell = make_shell(direct.model)
+        # what a module changes in place may be a view of what came in before the modules ahead of it
+        self._is_changing = any(any(places[index].is_changed) for index in nodes)
+        self._parts = [_Part(direct.paths[index], shell.get_submodule(direct.paths[index])) for index in nodes]
+        self.inputs = _names(direct, nodes.start, self._place.count)
+        self.outputs = _names(direct, nodes.stop, self._end.count)
+        first_of = {alias: p.name for p in direct.graph.parameters.values() for alias in (p.name, *p.aliases)}
+        self._places = [
+            (getattr(module, kind), key, first_of[f"{path}.{key}"])
+            for index in nodes
+            for path, module in _modules_below(shell, direct.paths[index])
+            if not isinstance(module, torch.jit.ScriptModule)  # shared, not copied
+            for kind in ("_parameters", "_buffers")
+            for key, tensor in getattr(module, kind).items()
+            if tensor is not None
+        ]
+        self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
+        # one positional argument, as nn.Sequential hands on
+        self._is_plain_behind = [places[index + 1].is_plain for index in nodes]
+        self._is_plain_first = self._place.is_plain
+
+    def compile(self, options: Options) -> None:
+        """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
+        grouped: list[list[int]] = [[]]
+        for index, is_plain in enumerate(self._is_plain_behind):
+            grouped[-1].append(index)
+            is_alone = not self._is_plain_first and len(grouped) == 1
+            if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
+                grouped.append([])
+        self._parts = [self._part([self._parts[index] for index in group], options) for group in grouped if group]
+
+    def _part(self, parts: Sequence[_Part], options: Options) -> _Part:
+        """Return modules compiled as one."""
+        if len(parts) == 1:
+            return _Part(parts[0].path, compiled(parts[0].module, options))
+        whole = nn.Sequential(*(part.module for part in parts))
+        apart = tuple(_Part(part.path, compiled(part.module, options)) for part in parts)
+        return _Part(parts[0].path, compiled(whole, options, is_group=True), apart)
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Call the modules in order."""
+        del batch_size
+        for place, key, name in self._places:
+            place[key] = held.get(name)
+        given = [value.clone() for value in values] if self._is_changing else values
+        args, kwargs = self._place.arguments(given)
+        at = 0
+        while at < len(self._parts):
+            part = self._parts[at]
+            enter(part.path)
+            try:
+                result = part.module(*args, **kwargs)
+            except GroupError:  # nothing of it has run
+                self._parts[at : at + 1] = part.apart
+                continue
+            args, kwargs = self._direct._next(result)
+            at += 1
+        # one tensor is by far the most common, and taking it apart would cost more than a small stage
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        tensors = [args[0]] if is_plain else flatten((args, kwargs))[0]
+        for place, key, name in self._places:  # buffers that a module gave another tensor
+            if place[key] is not held.get(name):
+                held.set(name, place[key])
+        if len(tensors) != len(self.outputs):
+            raise CaptureError(f"a module returned {len(tensors)} tensors and {len(self.outputs)} when it was captured")
+        return tuple(tensors)
+
+
+def _modules_below(shell: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    root = shell.get_submodule(path)
+    return [(f"{path}.{name}" if name else path, module) for name, module in root.named_modules(remove_duplicate=False)]
+
+
+def _names(direct: Direct, cut: int, count: int) -> tuple[str, ...]:
+    if cut == 0:
+        return tuple(f"input:{name}" for name in direct.call.names)
+    return tuple(f"value_{cut - 1}_{i}" for i in range(count))
+
+
+def _linked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+
+
+def _pairs(a: _Between, b: _Between) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    if len(a.tensors) != len(b.tensors):
+        raise CaptureError("a module returns another number of tensors for another batch size")
+    return list(enumerate(zip(a.tensors, b.tensors, strict=True)))
+
+
+def _value(name: str, producer: int, tensor: torch.Tensor, other: torch.Tensor, call: Call) -> Value:
+    return Value(
+        name=name,
+        producer=producer,
+        shape=tuple(Size.seen(a, b, call.batch_size) for a, b in zip(tensor.shape, other.shape, strict=True)),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        item_bytes=tensor.element_size(),
+        has_grad=tensor.requires_grad,
+    )

@@ -1,0 +1,225 @@
+"""Cut an exported graph: one program a stage, with parameters, batch size and received values as arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.compile.options import Options, compiled
+from penstock.model.capture.export.symbolic_sizes import affine
+from penstock.model.capture.export.traced_graph import ExportGraph
+from penstock.model.capture.export.traced_operations import draws
+from penstock.model.source import SOURCE, line_of_trace
+from penstock.model.stages import Held
+from penstock.randomness.draw_names import enter, enter_all
+from penstock.randomness.placed_draws import draw_at
+
+__all__ = ["ExportProgram", "cut_program", "renew"]
+
+
+class ExportProgram:
+    """The operations of one stage.
+
+    Attributes:
+        is_fixed: it runs the same operations for every micro-batch.
+        held_names: the parameters, buffers and constants that it uses.
+        inputs: the names of the values it needs.
+        outputs: the names of the values it makes.
+    """
+
+    is_fixed = True
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        held_names: tuple[str, ...],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        reassigned: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.held_names, self.inputs, self.outputs = held_names, inputs, outputs
+        self.reassigned = reassigned
+        self.device = device
+        self._compiled: Callable[..., tuple[Any, ...]] | None = None
+        self._places: tuple[str, ...] = ()  # the compiled nodes that draw
+
+    def compile(self, options: Options) -> None:
+        """Let Inductor compile the operations."""
+        places: list[str] = []
+        for node in self.module.graph.find_nodes(op="call_function", target=enter):
+            drawing = node.next
+            drawing.args, drawing.target = (len(places), drawing.target, *drawing.args), draw_at
+            places.append(str(node.args[0]))
+            self.module.graph.erase_node(node)
+        self.module.recompile()
+        self._places = tuple(places)
+        self._compiled = compiled(self.module, options)
+
+    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+        """Compute the outputs; buffers that the model gives another tensor get its content."""
+        tensors = [held.get(name) for name in self.held_names]
+        device = next((tensor.device for tensor in (*tensors, *values)), self.device)
+        if device != self.device:
+            self._move(device)
+        run = self.module.forward if self._compiled is None else self._compiled
+        if self._places:
+            enter_all(self._places)
+        made: tuple[Any, ...] = run(*tensors, *values, batch_size)
+        if self.reassigned:
+            count = len(self.outputs)
+            for name, tensor in zip(self.reassigned, made[count:], strict=True):
+                renew(held, name, tensor)
+            return made[:count]
+        return made
+
+    def _move(self, device: torch.device) -> None:
+        """Let what the model makes out of nothing, such as positions, come to be on another device."""
+        old, self.device = self.device, device
+        for module in self.module.modules():
+            if isinstance(module, fx.GraphModule):
+                for node in module.graph.nodes:
+                    node.args = fx.node.map_aggregate(node.args, lambda a: device if a == old else a)
+                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if a == old else a)
+                module.recompile()
+
+
+def renew(held: Held, name: str, tensor: torch.Tensor) -> None:
+    """Give a buffer the content of the tensor that the model put in its place."""
+    held.set(name, tensor.detach())  # not by a copy: the backward may still need the old one
+
+
+def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
+    """Return the program of the stage that runs these nodes."""
+    return _Cutter(exported, nodes, is_last=is_last).cut(device)
+
+
+class _Cutter:
+    def __init__(self, exported: ExportGraph, nodes: range, *, is_last: bool) -> None:
+        self.exported, self.nodes, self.is_last = exported, nodes, is_last
+        self.source = exported.graph
+        self.body = fx.Graph()
+        self.copy_of: dict[fx.Node, fx.Node] = {}
+        self.held: dict[str, fx.Node] = {}
+        self.received: dict[str, fx.Node] = {}
+        self.root = nn.Module()
+        self.batch: fx.Node | None = None
+        self.changed = {node for index in nodes for node in exported.changed_at.get(index, ())}
+
+    def cut(self, device: torch.device) -> ExportProgram:
+        made = self._made()
+        reassigned = {
+            name: node for name, node in self.exported.reassigned.items() if self._is_here(self.exported.value_of(node))
+        }
+        for index in self.nodes:
+            if not self.source.nodes[index].is_free:
+                for node in self.exported.fx_of[index]:
+                    self._copy(node)
+        results = [self._sent(self.exported.fx_values[value]) for value in made]
+        results += [self._copy(node) for node in reassigned.values()]
+        self.body.output(tuple(results))
+        arguments = self._order_arguments()
+        module = fx.GraphModule(self.root, self.body)
+        del arguments
+        return ExportProgram(
+            module,
+            held_names=tuple(self.held),
+            inputs=tuple(self.received),
+            outputs=tuple(self.source.values[value].name for value in made),
+            reassigned=tuple(reassigned),
+            device=device,
+        )
+
+    def _sent(self, node: fx.Node) -> fx.Node:
+        """Return what is sent of a node: a copy if it is a buffer itself, which the next micro-batch may change."""
+        copied = self._copy(node)
+        is_held = node in self.exported.of_buffers
+        return self.body.call_function(torch.ops.aten.clone.default, (copied,)) if is_held else copied
+
+    def _made(self) -> list[int]:
+        """Return the values that later stages or the caller need of this stage."""
+        last, end = self.source.last_use_of, self.nodes.stop
+        made = [
+            value for index in self.nodes if not self.source.nodes[index].is_free
+            for value in self.source.nodes[index].outputs if last[value] >= end
+        ]  # fmt: skip
+        if self.is_last:
+            made += [v for v in self.source.outputs if self.source.values[v].producer >= 0 and self.source.is_free(v)]
+        return made
+
+    def _is_here(self, value: int) -> bool:
+        producer = self.source.values[value].producer
+        is_free = producer < 0 or self.source.nodes[producer].is_free
+        return producer in self.nodes or (is_free and self.is_last)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """Return this stage's copy of a node: computed here, received, or held."""
+        if node in self.copy_of:
+            return self.copy_of[node]
+        made = self._make(node)
+        self.copy_of[node] = made
+        return made
+
+    def _make(self, node: fx.Node) -> fx.Node:
+        if node in self.exported.name_of:
+            name = self.exported.name_of[node]
+            if name not in self.held:
+                self.held[name] = self.body.placeholder(f"held_{len(self.held)}")
+            return self.held[name]
+        if node in self.exported.versions_of and not self._is_made_here(node):
+            return self._receive(node)
+        if node.op == "get_attr":
+            target = str(node.target)
+            setattr(self.root, target, getattr(self.exported.root, target))
+            return self.body.get_attr(target)
+        size = affine(node.meta.get("val"), self.exported.batch_symbols)
+        if size is not None and isinstance(node.meta.get("val"), torch.SymInt):
+            return self._count(*size)
+        for argument in node.all_input_nodes:
+            self._copy(argument)
+        if draws(node):
+            self.body.call_function(enter, (node.name,))
+        copied = self.body.node_copy(node, lambda argument: self.copy_of[argument])
+        line = line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at ")
+        copied.meta = {SOURCE: line} if line else {}  # errors name it; nothing else of the trace is needed any more
+        return copied
+
+    def _is_made_here(self, node: fx.Node) -> bool:
+        producer = self.exported.versions_of[node][0][0]
+        return producer >= 0 and (producer in self.nodes or self.source.nodes[producer].is_free)
+
+    def _receive(self, node: fx.Node) -> fx.Node:
+        name = self.source.values[self.exported.value_of(node, before=self.nodes.start)].name
+        self.received[name] = self.body.placeholder(f"value_{len(self.received)}")
+        if node not in self.changed:
+            return self.received[name]
+        # changed in place below: neither the sender's memory nor a leaf of autograd may be
+        return self.body.call_function(torch.ops.aten.clone.default, (self.received[name],))
+
+    def _count(self, fixed: int, per_sample: int) -> fx.Node:
+        if self.batch is None:
+            self.batch = self.body.placeholder("batch_size")
+        grown = self.batch if per_sample == 1 else self.body.call_function(operator.mul, (self.batch, per_sample))
+        return grown if fixed == 0 else self.body.call_function(operator.add, (grown, fixed))
+
+    def _order_arguments(self) -> list[fx.Node]:
+        """Bring the arguments into the order of the call: what is held, what is received, the batch size."""
+        if self.batch is None:
+            self.batch = self.body.placeholder("batch_size")
+        ordered = [*self.held.values(), *self.received.values(), self.batch]
+        first = next(iter(self.body.nodes))
+        for node in ordered:
+            if node is first:
+                continue
+            first.prepend(node)
+        if first in ordered:  # the anchor itself stands last now: put it where it belongs
+            at = ordered.index(first)
+            if at + 1 < len(ordered):
+                ordered[at + 1].prepend(first)
+        return ordered

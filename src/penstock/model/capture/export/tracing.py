@@ -1,0 +1,412 @@
+"""Trace a model with torch.export: once, symbolic in the batch size, with its outputs reduced to tensors."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import itertools
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.devices.sanitizer import unsanitized
+from penstock.errors import CaptureError
+from penstock.model.capture.export.symbolic_sizes import ShapeGuards, hint
+from penstock.model.example import Call
+from penstock.model.parameters import tensors_at_home
+from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve.untouched import OF_TORCH, untouched
+from penstock.model.source import is_called_by_torch, line_of, line_of_stack
+from penstock.model.structure import flatten, plain_values
+
+__all__ = ["OpenDims", "Traced", "is_cache", "trace"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model: torch's program, what the outputs go into, and the buffers that forward gave another tensor.
+
+    The program's outputs are the model's tensors, then the new tensors of `reassigned`. `guards` says for which shapes
+    of the inputs it holds.
+    """
+
+    program: torch.export.ExportedProgram
+    template: object
+    num_outputs: int
+    reassigned: tuple[str, ...]
+    guards: ShapeGuards
+
+
+OpenDims = Sequence[frozenset[int]]
+
+
+class _RefusedError(Exception):
+    """The trace would run, but not mean what the model means; says why."""
+
+
+class _Reduced(nn.Module):
+    """The model with tensors in and tensors out; remembers what stood around them."""
+
+    def __init__(self, model: nn.Module, call: Call, remember: Callable[..., None]) -> None:
+        super().__init__()
+        self.model = model
+        self._arguments = call.arguments
+        self.put: frozenset[str] = frozenset()  # attributes that a tensor was put in to see whether forward reads it
+        self._remember = remember  # a function, because torch.export puts attributes back as they were
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        args, kwargs = self._arguments(tensors)
+        buffers, attributes = dict(self.model.named_buffers()), _plain_attributes(self.model)
+        random_states, tensors_before = RandomStates(), _tensor_attributes(self.model)
+        empty_before = _empty_attributes(self.model)
+        result = self.model(*args, **kwargs)
+        if random_states.have_others_changed():
+            raise _RefusedError("forward draws random numbers that are not torch's")
+        now = _tensor_attributes(self.model)
+        before = {name: tensor for name, tensor in tensors_before.items() if name not in self.put}
+        replaced = sorted(name for name, tensor in before.items() if now.get(name) != tensor)
+        if replaced:
+            raise _RefusedError(f"forward keeps another tensor in {', '.join(replaced[:3])}")
+        changed = sorted(_differences(attributes, _plain_attributes(self.model)))
+        if changed:
+            raise _RefusedError(f"forward changes {', '.join(changed[:3])}")
+        after = dict(self.model.named_buffers())
+        reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
+        outputs, template = flatten(result, drop=is_cache)
+        if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
+            raise _RefusedError("forward returns a number that follows from the batch")
+        kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
+        self._remember(kept={name: (tuple(map(hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
+        self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
+        return [*outputs, *(after[name] for name in reassigned)]
+
+
+def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
+    """Trace a model in the mode that it is in.
+
+    Args:
+        model: the user's.
+        call: how it is called.
+        open_dims: for each tensor the dimensions, besides the batch, that calls may have of another size.
+
+    Raises:
+        CaptureError: when torch.export cannot take it, or would not keep what it means; says where and why.
+    """
+    seen: dict[str, Any] = {}
+    reduced = _Reduced(model, call, seen.update)
+    try:
+        with (
+            unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len(),
+            tensors_at_home(model, call),
+        ):  # fmt: skip
+            program = _export(reduced, call, open_dims)
+            if seen["kept"]:
+                _check_kept(reduced, call, seen["kept"])
+    except _RefusedError as refusal:
+        raise CaptureError(str(refusal)) from None
+    except Exception as error:
+        where = line_of(error) or "within torch"
+        raise CaptureError(f"torch.export stopped {where}: {_first_line(error)}") from error
+    _check(program, call, open_dims)
+    return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"], ShapeGuards(program))
+
+
+def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.export.ExportedProgram:
+    """Export with a batch size that nothing else is a multiple of, so that its traces can be told from other numbers.
+
+    One symbol stands for the batch. Where the model sets its inputs' batches apart, the trace is made twice with what
+    torch finds by itself, and must come out the same.
+    """
+
+    def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
+        free = open_dims or (frozenset[int](),) * len(call.tensors)
+        shapes = tuple(
+            dict.fromkeys(dims, torch.export.Dim.AUTO) | ({} if dim is None else {dim: size}) or None
+            for dim, dims in zip(call.batch_dims, free, strict=True)
+        )
+        tensors = call.resized(batch_size).tensors
+        with untouched(reduced.model):
+            return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
+
+    unusual, another = _unusual_sizes(reduced, call)
+    try:
+        program = export(unusual, torch.export.Dim("batch"))
+        if _may_hold(program, unusual):  # the batch size, or a number that happens to be a multiple of it
+            _check_equal(program, export(another, torch.export.Dim("batch")))
+        return program
+    except Exception as error:
+        if "Constraints violated" not in str(error):
+            raise
+        small = max(3, call.batch_size)  # with two samples, [:2] would be all of them
+        program = export(small, torch.export.Dim.AUTO)
+        _check_equal(program, export(small + 1, torch.export.Dim.AUTO))
+        return program
+
+
+def _may_hold(program: torch.export.ExportedProgram, unusual: int) -> bool:
+    """Return whether a trace holds a multiple of the batch size that it was made with."""
+    if any(number and abs(number) < 2**31 and number % unusual == 0 for _, number in _numbers(program)):
+        return True
+    return any(isinstance(t, torch.Tensor) and _has_multiple(t, unusual) for t in program.constants.values())
+
+
+def _check_equal(program: torch.export.ExportedProgram, again: torch.export.ExportedProgram) -> None:
+    """Compare two traces, made with different batch sizes.
+
+    Raises:
+        _RefusedError: when they differ, so that the batch size is written into them.
+    """
+    if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
+        raise _RefusedError("forward does other things for other batch sizes") from None
+    constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}
+    for name, tensor in constants.items():
+        other = again.constants.get(name)
+        if not isinstance(other, torch.Tensor) or tensor.shape != other.shape:
+            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+        if not tensor.is_meta and not torch.equal(tensor, other):
+            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+    for (node, number), (_, other_number) in zip(_numbers(program), _numbers(again), strict=True):
+        if number != other_number:
+            raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
+
+
+def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
+    """Return whether a small constant holds a multiple of the batch size that the trace was made with."""
+    is_plain = type(tensor) is torch.Tensor and not tensor.is_meta
+    if not is_plain or tensor.numel() > 64 or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    numbers = tensor.detach().double().flatten()
+    return bool(((numbers != 0) & (numbers.abs() < 2**31) & (torch.remainder(numbers, unusual) == 0)).any())
+
+
+def _unusual_sizes(reduced: _Reduced, call: Call) -> tuple[int, int]:
+    """Return two primes that divide no other dimension of the model and its inputs."""
+    sizes = {size for tensor in (*reduced.parameters(), *reduced.buffers()) for size in tensor.shape}
+    for tensor, dim in zip(call.tensors, call.batch_dims, strict=True):
+        sizes |= {size for place, size in enumerate(tensor.shape) if place != dim}
+    candidates = (n for n in itertools.count(23, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2)))
+    fitting = (prime for prime in candidates if not any(size and size % prime == 0 for size in sizes))
+    return next(fitting), next(fitting)
+
+
+def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, float]]:
+    """Yield the numbers in a trace, with where they stand."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            found: list[float] = []
+
+            def note(argument: Any, found: list[float] = found) -> None:  # noqa: ANN401
+                if type(argument) in (int, float):
+                    found.append(argument)
+
+            torch.fx.node.map_aggregate((node.args, node.kwargs), note)
+            yield from ((node, number) for number in found)
+
+
+def _check(program: torch.export.ExportedProgram, call: Call, open_dims: OpenDims) -> None:
+    """Refuse what depends on data, or holds for one size of the batch, or of an open dimension, only."""
+    names = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
+        if dim is not None and not _is_symbolic(node.meta["val"].shape[dim]):
+            raise CaptureError(f"the model's forward holds for this batch size only (seen at input {name})")
+    for node, name, dims in zip(inputs, call.names, open_dims, strict=bool(open_dims)):
+        fixed = [str(dim) for dim in sorted(dims) if not _is_symbolic(node.meta["val"].shape[dim])]
+        if fixed:
+            raise CaptureError(f"the model's forward holds for one size of dimension {', '.join(fixed)} of {name} only")
+    sizes = [node.meta["val"].shape[d] for node, d in zip(inputs, call.batch_dims, strict=True) if d is not None]
+    of_batch = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    for symbol, bounds in program.range_constraints.items():
+        if symbol in of_batch and bounds.upper < 4096:  # higher ones come from kernels that count in 32 bits
+            raise CaptureError(f"the model's forward holds for batches up to {bounds.upper} only ({symbol})")
+    for node in program.graph.nodes:
+        if "_add_batch_dim" in str(node.target):
+            raise CaptureError(f"torch.vmap cannot be cut out of the trace {_where(node)}")
+        if _is_unbacked(node.meta.get("val")):
+            raise CaptureError(f"a shape or number depends on data {_where(node)}")
+
+
+def _is_symbolic(size: object) -> bool:
+    """Return whether a size may vary; one that the model's code made a number of is a symbol with one value."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
+
+
+def _is_unbacked(value: object) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return any(
+        free_unbacked_symbols(item)
+        for item in items
+        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor))
+    )
+
+
+def _where(node: torch.fx.Node) -> str:
+    from penstock.model.source import line_of_trace
+
+    return line_of_trace(node.meta.get("stack_trace") or "")
+
+
+def is_cache(thing: object) -> bool:
+    """Return whether a thing is a cache of keys and values, or of states: an output that training has no use for."""
+    name = type(thing).__name__
+    return hasattr(thing, "get_seq_length") or name.endswith("Cache") or name.endswith("CacheParams")
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, object]:
+    """Return what plain Python values the modules hold: a change of one of them would be lost in a trace."""
+    return {
+        f"{path}.{key}" if path else key: _outline(value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in OF_TORCH and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
+    }
+
+
+def _outline(value: object, depth: int = 0) -> object:
+    """Return what can be compared later: plain values, and of containers what is in them."""
+    if isinstance(value, dict) and depth < 2:
+        return [(key, _outline(item, depth + 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, deque)) and depth < 2:
+        return [_outline(item, depth + 1) for item in value]
+    return value if isinstance(value, (int, float, str)) else id(value)
+
+
+def _attribute(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    tensor: torch.Tensor = vars(model.get_submodule(path))[key]
+    return tensor
+
+
+def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]]) -> None:
+    """Refuse tensors that forward puts where there was None, and reads again in the next call.
+
+    The trace is made once more with tensors in these places: if one of them is used, it is state; if not, forward only
+    leaves something there for later in the same call, such as a loss, which a trace keeps.
+    """
+    model = reduced.model
+    put = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in kept.items()}
+    with untouched(model):
+        for name, tensor in put.items():
+            path, _, key = name.rpartition(".")
+            vars(model.get_submodule(path))[key] = tensor
+        reduced.put = frozenset(put)
+        try:
+            read = [id(constant) for constant in _export(reduced, call).constants.values()]
+        except Exception:  # with the tensor there forward goes another way
+            read = [id(tensor) for tensor in put.values()]
+    kept_on = [name for name, tensor in put.items() if id(tensor) in read]
+    if kept_on:
+        raise _RefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} from call to call")
+
+
+def _empty_attributes(model: nn.Module) -> set[str]:
+    """Return which attributes are None: a tensor that comes there may be meant to stay."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if value is None
+    }
+
+
+def _tensor_attributes(model: nn.Module) -> dict[str, object]:
+    """Return which tensors the modules hold apart from parameters and buffers."""
+    return {
+        f"{path}.{key}" if path else key: id(value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _differences(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            yield name
+
+
+@contextlib.contextmanager
+def _symbolic_len() -> Iterator[None]:
+    """Let `len(tensor)` be the symbol of its first dimension: Python itself can only make a number of it."""
+    original = builtins.len
+
+    def length(thing: Any) -> Any:  # noqa: ANN401
+        return thing.shape[0] if isinstance(thing, torch.Tensor) and thing.dim() else original(thing)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = original
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Switch caches of keys and values off, where a model's configuration can: training never reads them."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def no_own_gradients() -> Iterator[None]:
+    """Refuse what a trace forgets: backwards of the user's own, and hooks on gradients."""
+    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
+        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise _RefusedError(f"{cls.__name__} is an autograd function with a backward of its own")
+
+    def refuse_hook(*_: object, **__: object) -> object:
+        raise _RefusedError(f"forward hooks the gradient of a tensor {line_of_stack()}")
+
+    def refuse_inference(mode: torch.inference_mode) -> None:
+        if not is_called_by_torch():
+            raise _RefusedError(f"forward uses inference mode at {line_of_stack()}")
+        enter(mode)
+
+    register, enter = torch.Tensor.register_hook, torch.inference_mode.__enter__
+    torch.inference_mode.__enter__ = refuse_inference  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own remarks about a trace to ourselves, and what is compiled from compiling."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch gives each of its many loggers a level of its own
+    try:
+        silence = contextlib.redirect_stderr(io.StringIO())  # where it stops, torch prints the graph so far
+        with silence, warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if len(text) < 200 else f"{text[:197]}..."

@@ -1,0 +1,322 @@
+"""The first path: a model captured by torch.export, which can be cut between any two operations."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError, PenstockError, UsageError
+from penstock.model.capture.export.exported_stage import cut_program
+from penstock.model.capture.export.exported_visit import visit_export
+from penstock.model.capture.export.symbolic_sizes import ShapeGuards
+from penstock.model.capture.export.traced_graph import ExportGraph, read_graph
+from penstock.model.capture.export.tracing import OpenDims, trace
+from penstock.model.capture.mode_matching import held_by_stage, match_cuts
+from penstock.model.example import Call
+from penstock.model.graph import Graph
+from penstock.model.parameters import held_tensors, main_device, unsaved_names
+from penstock.model.preserve.homes import Homes, on_device
+from penstock.model.preserve.modes import in_mode
+from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
+from penstock.model.visit import Visitor
+
+__all__ = ["Exported"]
+
+
+_MOST_FORMS = 6  # that are traced for batches of other shapes; what none of them takes is replayed
+
+
+class _Form:
+    """The model as traced for some shapes of batches, in training and in evaluation.
+
+    Args:
+        model: the user's.
+        homes: where its tensors were when it was captured first.
+        call: that it is traced with.
+        open_dims: for each tensor the dimensions that may be of another size than in the call.
+        is_replayed: nothing is traced; all shapes are taken.
+    """
+
+    def __init__(
+        self, model: nn.Module, homes: Homes, call: Call, open_dims: OpenDims = (), *, is_replayed: bool = False
+    ) -> None:
+        self.call, self.is_replayed = call, is_replayed
+        self._homes, self._model = homes, model
+        self._open = tuple(open_dims) or (frozenset[int](),) * len(call.tensors)
+        self._made: dict[bool, tuple[ExportGraph, object, ShapeGuards]] = {}
+        self._refusals: dict[bool, CaptureError] = {}
+
+    def side(self, training: bool) -> tuple[ExportGraph, object, ShapeGuards]:
+        """Return graph, template and guards in training or evaluation, which are captured when first asked for.
+
+        Raises:
+            CaptureError: when torch.export cannot take the model in that mode.
+        """
+        if self.is_replayed:
+            raise CaptureError("torch.export cannot take batches of such shapes")
+        if training in self._refusals:
+            raise self._refusals[training]
+        if training not in self._made:
+            try:
+                with in_mode(self._model, training=training), self._homes.visited():
+                    traced = trace(self._model, self.call, self._open if any(self._open) else ())
+            except CaptureError as error:
+                self._refusals[training] = error
+                raise
+            graph = read_graph(traced, self._model, self.call)
+            self._made[training] = (graph, traced.template, traced.guards)
+        return self._made[training]
+
+    def constants(self, training: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors that are part of the model's code in a mode, as far as it has been captured."""
+        return self._made[training][0].constants if training in self._made else {}
+
+    def opened(self, more: OpenDims) -> list[frozenset[int]]:
+        """Return its open dimensions and more of them."""
+        return [own | new for own, new in zip(self._open, more, strict=True)]
+
+    def takes(self, call: Call, training: bool) -> bool:
+        """Return whether it holds for a call; traces the mode if need be."""
+        if self.is_replayed:
+            return True
+        shapes = [tuple(tensor.shape) for tensor in call.tensors]
+        rows = zip(self.call.tensors, shapes, call.batch_dims, self._open, strict=True)
+        if not all(_is_like(tuple(own.shape), shape, dim, free) for own, shape, dim, free in rows):
+            return False
+        if not any(self._open):
+            return True
+        try:
+            return self.side(training)[2].allow(shapes)
+        except CaptureError:
+            return True  # replayed in this mode
+
+
+def _is_like(own: Sequence[int], shape: Sequence[int], batch_dim: int | None, free: frozenset[int]) -> bool:
+    """Return whether a shape differs only in the batch and in open dimensions, which are larger than one.
+
+    A trace with more than one may not hold for one, which is broadcast.
+    """
+    return len(own) == len(shape) and all(
+        mine == given or dim == batch_dim or (dim in free and given > 1)
+        for dim, (mine, given) in enumerate(zip(own, shape, strict=True))
+    )
+
+
+class Exported:
+    """A model captured by torch.export.
+
+    Batches may have other shapes than the example: then the model is captured once more, with the dimensions that
+    differ left open; where torch.export cannot do that, it is replayed. All forms are cut at the same places.
+    """
+
+    path = "export"
+
+    def __init__(self, model: nn.Module, call: Call, *, training: bool) -> None:
+        self.model, self.call, self.training = model, call, training
+        self._homes = Homes(model)
+        self.reason = "torch.export took the whole model"
+        self._forms = [_Form(model, self._homes, call)]
+        self.form = 0  # which of them runs now
+        self.graph: Graph = self._side(training)[0].graph
+
+    def _side(self, training: bool) -> tuple[ExportGraph, object, ShapeGuards]:
+        """Return the graph for the example's shapes in a mode."""
+        return self._forms[0].side(training)
+
+    def choose(self, call: Call, training: bool, is_fitting: Callable[[], str]) -> None:
+        """Take the form that holds for a call's shapes from now on; capture one, if there is none yet.
+
+        Args:
+            call: whose tensors are in the example's order.
+            training: the mode that it will run in.
+            is_fitting: returns why the stages cannot run the form that was chosen; nothing if they can.
+
+        Raises:
+            UsageError: when no path takes such a call.
+        """
+        for number, form in enumerate(self._forms):
+            if form.takes(call, training):
+                self.form = number
+                return
+        before = self.form
+        whys: list[str] = []
+        for form in self._new_forms(call):
+            self._forms.append(form)
+            self.form = len(self._forms) - 1
+            try:
+                if not form.is_replayed:
+                    form.side(training)
+                is_taken = form.takes(call, training)
+                why = is_fitting() if is_taken else "the trace does not hold for the shapes it was made with"
+            except Exception as error:
+                why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+            if not why:
+                if form.is_replayed:
+                    warnings.warn(_replayed_now(call, whys), stacklevel=5)
+                return
+            whys.append(why)
+            self._forms.pop()
+        self.form = before
+        shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
+        raise UsageError(
+            f"the model cannot be captured for a batch of other shapes than the example's ({shapes}): "
+            f"{'; '.join(whys)}. Pad batches to the example's shapes, or pass capture_path='replay'"
+        )
+
+    def _new_forms(self, call: Call) -> Iterator[_Form]:
+        """Yield the forms to try for a call, the best first."""
+        pairs = list(zip(self.call.tensors, call.tensors, strict=True))
+        at_home = replace(call, tensors=tuple(given.detach().to(own.device) for own, given in pairs))
+        open_dims = [
+            frozenset(d for d, (a, b) in enumerate(zip(own.shape, given.shape, strict=False)) if a != b and d != dim)
+            for own, given, dim in zip(self.call.tensors, call.tensors, call.batch_dims, strict=True)
+        ]
+        if all(own.dim() == given.dim() for own, given in pairs) and len(self._forms) < _MOST_FORMS:
+            yield _Form(self.model, self._homes, at_home, self._forms[-1].opened(open_dims))
+        yield _Form(self.model, self._homes, at_home, is_replayed=True)
+
+    def constants(self, training: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors that are part of the model's code in a mode."""
+        return self._forms[self.form].constants(training)
+
+    def split(self, cuts: Sequence[int]) -> Chain:
+        """Return the stages between the cuts."""
+        self.graph.check_cuts(cuts)
+        return _split(self, tuple(cuts))
+
+    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
+        """Run the model once, node by node, on a device (also "meta") and for a batch size; show each to a visitor."""
+        exported = self._side(self.training)[0]
+        call = self.call if batch_size is None else self.call.resized(batch_size)
+        held = held_tensors(self.model) | exported.constants
+        where = device or main_device(self.model, self.call)
+        visit_export(
+            exported,
+            visitor,
+            inputs=[tensor.to(where) for tensor in call.tensors],
+            held={name: tensor.to(where) for name, tensor in held.items()},
+            batch_size=call.batch_size,
+            device=where,
+        )
+
+    def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
+        """Return the programs of all stages in a mode, for the shapes chosen last, and what the model returns."""
+        with self._homes.visited():
+            return self._programs(cuts, training)
+
+    def _programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
+        form = self._forms[self.form]
+        try:
+            exported, template, _ = form.side(training)
+        except CaptureError as refusal:
+            if training == self.training and self.form == 0:
+                raise
+            return self._replayed(form.call, cuts, training, str(refusal))
+        is_own = training == self.training and self.form == 0
+        own = cuts if is_own else match_cuts(self.graph, cuts, exported.graph)
+        ranges = exported.graph.stages(own)
+        device = main_device(self.model, self.call)
+        programs: list[Program] = [
+            cut_program(exported, nodes, is_last=index == len(ranges) - 1, device=device)
+            for index, nodes in enumerate(ranges)
+        ]
+        values = exported.graph.values
+        return programs, Results(lambda: template, [values[exported.value_of(node)].name for node in exported.outputs])
+
+    def _replayed(
+        self, call: Call, cuts: tuple[int, ...], training: bool, refusal: str
+    ) -> tuple[list[Program], Results]:
+        """Return the programs of a mode by replay, where torch.export takes only the other, or other shapes."""
+        from penstock.model.capture.replayed import Replayed
+
+        other = Replayed(self.model, call, training=training, reason=refusal)
+        programs, results = other.programs(match_cuts(self.graph, cuts, other.graph), training)
+        return list(programs), results
+
+
+def _replayed_now(call: Call, whys: Sequence[str]) -> str:
+    shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
+    return (
+        f"a batch has other shapes than the example ({shapes}), and torch.export does not take these: "
+        f"{'; '.join(whys) or f'{_MOST_FORMS} forms were traced before'}. From now on such batches run by replay, "
+        "which takes all shapes; capture_path='replay' says so from the start"
+    )
+
+
+def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
+    made: dict[tuple[bool, int], tuple[list[Program], Results]] = {}
+    stages: list[Stage] = []
+    hidden: dict[str, torch.Tensor] = {}
+    unsaved = unsaved_names(exported.model)
+
+    def side(training: bool) -> tuple[list[Program], Results]:
+        key = (training, exported.form)
+        if key not in made:
+            made[key] = exported.programs(cuts, training)
+            hidden.update(exported.constants(training))
+            for stage, program in zip(stages, made[key][0], strict=False):
+                _hold(stage, program)
+        return made[key]
+
+    def choose(call: Call, training: bool) -> None:
+        exported.choose(call, training, lambda: _misfit(stages, exported.programs(cuts, training)[0], training))
+
+    def _hold(stage: Stage, program: Program) -> None:
+        """Let a stage hold what a program uses: in evaluation that may be more than in training."""
+        tensors = held_tensors(exported.model) | hidden
+        where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the others
+        for name in (*program.held_names, *program.reassigned):
+            if name not in stage.held:
+                if any(name in other.held and other is not stage for other in stages):
+                    _check_place(name, tensors[name], where)
+                tensor = tensors[name] if where is None else on_device(tensors[name], where)
+                stage.held.add(name, tensor, is_persistent=name not in hidden and name not in unsaved)
+
+    programs, _ = side(exported.training)
+    held = held_by_stage(exported.graph, cuts)
+    for index, program in enumerate(programs):
+        tensors = held_tensors(exported.model) | hidden
+        stage = Stage(
+            index,
+            tensors={name: tensors[name] for name in held[index]},
+            program_of=lambda training, index=index: side(training)[0][index],  # type: ignore[misc]
+            unsaved={*hidden, *unsaved},
+        )
+        _hold(stage, program)
+        stages.append(stage.train(exported.training))
+    return make_chain(
+        exported.model,
+        stages,
+        example=exported.call,
+        results_of=lambda training: side(training)[1],
+        has_fixed_shapes=True,
+        forms=Forms(lambda: exported.form, choose),
+    )
+
+
+def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool) -> str:
+    """Return why stages cannot train by other programs: each has the parameters that it held before, and no others."""
+    for stage, program in zip(stages, programs, strict=True):
+        held = {name for name, _ in stage.named_parameters()}
+        others = {name for other in stages if other is not stage for name, _ in other.named_parameters()}
+        strange = sorted((set(program.held_names) & others) - held)
+        if training and strange:
+            return f"stage {stage.index} would use parameters of other stages: {', '.join(strange[:3])}"
+    return ""
+
+
+def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
+    """Raise where another stage holds a parameter on another device: it cannot be in two places.
+
+    Raises:
+        CaptureError: names it.
+    """
+    if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
+        raise CaptureError(
+            f"in evaluation a stage on {device} uses {name}, which in training a stage on {tensor.device} uses alone: "
+            "cut the model elsewhere, or evaluate it without the pipeline"
+        )

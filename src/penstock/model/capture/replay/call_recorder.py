@@ -1,0 +1,487 @@
+"""Record: run a model once, watch which modules it calls, what flows between them, and what it reads on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.model.capture.export.tracing import is_cache
+from penstock.model.capture.replay.forward_walk import Mark, Walk, tensors_in
+from penstock.model.capture.replay.module_shell import containers_of, make_shell
+from penstock.model.capture.replay.placeholder_tensors import describe, is_imaginable
+from penstock.model.capture.replay.torch_functions import is_data_shaped, is_look, is_plain_result, is_read
+from penstock.model.example import Call
+from penstock.model.parameters import held_tensors, tensors_at_home
+from penstock.model.preserve.modes import RandomStates, in_mode
+from penstock.model.preserve.untouched import unchanged
+from penstock.model.structure import flatten
+
+__all__ = ["Recording", "Seen", "Unit", "record"]
+
+_TRIES = 4
+_SHARE = 1 / 32  # modules with at least this share of all parameters are looked into
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a tensor of a run that is over.
+
+    Attributes:
+        shape: in that run.
+        dtype: its type of numbers.
+        has_grad: whether gradients go through it.
+        memory: a number that tensors have in common which shared memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_grad: bool
+    memory: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Known:
+        """Return what is to be known of a tensor."""
+        try:
+            memory = tensor.untyped_storage()._cdata
+        except NotImplementedError:  # sparse tensors have none
+            memory = -id(tensor)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory)
+
+
+@dataclass
+class Seen:
+    """A tensor that came to be between module calls, or as the output of one.
+
+    Attributes:
+        producer: the unit after whose call it came to be; -1 for an input of the model.
+        tensor: itself while the model runs; afterwards what is known of it, without its memory.
+        marks: where it came to be, and at which unit each mark began to hold: a call that returns it marks it anew.
+        uses: the units that use it, or after whose call something else does.
+        changes: the units at which it is changed in place.
+    """
+
+    producer: int
+    tensor: torch.Tensor | Known
+    marks: list[tuple[int, Mark]]
+    uses: set[int] = field(default_factory=set)
+    changes: set[int] = field(default_factory=set)
+
+    @property
+    def known(self) -> Known:
+        """What is known of it after the run."""
+        assert isinstance(self.tensor, Known)
+        return self.tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in this run."""
+        return tuple(self.tensor.shape)
+
+
+@dataclass
+class Unit:
+    """The call of a module that is not looked into."""
+
+    path: str
+    ordinal: int
+    inputs: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)  # ids of parameters and buffers that the code around it uses
+
+
+@dataclass
+class Recording:
+    """What was seen in one run.
+
+    Attributes:
+        units: the module calls, in order.
+        seen: all tensors between them.
+        range_of: for each module call, by path and ordinal, the first and last unit in it.
+        is_read: data was read into Python, or shapes depend on data, or Python's own random numbers were drawn: other
+            data may take another way.
+        outputs: what the model returned: a template, and which tensors go into it.
+    """
+
+    units: list[Unit]
+    seen: list[Seen]
+    range_of: dict[tuple[str, int], tuple[int, int]]
+    is_read: bool
+    reads_where: str
+    template: object
+    outputs: list[int]
+    template_of: dict[tuple[str, int], object]
+    unimaginable: frozenset[Callable[..., Any]] = frozenset()
+    readers: frozenset[Callable[..., Any]] = frozenset()
+    uncuttable: frozenset[int] = frozenset()
+    calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
+    shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
+    seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
+    hooked: frozenset[str] = frozenset()  # modules to look into also where they are skipped: hooks, hidden values
+    draws_python_random: bool = False
+    changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
+    filling: frozenset[str] = frozenset()  # modules that change a list or dict that they are given
+    filled: frozenset[str] = frozenset()  # lists and dicts in attributes that get other tensors, as "path:name"
+    cached: frozenset[str] = frozenset()  # those of them that a second call leaves as they are
+
+
+def record(model: nn.Module, call: Call) -> Recording:
+    """Run a model's forward and return what was seen; the model and all random states stay as they were.
+
+    Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times
+    more, and in evaluation, and the run that called most modules is taken.
+    """
+    states = RandomStates()
+    best = _record_once(model, call)
+    if not best.is_read:
+        return best
+    others = []
+    for _ in range(_TRIES if model.training else 0):
+        if not _missing(model, best):
+            break
+        torch.rand(1)  # other random numbers
+        random.random()  # noqa: S311
+        others.append(_record_once(model, call))
+    states.restore()
+    if model.training and _missing(model, best):
+        with in_mode(model, training=False):
+            others.append(_record_once(model, call))
+    most = max([best, *others], key=lambda recording: len(recording.units))
+    most.is_read, most.reads_where = True, best.reads_where
+    most.draws_python_random = any(recording.draws_python_random for recording in [best, *others])
+    return most
+
+
+def _missing(model: nn.Module, recording: Recording) -> bool:
+    """Return whether there are modules with parameters that were not called, nor any module around or in them."""
+    called = {unit.path for unit in recording.units}
+    return any(
+        not any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in called)
+        for path, module in model.named_modules()
+        if path and any(True for _ in module.parameters())
+    )
+
+
+def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset()) -> Recording:
+    shell = make_shell(model)
+    modules = dict(shell.named_modules())
+    units = {path for path, module in modules.items() if path and (path in whole or _is_unit(module, modules[""]))}
+    inside = {path: m for path, m in modules.items() if not any(path.startswith(f"{unit}.") for unit in units)}
+    recorder = _Recorder(units, {id(tensor): name for name, tensor in held_tensors(shell).items()})
+    states = RandomStates()
+    versions = {name: (tensor, tensor._version) for name, tensor in held_tensors(model).items()}
+    before = {name: _ids_in(container) for name, container in containers_of(model).items()}
+    try:
+        with unchanged(model), tensors_at_home(model, call):
+            result = recorder.run(shell, inside, call)
+            after = held_tensors(shell)
+            changed = {name for name, (t, v) in versions.items() if after.get(name) is not t or t._version != v}
+            filled = {
+                name
+                for name, container in containers_of(model).items()
+                if before.get(name) not in (None, _ids_in(container))
+                and any(True for _ in tensors_in(_values_of(container)))
+            }
+            cached = _unchanged_by_a_second_call(shell, call, {name: containers_of(model)[name] for name in filled})
+    finally:
+        is_random = states.have_others_changed()
+        states.restore()
+    if recorder.hollow - whole:  # modules that call none of their own: they are units themselves
+        return _record_once(model, call, whole | frozenset(recorder.hollow))
+    recorder.is_read |= is_random
+    recorder.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
+    recording = recorder.recording(result)
+    recording.draws_python_random, recording.watched = is_random, tuple(inside)
+    recording.changed = frozenset(changed)
+    hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
+    recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
+    recording.filling = frozenset(recorder.filling)
+    recording.filled, recording.cached = frozenset(filled), frozenset(cached)
+    return recording
+
+
+def _unchanged_by_a_second_call(shell: nn.Module, call: Call, containers: Mapping[str, Any]) -> set[str]:
+    """Return which containers are caches: filled by the first call, and only read by the next."""
+    if not containers:
+        return set()
+    before = {name: _ids_in(container) for name, container in containers.items()}
+    args, kwargs = call.arguments([tensor.detach().clone() for tensor in call.tensors])
+    with torch.no_grad():
+        shell(*args, **kwargs)
+    return {name for name, container in containers.items() if _ids_in(container) == before[name]}
+
+
+def _escaped(recording: Recording) -> set[str]:
+    """Return the modules out of which a value comes that they do not return: by a list, an attribute or a buffer.
+
+    Whoever runs or skips such a module looks into it, or the value would be missing there.
+    """
+    calls: dict[str, list[tuple[int, int, int]]] = {}
+    for (path, ordinal), (first, last) in recording.range_of.items():
+        calls.setdefault(path, []).append((ordinal, first, last))
+    found = set()
+    for seen in recording.seen:
+        producer, marks = seen.producer, {mark for _, mark in seen.marks}
+        path = seen.marks[0][1][0]
+        while path and producer >= 0 and seen.uses:
+            for ordinal, first, last in calls.get(path, ()):
+                is_returned = any(mark[:2] == (path, ordinal) and mark[2] < 0 for mark in marks)
+                if first <= producer <= last < max(seen.uses) and not is_returned:
+                    found.add(path)
+            path = path.rpartition(".")[0]
+    return found
+
+
+def _containers_in(thing: Any, depth: int = 0) -> list[tuple[Any, list[int]]]:  # noqa: ANN401 - arguments
+    """Return the lists, dicts and sets in a call's arguments, each with what is in it."""
+    if depth > 3 or not isinstance(thing, (list, tuple, dict, set)):
+        return []
+    inner = thing.values() if isinstance(thing, dict) else thing
+    own = [] if isinstance(thing, tuple) else [(thing, _ids_in(thing))]
+    return own + [found for item in inner for found in _containers_in(item, depth + 1)]
+
+
+def _values_of(container: Any) -> list[Any]:  # noqa: ANN401 - a list, dict or set
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _ids_in(container: Any) -> list[int]:  # noqa: ANN401 - a list, dict or set
+    return [id(item) for item in _values_of(container)]
+
+
+def _is_unit(module: nn.Module, root: nn.Module) -> bool:
+    """Return whether a module is not looked into: it is small, has no modules, or is no plain Python any more."""
+    if not any(module.children()) or _is_sealed(module):
+        return True
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    total = sum(p.numel() for p in root.parameters())
+    return sum(p.numel() for p in module.parameters()) < _SHARE * total
+
+
+def _is_sealed(module: nn.Module) -> bool:
+    is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_penstock_sealed")
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return any(inner._forward_hooks for inner in module.modules() if inner is not module)
+
+
+class _Recorder(Walk):
+    def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
+        super().__init__()
+        self.unit_paths, self.held = units, held
+        self.units: list[Unit] = []
+        self.seen: list[Seen] = []
+        self.index_of: dict[int, int] = {}
+        self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
+        self.is_read, self.reads_where = False, ""
+        self.held_at: dict[int, set[int]] = {}
+        self.open_at: list[int] = []  # how many units had been called when each open call began
+        self.hollow: set[str] = set()
+        self.uncuttable: set[int] = set()  # a gradient taken in the forward needs all that it goes through in one place
+        self.unimaginable: set[Callable[..., Any]] = set()
+        self.readers: set[Callable[..., Any]] = set()
+        self.template_of: dict[tuple[str, int], object] = {}
+        self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
+        self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
+        self.filling: set[str] = set()
+        self.changes_of: dict[int, set[int]] = {}  # for each held tensor's id, where code changes it in place
+        self._hooks: Any = None
+
+    def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
+        tensors = []
+        for index, tensor in enumerate(call.tensors):
+            # a copy: the model may change what it is given, and the example is the user's
+            alias = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self.mark(alias, ("", -1, index))
+            tensors.append(alias)
+        args, kwargs = call.arguments(tensors)
+        with torch.enable_grad(), self._watching_functions(), self.watching(modules):
+            return shell(*args, **kwargs)
+
+    @contextmanager
+    def _watching_functions(self) -> Iterator[None]:
+        """Learn which modules are called inside of an autograd function: there is no way to leave one in its middle."""
+        original: Any = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: type, /, *args: object, **kwargs: object) -> object:
+            first = len(self.units)
+            result = original.__get__(None, cls)(*args, **kwargs)
+            self.uncuttable |= set(range(first, len(self.units)))
+            return result
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+    def _note_checkpoint(self) -> None:
+        """Forbid a cut between two units that the model recomputes together: it would recompute beyond the cut."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and self._hooks is not None and hooks[0] is self._hooks[0]:
+            self.uncuttable.add(len(self.units) - 1)
+        self._hooks = hooks
+
+    @property
+    def now(self) -> int:
+        """The unit that what happens now belongs to: the last one that was called.
+
+        In a call that has not come to a unit yet it is the next one: a cut before that unit lies before the whole call.
+        """
+        count = len(self.units)
+        return count if count in self.open_at else max(0, count - 1)
+
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401
+        first, before = len(self.units), dict(self.ordinals)
+        containers = _containers_in((args, kwargs))
+        if path not in self.unit_paths:
+            self.open_at.append(first)
+            try:
+                result = self.inside(path, ordinal, call, args, kwargs)
+            finally:
+                self.open_at.pop()
+            self._note_filled(path, containers)
+            if len(self.units) == first and path:
+                self.hollow.add(path)
+            elif len(self.units) > first:
+                self.range_of[path, ordinal] = (first, len(self.units) - 1)
+                calls = {inner: count - before.get(inner, 0) for inner, count in self.ordinals.items()}
+                self.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
+                made, self.template_of[path, ordinal] = flatten(result)
+                given, _ = flatten((args, dict(kwargs)))
+                self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+            return result
+        self.units.append(Unit(path, ordinal))
+        self._note_checkpoint()
+        self.range_of[path, ordinal] = (first, first)
+        given, _ = flatten((args, dict(kwargs)))
+        versions = [tensor._version for tensor in given]
+        for tensor in given:
+            self._use(tensor, is_argument=True)
+        result = self.whole(call, args, kwargs)
+        self._note_filled(path, containers)
+        self.mark_outputs(result, path, ordinal)
+        made, self.template_of[path, ordinal] = flatten(result)
+        self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+        self._note_changes(given, versions)
+        return result
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if is_look(function):
+            return function(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
+            self._use(tensor)
+        versions = [tensor._version for tensor in given]
+        result = function(*args, **kwargs)
+        if is_read(function) or is_data_shaped(function, args):
+            self._note_read()
+        elif is_plain_result(result):
+            self.readers.add(function)
+            self._note_read()
+        elif not is_imaginable(function, args, kwargs, result):
+            self.unimaginable.add(function)
+            self._note_read()
+        self._note_changes(given, versions)
+        if function is torch.autograd.grad:
+            first = min((s.producer for t in given for s in self._seen_of(t)), default=self.now)
+            self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
+        self.mark_results(result)
+        return result
+
+    def _note_filled(self, path: str, containers: list[tuple[Any, list[int]]]) -> None:
+        """Note a module that puts something into a list or dict that it was given, or takes it out."""
+        if any(_ids_in(container) != before for container, before in containers):
+            self.filling.add(path)
+
+    def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
+        return [self.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
+
+    def _note_read(self) -> None:
+        from penstock.model.source import line_of_stack
+
+        self.reads_where = self.reads_where or line_of_stack()
+        self.is_read = True
+
+    def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
+        if id(tensor) in self.held:
+            self.held_at.setdefault(self.now, set()).add(id(tensor))
+        if self.marks_of(tensor):  # a buffer that was changed in place is a value from there on
+            index: int = self.index_of[id(tensor)]
+            self.seen[index].uses.add(self.now)
+            if is_argument and index not in self.units[-1].inputs:
+                self.units[-1].inputs.append(index)
+
+    def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version and id(tensor) in self.held:
+                self.changes_of.setdefault(id(tensor), set()).add(self.now)
+            if tensor._version != version and self.marks_of(tensor):
+                self.seen[self.index_of[id(tensor)]].changes.add(self.now)
+
+    def around_changed_buffers(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[int]:
+        """Return the cuts between the code that reads or changes a buffer and the code that changes it last.
+
+        One stage must do all of it: another one would read what was there before, or change a copy. What is read after
+        the last change is a value, which goes anywhere.
+        """
+        found: set[int] = set()
+        for name, tensor in before.items():
+            new, changes = after.get(name), set(self.changes_of.get(id(tensor), ()))
+            if new is not None and new is not tensor and id(new) in self.index_of:
+                changes.add(self.seen[self.index_of[id(new)]].producer)
+            last = max(changes, default=-1)
+            uses = {at for at, held in self.held_at.items() if id(tensor) in held and at <= last}
+            found |= set(range(min(uses | changes, default=0) + 1, last + 1))
+        return found
+
+    def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        index = self.index_of.get(id(tensor))  # all that was seen is kept, so that no id is used twice
+        if index is None:
+            self.index_of[id(tensor)] = len(self.seen)
+            producer = -1 if mark[1] < 0 else self.now
+            self.seen.append(Seen(producer, tensor, [(producer, mark)]))
+        else:
+            self.seen[index].marks.append((self.now, mark))
+
+    def recording(self, result: object) -> Recording:
+        tensors, template = flatten(result, drop=is_cache)
+        for index, held in self.held_at.items():
+            if self.units:
+                self.units[min(index, len(self.units) - 1)].held |= held
+        for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
+            if id(tensor) not in self.index_of:
+                self.mark(tensor, ("", 0, -1000 - len(self.seen)))
+        outputs = [self.index_of[id(tensor)] for tensor in tensors]
+        for index in outputs:
+            self.seen[index].uses.add(self.now)
+        # without their memory, their graph, and nodes that accumulate gradients on this stream: the recording is kept
+        known = [Known.of(seen.tensor) for seen in self.seen if isinstance(seen.tensor, torch.Tensor)]
+        for seen, of_it in zip(self.seen, known, strict=True):
+            seen.tensor.__dict__.pop("_penstock_marks", None)
+            seen.tensor = of_it
+        return Recording(
+            self.units,
+            self.seen,
+            self.range_of,
+            self.is_read,
+            self.reads_where,
+            template,
+            outputs,
+            self.template_of,
+            frozenset(self.unimaginable),
+            frozenset(self.readers),
+            frozenset(self.uncuttable),
+            self.calls_in,
+            self.shapes_of,
+        )

@@ -1,0 +1,172 @@
+"""Visit by replay: run the model's own forward and show each module call to a visitor as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from penstock.errors import CaptureError
+from penstock.model.capture.replay.forward_walk import Walk, tensors_in
+from penstock.model.capture.replay.module_shell import make_shell
+from penstock.model.capture.replay.torch_functions import is_data_shaped, is_look, is_read
+from penstock.model.example import Call
+from penstock.model.graph import Graph
+from penstock.model.parameters import held_tensors
+from penstock.model.structure import flatten, rebuild
+from penstock.model.visit import RunNode, Visitor
+
+__all__ = ["visit_replay"]
+
+
+def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *, device: torch.device) -> None:
+    """Run the model's forward on a device and show each unit to a visitor.
+
+    Raises:
+        CaptureError: on the meta device, when the forward reads data.
+    """
+    shell = make_shell(model)
+    if any(tensor.device != device for tensor in held_tensors(shell).values()):
+        move_shell(shell, device)
+    index_of = {(node.module, _ordinal(node.name)): index for index, node in enumerate(graph.nodes)}
+    walk = _VisitWalk(shell, graph, visitor, index_of)
+    args, kwargs = call.map(lambda tensor: tensor.detach().to(device)).arguments()
+    try:
+        with (
+            torch.no_grad(),
+            device if device.type == "meta" else nullcontext(),
+            walk.watching(dict(shell.named_modules())),
+        ):
+            shell(*args, **kwargs)
+    except RuntimeError as error:
+        if device.type == "meta":
+            raise CaptureError(
+                f"the model reads data, so it cannot run without: {error}; measure it on a device instead"
+            ) from error
+        raise
+
+
+def _plain(template: object) -> str:
+    """Return the plain arguments of a function as text, for the signature of what it does."""
+    return repr(template)[:500] if "object at 0x" not in repr(template) else ""
+
+
+def _ordinal(name: str) -> int:
+    _, _, ordinal = name.rpartition("#")
+    return int(ordinal) if ordinal.isdigit() and "#" in name else 0
+
+
+def move_shell(shell: nn.Module, device: torch.device) -> nn.Module:
+    """Put what a shell holds on another device, without touching the tensors it shares; what is tied stays tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in shell.modules():
+        for place in (module._parameters, module._buffers):
+            for key, tensor in place.items():
+                if tensor is not None:
+                    if id(tensor) not in moved:
+                        new = tensor.detach().to(device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    place[key] = moved[id(tensor)]  # type: ignore[assignment]
+    return shell
+
+
+def run_with(
+    visitor: Visitor, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    *, names: Sequence[str], held: Mapping[str, torch.Tensor],
+) -> Any:  # noqa: ANN401  # fmt: skip
+    """Show the call of a module to a visitor, and return what it returns."""
+    inputs, template = flatten((args, dict(kwargs)))
+    results: list[object] = []
+    local = held_tensors(module)
+    first_of: dict[int, str] = {}
+    for name, tensor in held.items():
+        first_of.setdefault(id(tensor), name)
+
+    def run(given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        by_name = dict(zip(names, parameters, strict=True))
+        own = {name: by_name.get(first_of[id(tensor)], tensor) for name, tensor in local.items()}
+        new_args, new_kwargs = rebuild(template, list(given))
+        made, shape = flatten(functional_call(module, own, new_args, new_kwargs, tie_weights=False))
+        results.append(shape)
+        return made
+
+    made = visitor(index, run, inputs, [held[name] for name in names])
+    return rebuild(results[-1], made)
+
+
+class _VisitWalk(Walk):
+    """Shows calls of units; everything between them runs as it is."""
+
+    def __init__(
+        self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[tuple[str, int], int]
+    ) -> None:
+        super().__init__()
+        self.modules = dict(shell.named_modules())
+        self.held = held_tensors(shell)
+        self.graph, self.visitor, self.index_of = graph, visitor, index_of
+        self.is_in_unit, self.now = False, 0
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        name = getattr(function, "__name__", "")
+        is_in_place = name.startswith("__") or (name.endswith("_") and not name.endswith("__"))
+        inputs = list(tensors_in((args, kwargs)))
+        is_mapped = any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in inputs)  # by vmap
+        if (
+            not inputs
+            or is_mapped
+            or is_in_place
+            or is_look(function)
+            or is_read(function)
+            or is_data_shaped(function, args)
+        ):
+            return function(*args, **kwargs)
+        tensors, template = flatten((args, kwargs))
+        shapes: list[object] = []
+
+        def run(given: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            new_args, new_kwargs = rebuild(template, list(given))
+            result = function(*new_args, **new_kwargs)
+            made, shape = flatten(result)
+            shapes.append(shape)
+            return made
+
+        with self.switched(on=False):
+            made = self.visitor(self.now, run, tensors, [], f"{name}{_plain(template)}")
+        return rebuild(shapes[-1], made)
+
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401
+        index = self.index_of.get((path, ordinal))
+        if self.is_in_unit:
+            return call(*args, **kwargs)
+        if index is None:
+            return self.inside(path, ordinal, call, args, kwargs)
+        self.is_in_unit, self.now = True, index
+        before, counted = dict(self.ordinals), self.ordinals
+        before[path] = ordinal
+
+        def visitor(
+            index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
+        ) -> list[torch.Tensor]:
+            """Let the visitor run the call as often as it likes; count it, and the calls inside it, once."""
+
+            def run_once(given: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                nonlocal counted
+                self.ordinals = dict(before)
+                made = run(given, held)
+                counted = dict(self.ordinals)
+                return made
+
+            return self.visitor(index, run_once, inputs, parameters, glue)
+
+        try:
+            names = self.graph.nodes[index].parameters
+            return run_with(visitor, index, self.modules[path], args, kwargs, names=names, held=self.held)
+        finally:
+            self.is_in_unit, self.ordinals = False, counted

@@ -1,0 +1,441 @@
+"""Play: run one stage by the model's own forward; what lies before it is skipped, what lies after it is cut off.
+
+Before its first unit a stage computes nothing: tensors are *holes* on the meta device that have shapes and no data, and
+what Python reads of them comes from the notes of the stage before. A hole that stands for a received value is filled
+with it, in place, as soon as it comes to be; so at the stage's first unit the variables of the model's own code hold
+what they hold in the whole model, and from there on everything is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import CaptureError
+from penstock.model.capture.replay.control_notes import Notes
+from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
+from penstock.model.capture.replay.module_shell import model_hooks, without_model_hooks
+from penstock.model.capture.replay.placeholder_tensors import describe, described, imagine
+from penstock.model.capture.replay.torch_functions import (
+    is_data_shaped,
+    is_device_question,
+    is_look,
+    is_plain_result,
+    is_read,
+)
+from penstock.model.module_hooks import is_of_library
+from penstock.model.source import line_of_stack
+from penstock.model.structure import Slot, flatten, rebuild
+
+__all__ = ["Part", "Play"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a forward a stage plays.
+
+    Attributes:
+        start: its first unit.
+        stop: the first unit that is not its own.
+        range_of: for each module call the first and last unit in it.
+        uncalled: for each module that was not called, the unit whose stage it lies on.
+        template_of: for each module call the template of what it returns.
+        wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
+        copied: the names of received values that the stage changes in place.
+        is_dynamic: the way depends on data: notes are read and written.
+        seen_of: for each call what it returned when captured, each dimension as a `Size`; where that is known.
+        hooked: modules with hooks of their library inside: these are looked into, so that the hooks are called.
+        calls_in: for each call how often it calls other modules, by path.
+        unimaginable: torch functions that cannot be done on holes.
+        readers: torch functions that turned out to read data.
+        draws_python_random: the forward draws Python's own random numbers.
+    """
+
+    start: int
+    stop: int
+    range_of: Mapping[tuple[str, int], tuple[int, int]]
+    uncalled: Mapping[str, tuple[int, int]]
+    template_of: Mapping[tuple[str, int], object]
+    wanted: Mapping[Mark, str]
+    copied: frozenset[str]
+    is_dynamic: bool
+    seen_of: Mapping[tuple[str, int], list[list[Any]]]
+    hooked: frozenset[str]
+    calls_in: Mapping[tuple[str, int], Mapping[str, int]]
+    unimaginable: frozenset[Callable[..., Any]]
+    readers: frozenset[Callable[..., Any]]
+    draws_python_random: bool
+    filling: frozenset[str] = frozenset()
+
+    def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
+        """Return the units in a call.
+
+        One call more of a module than was seen belongs where the last one does; one of a module that was never called
+        belongs to the stage that holds its parameters.
+        """
+        while ordinal > 0 and (path, ordinal) not in self.range_of:
+            ordinal -= 1
+        return self.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
+
+
+class _Guarded(TorchFunctionMode):
+    """Lets a call that is not looked into ask for the shapes of holes, and refuses to compute with one."""
+
+    def __init__(self, play: Play) -> None:
+        super().__init__()
+        self._play = play
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if is_device_question(function) and args[0].is_meta:
+            return self._play.device
+        if not is_look(function):
+            self._play.check_filled(tensors_in((args, kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+class Play(Walk):
+    """One run of one stage."""
+
+    def __init__(
+        self, part: Part, *, device: torch.device, received: Mapping[str, torch.Tensor], extra: list[torch.Tensor],
+        notes: Notes, known_shapes: dict[Any, Any], batch_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.part, self.device, self.received, self.notes = part, device, received, notes
+        self.known_shapes, self.batch_size = known_shapes, batch_size
+        self.modules: Mapping[str, nn.Module] = {}
+        self.buffers: dict[int, tuple[dict[str, Any], str]] = {}
+        self.borrowed: list[tuple[dict[str, Any], str, Any]] = []
+        self.is_before = part.start > 0
+        self.sent_of: dict[Mark, torch.Tensor] = {
+            (path, ordinal, number): tensor
+            for marks, tensor in zip(notes.live, extra, strict=True)
+            for path, ordinal, number in marks
+        }
+        self.made: dict[str, torch.Tensor] = {}
+        self.living: list[torch.Tensor] = []
+        self.alive: dict[Mark, weakref.ref[torch.Tensor]] = {}
+        self.pending: list[tuple[torch.Tensor, Mark]] = []
+
+    def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
+            inputs: list[torch.Tensor]) -> Any:  # noqa: ANN401  # fmt: skip
+        """Run the stage; return what the forward returned, if it came to its end."""
+        self.modules = modules
+        self.buffers = {
+            id(tensor): (module._buffers, key)
+            for module in modules.values()
+            for key, tensor in module._buffers.items()
+            if tensor is not None
+        }
+        given = []
+        for index, tensor in enumerate(inputs):
+            mark = ("", -1, index)
+            own = tensor.clone() if f"{mark}" in self.part.copied else _alias(tensor)
+            self.mark(own, mark)
+            given.append(own)
+        args, kwargs = arguments(given)
+        is_grad_enabled = torch.is_grad_enabled()
+        try:
+            with self.watching(modules):
+                result = shell(*args, **kwargs)
+            self._settle()
+            self._survey()
+        except Done:
+            return None
+        finally:
+            for place, key, own in reversed(self.borrowed):
+                place[key] = own
+            torch.set_grad_enabled(is_grad_enabled)  # the forward may have been left where it had changed that
+        return result
+
+    def on_call(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Skip a call before the stage, make one of the stage, and stop at the first one after it."""
+        first, last = self.part.units_of(path, ordinal)
+        if self.is_before:
+            self._settle()
+            if last < self.part.start and path not in self.part.hooked:
+                return self._skip(path, ordinal, call, args, kwargs)
+            if first >= self.part.start:
+                self.is_before = False
+        if first >= self.part.stop and not self.is_before:
+            self._survey()  # while the variables of the model's code still hold what lives
+            raise Done
+        if last >= self.part.stop or self.is_before or path in self.part.hooked:
+            given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
+            result = self.inside(path, ordinal, call, args, kwargs)
+            made = flatten(result)[0] if self.part.is_dynamic else []
+        else:
+            given = flatten((args, dict(kwargs)))[0] if first == last or self.part.is_dynamic else []
+            has_holes = any(tensor.is_meta for tensor in given)
+            if self._is_unit(path) or not has_holes:
+                with _Guarded(self) if has_holes else contextlib.nullcontext():  # in a list, they may not be looked at
+                    result = self.whole(call, args, kwargs)
+                made = self.mark_outputs(result, path, ordinal)
+            else:  # a hole may only be handed on: what is called inside looks at its own arguments
+                result = self.inside(path, ordinal, call, args, kwargs)
+                made = flatten(result)[0]
+        if self.part.is_dynamic and not self.is_before:
+            self.notes.shapes[f"{path}#{ordinal}"] = [describe(tensor, given) for tensor in made]
+        return result
+
+    def _is_unit(self, path: str) -> bool:
+        """Return whether a module is not cut any further: no module inside of it is watched."""
+        return not any(inner.startswith(f"{path}.") for inner in self.modules)
+
+    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Do a function on holes before the stage and on data in it; note what it reads."""
+        if self.pending:
+            self._settle()
+        if is_device_question(function) and args[0].is_meta:
+            return self.device
+        if self.is_before and function in _HOOKING:
+            return _NoHook()  # hooked where the gradient is
+        if is_look(function):
+            return function(*args, **kwargs)
+        if self.is_before:
+            return self._imagine(function, args, kwargs)
+        self.check_filled(tensors_in((args, kwargs)))
+        result = function(*args, **kwargs)
+        if self.part.is_dynamic:
+            if is_read(function) or is_plain_result(result):
+                self.notes.reads[self._place()] = result
+            elif self._is_shaped_by_data(function, args):
+                self.notes.reads[self._place()] = [describe(tensor, []) for tensor in tensors_in(result)]
+        self.mark_results(result)
+        return result
+
+    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse to compute with a hole: some kernels would take it for data.
+
+        Raises:
+            CaptureError: when a value is used that the stage did not receive.
+        """
+        if self.device.type != "meta" and any(tensor.is_meta for tensor in tensors):
+            raise CaptureError(
+                f"{line_of_stack()}: a value is used here that did not reach this stage: the model hands it on in a way"
+                " that replay does not see; cut it elsewhere, or give a list of stage modules"
+            )
+
+    def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        return function in self.part.unimaginable or is_data_shaped(function, args)
+
+    def _place(self) -> str:
+        """Return where data is read now: the how-manieth time in which frame."""
+        frame = self.frames[-1]
+        frame.reads += 1
+        return f"{frame.path}#{frame.ordinal}:{frame.reads}"
+
+    def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Remember a hole until it can be filled, and a tensor of the stage if a later one wants it."""
+        if self.is_before and tensor.is_meta:
+            self.pending.append((tensor, mark))
+        elif self.part.is_dynamic:
+            self.alive[mark] = weakref.ref(tensor)
+        elif not self.is_before and mark in self.part.wanted:
+            self.made[self.part.wanted[mark]] = tensor
+
+    def _settle(self) -> None:
+        """Fill the holes that came to be since the last time, where something was received for them.
+
+        Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns, and
+        what torch.vmap holds cannot be filled before it returns.
+        """
+        while self.pending and not self.depth_of_functions:
+            hole, mark = self.pending.pop()
+            if self.part.is_dynamic:
+                tensor, is_copied = self.sent_of.get(mark), True
+            else:
+                name = self.part.wanted.get(mark, "")
+                tensor, is_copied = self.received.get(name), name in self.part.copied
+            if tensor is not None and hole.is_meta and not tensor.is_meta:
+                if hole.shape != tensor.shape:
+                    raise CaptureError(
+                        f"{line_of_stack()}: two stages took different ways through the model: one made a tensor of"
+                        f" shape {tuple(tensor.shape)} where the other expects {tuple(hole.shape)}"
+                    )
+                marks = self.marks_of(hole)
+                torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))  # type: ignore[no-untyped-call]
+                self.set_marks(hole, marks)
+                if self.part.is_dynamic:
+                    self.alive[mark] = weakref.ref(hole)
+
+    def _survey(self) -> None:
+        """Find the tensors that the model's code still holds, and write their marks into the notes."""
+        if not self.part.is_dynamic:
+            return
+        found: dict[int, torch.Tensor] = {}
+        for reference in self.alive.values():
+            tensor = reference()
+            if tensor is not None and not tensor.is_meta:
+                found[id(tensor)] = tensor
+        self.notes.live = [[list(mark) for mark in self.marks_of(tensor)] for tensor in found.values()]
+        self.living = list(found.values())
+
+    # --- before the stage: holes -----------------------------------------------------------------------------------
+
+    def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Do a torch function on holes: shapes, no data, no random numbers."""
+        if is_read(function) or function in self.part.readers:
+            return self._remember()
+        if self._is_shaped_by_data(function, args):
+            return self._remember(is_shape=True)
+        result = imagine(function, args, kwargs, self.device)
+        if is_plain_result(result):
+            return self._remember()
+        self.mark_results(result)
+        if args and isinstance(result, torch.Tensor) and id(args[0]) in self.buffers and _changes_in_place(function):
+            place, key = self.buffers[id(args[0])]
+            self.borrowed.append((place, key, place[key]))
+            place[key] = result  # whoever reads the buffer from here on sees what was made of it for this micro-batch
+            self.buffers[id(result)] = (place, key)
+        return result
+
+    def _remember(self, *, is_shape: bool = False) -> Any:  # noqa: ANN401
+        """Return what an earlier stage read here."""
+        place = self._place()
+        if place not in self.notes.reads:
+            raise CaptureError(
+                f"{line_of_stack()}: the model reads data here, which it did not when it was captured; capture it with"
+                " an example that takes this way"
+            )
+        read = self.notes.reads[place]
+        if not is_shape:
+            return read
+        holes = [described(item) for item in read]
+        result = holes[0] if len(holes) == 1 else tuple(holes)
+        self.mark_results(result)
+        return result
+
+    def _skip(
+        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Return holes in place of what a call of an earlier stage returns."""
+        for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
+            self.ordinals[inner] = self.ordinals.get(inner, 0) + count
+        _before_hooks(self.modules[path], args, kwargs)
+        given, _ = flatten((args, dict(kwargs)))
+        noted = self.notes.shapes.get(f"{path}#{ordinal}") if self.part.is_dynamic else None
+        if noted is not None:
+            template = self._template(path, ordinal, len(noted))
+        else:
+            key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
+            # a module that fills a list does so each time; it leaves holes there, with which nothing can be computed
+            if key not in self.known_shapes or path in self.part.filling:
+                self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
+            noted, template = self.known_shapes[key]
+        leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
+        result = rebuild(template, leaves)
+        self.mark_outputs(result, path, ordinal)
+        return _after_hooks(self.modules[path], args, kwargs, result)
+
+    def _template(self, path: str, ordinal: int, count: int) -> object:
+        while ordinal > 0 and (path, ordinal) not in self.part.template_of:
+            ordinal -= 1
+        one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
+        return self.part.template_of.get((path, ordinal), one_or_more)
+
+    def _learn(
+        self,
+        path: str,
+        ordinal: int,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        given: list[torch.Tensor],
+    ) -> Any:  # noqa: ANN401
+        """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
+        try:
+            with without_model_hooks(self.modules[path]):  # they are called for what stands for the result
+                return self._rehearse(call, args, kwargs, given)
+        except Exception:
+            seen = self.part.seen_of.get((path, ordinal))
+            if seen is None:
+                raise
+            return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))
+
+    def _rehearse(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> Any:  # noqa: ANN401
+        """Make a call on holes, once, to learn the shapes of what it returns."""
+        frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
+        ordinals, num_borrowed = dict(self.ordinals), len(self.borrowed)
+        learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
+        try:
+            with self.switched(on=True):
+                result = call(*args, **kwargs)
+        finally:
+            self.frames, self.on_marked, self._is_whole = frames, learn, False  # type: ignore[method-assign]
+            self.ordinals = ordinals
+            while len(self.borrowed) > num_borrowed:  # the stage may call this module, too, with the real buffers
+                place, key, own = self.borrowed.pop()
+                place[key] = own
+        tensors, template = flatten(result)
+        return [describe(tensor, given) for tensor in tensors], template
+
+
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
+class _NoHook:
+    """What a hook that another stage sets leaves here."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def _changes_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
+def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Call the hooks that are part of the model on what a skipped module is given."""
+    for number in model_hooks(module, "_forward_pre_hooks"):
+        hook = module._forward_pre_hooks[number]
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, args, dict(kwargs))
+        else:
+            hook(module, args)
+
+
+def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
+    """Call the forward hooks that are part of the model on what a skipped module returns; not those of the user."""
+    of_model = model_hooks(module, "_forward_hooks")
+    for number, hook in module._forward_hooks.items():
+        if number not in of_model and not is_of_library(hook, module):
+            continue
+        with_kwargs = number in module._forward_hooks_with_kwargs
+        changed = hook(module, args, dict(kwargs), result) if with_kwargs else hook(module, args, result)
+        result = result if changed is None else changed
+    return result
+
+
+def _at_batch(item: list[Any], batch_size: int) -> list[Any]:
+    """Return the description of a tensor for a batch size: each dimension is a `Size`."""
+    if item[0] == "in":
+        return item
+    shape = [size.at(batch_size) for size in item[0]]
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return [shape, strides, item[1]]
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor object over the same memory, with the same gradient."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()

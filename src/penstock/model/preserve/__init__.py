@@ -1,0 +1,1 @@
+"""Preserve: leave no trace in the model that is looked at."""

@@ -1,0 +1,1 @@
+"""Profiling: measure or count what each node of a captured model takes."""

@@ -1,0 +1,117 @@
+"""Analytic: the profile of a captured model from operations and bytes, without a device and without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.errors import CaptureError
+from penstock.model.profile import Profile
+from penstock.model.profiling.device_rates import Rates
+from penstock.model.profiling.meta_attention import FusedAttention
+from penstock.model.profiling.node_survey import Progress, survey
+from penstock.model.profiling.node_trial import Backward, Trial
+from penstock.model.profiling.operation_counts import Tally
+from penstock.model.profiling.saved_tensors import num_bytes
+
+if TYPE_CHECKING:
+    from penstock.model.capture.capture import Captured
+
+__all__ = ["analytic"]
+
+
+def analytic(
+    captured: Captured,
+    *,
+    rates: Rates | str = "cpu",
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Return what each node takes by its operations and bytes, for a device that need not be there.
+
+    The model is run once on meta tensors, which have shapes and no memory, so it may be larger than any machine. Each
+    operation takes the longer of its arithmetic and its memory traffic, and a launch; views take nothing. The weight
+    gradient includes the addition to `.grad`. Attention counts as a fused kernel. Where one backward is cheaper than
+    input and weight gradient apart, both are scaled to it, as in `measure`.
+
+    Args:
+        captured: the model; it may itself be on "meta".
+        rates: of the device, or the name of a known one.
+        batch_size: the samples of a micro-batch; by default those of the example.
+        progress: is told nodes done, nodes in all and a node's name.
+
+    Raises:
+        UsageError: when an argument cannot be right.
+    """
+    chosen = Rates.of(rates) if isinstance(rates, str) else rates
+    with FusedAttention():
+        try:
+            result = survey(
+                captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
+            )
+        except CaptureError:  # the model reads data: it is counted on that of the example, if there is any
+            if all(tensor.is_meta for tensor in captured.call.tensors):
+                raise
+            result = survey(captured, _Counter(chosen), device=None, batch_size=batch_size, progress=progress)
+    costs = np.array([(cost.forward, cost.input_grad, cost.weight_grad) for cost in result.found]).reshape(-1, 3)
+    per_node = result.sums(*costs.T)
+    return Profile(
+        graph=captured.graph,
+        batch_size=captured.graph.batch_size if batch_size is None else batch_size,
+        forward=per_node[0],
+        input_grad=per_node[1],
+        weight_grad=per_node[2],
+        saved_bytes=per_node[3],
+        pending_bytes=per_node[4],
+        device=chosen.name,
+        method="analytic",
+    )
+
+
+@dataclass(frozen=True)
+class _Cost:
+    forward: float
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+
+class _Counter:
+    """The examiner that counts."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+
+    def examine(self, trial: Trial) -> _Cost:
+        forward = self._seconds(trial.forward)
+        backward = trial.backward()
+        if backward is None:
+            return _Cost(forward)
+        inputs = self._gradient(backward, trial.wanted_inputs, [])
+        weights = self._gradient(backward, [], trial.wanted_parameters)
+        if not inputs or not weights:
+            return _Cost(forward, inputs, weights)
+        scale = self._gradient(backward, trial.wanted_inputs, trial.wanted_parameters) / (inputs + weights)
+        return _Cost(forward, inputs * scale, weights * scale)
+
+    def guess(self, trial: Trial, seconds: float) -> _Cost:  # noqa: ARG002 - no clock counts here
+        moved = sum(num_bytes(tensor) for tensor in (*trial.inputs, *trial.parameters))
+        once = self.rates.seconds(flops=0.0, num_bytes=moved)
+        return _Cost(once, once * bool(trial.wanted_inputs), once * bool(trial.wanted_parameters))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        with Tally(self.rates) as tally:
+            call()
+        return float(tally.seconds)
+
+    def _gradient(self, backward: Backward, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> float:
+        if not inputs and not parameters:
+            return 0.0
+        added = [
+            self.rates.seconds(flops=0.0, num_bytes=3 * num_bytes(tensor))  # read both, write one
+            for tensor in parameters
+        ]
+        return self._seconds(lambda: backward.gradient([*inputs, *parameters])) + sum(added)

@@ -1,0 +1,98 @@
+"""Whole: how long a model takes in one piece, so that what its nodes take by themselves can be put right.
+
+A node that is timed by itself, again and again, finds its weights and its code in the nearest cache. In a step it does
+not: there, of a small model on a CPU, all nodes together take up to half as long again. Which of them takes how much
+more is not known; that all of them together do is.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve.untouched import unchanged
+from penstock.model.structure import flatten
+
+if TYPE_CHECKING:
+    from penstock.model.capture.capture import Captured
+
+__all__ = ["whole_seconds"]
+
+_MOST_RUNS, _FEWEST_RUNS = 9, 3
+_ENOUGH_SECONDS = 0.3
+_MEMORY_SHARE = 0.25  # of what is free, that one run may take
+
+
+def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: float) -> tuple[float, float] | None:
+    """Return the seconds of forward and backward of a micro-batch, on the CPU; None where that cannot be measured.
+
+    Gradients, buffers, attributes and random generators stay as they are.
+
+    Args:
+        captured: the model, all of it on the CPU.
+        batch_size: the samples of a micro-batch; by default those of the example.
+        saved_bytes: what a forward keeps for the backward.
+    """
+    parameters = [p for p in captured.model.parameters() if p.requires_grad]
+    if any(p._post_accumulate_grad_hooks for p in parameters):  # they are not to hear of this
+        return None
+    if saved_bytes + 2 * sum(p.nbytes for p in parameters) > _MEMORY_SHARE * _free_bytes():
+        return None
+    states = RandomStates()
+    gradients = [(p, p.grad) for p in parameters]
+    try:
+        chain = captured.split(())
+        call = captured.call if batch_size is None else captured.call.resized(batch_size)
+        args, kwargs = call.map(lambda tensor: tensor.detach()).arguments()
+        for parameter in parameters:  # as for all micro-batches but the first: gradients are added to
+            parameter.grad = torch.zeros_like(parameter)
+        rows: list[tuple[float, float]] = []
+        begin = time.perf_counter()
+        with unchanged(captured.model):
+            while len(rows) < _MOST_RUNS:
+                with torch.enable_grad():
+                    rows.append(_run(lambda: chain(*args, **kwargs)))
+                if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
+                    break
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # nodes were measured: they do without
+        return None
+    finally:
+        states.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    kept = rows[1:]  # the first is slower: memory is found, kernels are chosen
+    return statistics.median(row[0] for row in kept), statistics.median(row[1] for row in kept)
+
+
+def _run(forward: Callable[[], object]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    result = forward()
+    middle = time.perf_counter()
+    tensors, _ = flatten(result)
+    ends = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+    ones = [torch.ones_like(t) for t in ends]
+    start = time.perf_counter()
+    if ends:
+        torch.autograd.backward(ends, ones)
+    return middle - begin, time.perf_counter() - start
+
+
+def _free_bytes() -> float:
+    """Return the memory that a program may have without others being moved out."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE") / 2
+    except (OSError, ValueError):
+        return 0.0

@@ -1,0 +1,1 @@
+"""Small models: transformers architectures by name, with small random weights."""

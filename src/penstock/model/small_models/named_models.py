@@ -1,0 +1,170 @@
+"""A model by its name: `package.module:callable`, `file.py:callable`, or a family of transformers, small and random."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.errors import UsageError, error_in_short, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["checked", "config_of", "find", "load"]
+
+
+def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Return a model and an example to call it with.
+
+    Args:
+        name: `package.module:callable` or `file.py:callable`, where the callable returns a model or a model and an
+            example, or is a class of models; else a model type of transformers (`gpt2`, `t5`, `clip`), of which a small
+            random one is built.
+        batch_size: of the example, where Penstock makes it.
+        seed: of parameters and example; the global random state stays as it was.
+
+    Returns:
+        The model, and the example: a tensor, a tuple of arguments or a dict of keyword arguments; None where the
+        callable gave none.
+
+    Raises:
+        UsageError: when there is no such model, or it cannot be built.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if ":" in name:
+            return _from_code(name)
+        if name.endswith(".py"):
+            raise UsageError(f"give {name}:callable, what in the file returns the model; given: {name!r}")
+        return _from_transformers(name, batch_size)
+
+
+def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
+    """Return what `package.module:callable` or `file.py:callable` names.
+
+    Raises:
+        UsageError: when there is no such thing, or it cannot be called.
+    """
+    place, _, attribute = name.rpartition(":")
+    module = _file(place) if place.endswith(".py") else _module(place)
+    found: object = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+            raise UsageError(f"{place} has no {attribute!r}.{nearest(part, names)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{name} is {_article(found)}, not a function or a class")
+    return found
+
+
+def _from_code(name: str) -> tuple[nn.Module, Any]:
+    from torch import nn
+
+    found = find(name)
+    try:
+        made = found if isinstance(found, nn.Module) else found()
+    except Exception as error:
+        raise UsageError(f"{name} failed: {error_in_short(error)}") from error
+    return checked(name, made)
+
+
+def checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - whatever the callable returned
+    """Return the model that a callable has returned, and its example batch, or None.
+
+    Raises:
+        UsageError: when it has returned something else.
+    """
+    from torch import nn
+
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_list = isinstance(model, list) and bool(model) and all(isinstance(part, nn.Module) for part in model)
+    if not isinstance(model, nn.Module) and not is_list:
+        raise UsageError(
+            f"{name} returned {_article(made)}; it must return a model (or a list of stage modules),"
+            " or that and an example"
+        )
+    return cast("nn.Module", model), example
+
+
+def _article(value: object) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, the working directory"
+        raise UsageError(f"no file {place}{where}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{place} is no file of Python")
+    _let_import_from(path.resolve().parent)  # its neighbours, as python would for a script
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{place} cannot be imported: {error_in_short(error)}") from error
+    return module
+
+
+def _let_import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _module(place: str) -> ModuleType:
+    _let_import_from(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            raise UsageError(f"no module {place!r}: {error.name!r} is not installed, and not in this folder") from error
+        raise UsageError(f"{place} cannot be imported: no module {error.name!r}") from error
+    except Exception as error:
+        raise UsageError(f"{place} cannot be imported: {error_in_short(error)}") from error
+
+
+def config_of(name: str) -> Any:  # noqa: ANN401 - a config of transformers
+    """Return the config of a model type of transformers, as it is by default.
+
+    Raises:
+        UsageError: when transformers is not installed, or has no such type.
+    """
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto import configuration_auto
+    except ImportError as error:
+        raise UsageError(
+            f"{name!r} names a model of transformers, which is not installed: pip install 'penstock[hf]', "
+            "or name a model of your own as module:callable"
+        ) from error
+    known: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    if name not in known:
+        raise UsageError(
+            f"no model {name!r}: neither module:callable nor a model type of transformers.{nearest(name, known)}"
+        )
+    return AutoConfig.for_model(name)
+
+
+def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
+    plain = config_of(name)
+    from penstock.model.small_models.small_batch import batch_for
+    from penstock.model.small_models.small_class import class_of
+    from penstock.model.small_models.small_config import shrunk
+
+    try:
+        config = shrunk(plain)
+        model = class_of(config)(config)
+        return model, batch_for(model, batch_size=batch_size)
+    except Exception as error:
+        raise UsageError(f"no small {name!r} can be built: {error_in_short(error)}") from error

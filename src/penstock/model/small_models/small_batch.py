@@ -1,0 +1,263 @@
+"""A batch for a model of transformers: which of its inputs to give, and their shapes, from signature and config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from penstock.model.small_models.small_config import Config, Setting, configs_of, read
+from penstock.model.small_models.small_table import SMALL
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["batch_for"]
+
+LENGTH, TARGET_LENGTH, LABEL_LENGTH = 16, 12, 4
+FIRST_WORD, NUM_WORDS = 20, 80  # of the vocabulary, clear of special tokens
+GRID = 4  # patches of a picture along one side, where pictures come as patches
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the inputs of one model for one batch size."""
+
+    model: Any
+    batch_size: int
+
+    @cached_property
+    def config(self) -> Config:
+        """The model's config."""
+        return self.model.config
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the model's inputs."""
+        return tuple(inspect.signature(self.model.forward).parameters)
+
+    @cached_property
+    def kind(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__
+
+    def find(self, *names: str, default: Setting = None, under: Config = None) -> Setting:
+        """Return the first attribute of these names in the config or, level by level, in its parts."""
+        for config in configs_of(under or self.config):
+            for name in names:
+                value = read(config, name)
+                if value is not None:
+                    return value
+        return default
+
+    def noise(self, *shape: int) -> Tensor:
+        """Return normal noise for each sample."""
+        import torch
+
+        return torch.randn(self.batch_size, *shape)
+
+    def integers(self, limit: int, *shape: int) -> Tensor:
+        """Return integers below a limit for each sample."""
+        import torch
+
+        return torch.randint(limit, (self.batch_size, *shape))
+
+    def ones(self, *shape: int) -> Tensor:
+        """Return integer ones for each sample, as masks that hide nothing."""
+        import torch
+
+        return torch.ones(self.batch_size, *shape, dtype=torch.long)
+
+    def rows(self, *values: float) -> Tensor:
+        """Return the same row for each sample."""
+        import torch
+
+        return torch.tensor([list(values)] * self.batch_size)
+
+    def words(self, length: int) -> Tensor:
+        """Return tokens that are no special ones."""
+        size = int(self.find("vocab_size", default=100))
+        first = min(FIRST_WORD, size // 2)
+        return first + self.integers(min(NUM_WORDS, size - first), length)
+
+    def mask(self, length: int) -> Tensor:
+        """Return a mask that leaves out the end of some rows."""
+        import torch
+
+        lengths = length - torch.arange(self.batch_size) % 3 * 2
+        return (torch.arange(length) < lengths[:, None]).long()
+
+    def classes(self, *shape: int) -> Tensor:
+        """Return labels of classes."""
+        return self.integers(max(1, self.config.num_labels), *shape)
+
+    @cached_property
+    def vision(self) -> Config:
+        """The part of the config that tells how large pictures are."""
+        for config in configs_of(self.config):
+            if any(name in vars(config) for name in ("image_size", "patch_size", "num_channels")):
+                return config
+        return self.config
+
+    @cached_property
+    def picture(self) -> tuple[int, int, int]:
+        """Channels, height and width of a picture."""
+        channels = self.find("num_channels", "in_channels", "in_chans", under=self.vision, default=3)
+        size = self.find("image_size", "img_size", under=self.vision, default=64)
+        high, wide = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        return (channels if isinstance(channels, int) else 3, high, wide)
+
+    def pictures(self, *more: int) -> Tensor:
+        """Return pictures, or several for each sample."""
+        return self.noise(*more, *self.picture)
+
+    def film(self) -> Tensor:
+        """Return a few frames for each sample."""
+        return self.pictures(self.find("num_frames", "frames_per_clip", default=4))
+
+    @cached_property
+    def num_bins(self) -> int:
+        """How many bands a spectrum has."""
+        return int(self.find("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", default=80))
+
+    def spectrum(self) -> Tensor:
+        """Return spectra: bands first for encoders in the manner of Whisper, time first for all others."""
+        positions = self.find("max_source_positions")
+        if positions and not self.find("input_feat_per_channel"):
+            return self.noise(self.num_bins, 2 * positions)
+        return self.noise(64, self.num_bins)
+
+    def wave(self, *channels: int) -> Tensor:
+        """Return a waveform."""
+        return self.noise(*channels, 6400)
+
+    def patches(self) -> Tensor:
+        """Return the patches of all pictures in one list, as towers with a grid of patches take them."""
+        side = self.find("patch_size", under=self.vision, default=16)
+        depth = self.find("temporal_patch_size", "patch_temporal", under=self.vision, default=1)
+        return self.noise(GRID * GRID, self.picture[0] * depth * side * side).flatten(0, 1)
+
+
+def batch_for(model: nn.Module, *, batch_size: int) -> Batch:
+    """Return a batch of keyword arguments, with what the model needs for a loss where it can compute one."""
+    maker = Maker(model, batch_size)
+    given = SMALL.get(maker.config.model_type, {}).get("batch", {})
+    batch: Batch = {}
+    for name in dict.fromkeys([*(name for name in INPUTS if name in maker.inputs), *given]):
+        make = given.get(name, INPUTS.get(name))
+        value = make(maker) if callable(make) else make
+        batch |= {} if value is None else {name: value}
+    if "input_ids" in batch and "input_ids" not in given:
+        _place_pictures(maker, batch)
+    if "labels" in maker.inputs and "labels" not in given:
+        make_labels = next((make for part, make in LABELS if part in maker.kind), lambda maker, batch: None)
+        labels = make_labels(maker, batch)
+        batch |= {} if labels is None else {"labels": labels}
+    if "return_loss" in maker.inputs and "input_ids" in batch and len(batch) > 2 and "return_loss" not in given:
+        batch["return_loss"] = True
+    return batch
+
+
+def _place_pictures(maker: Maker, batch: Batch) -> None:
+    """Put as many tokens for pictures, or sound, between the words as the model makes features of them."""
+    import torch
+
+    for sense, tokens in (("image", ("image_token_id", "image_token_index")), ("audio", ("audio_token_id",))):
+        token = maker.find(*tokens)
+        features = getattr(maker.model, f"get_{sense}_features", None) or getattr(
+            getattr(maker.model, "model", None), f"get_{sense}_features", None
+        )
+        source = "pixel_values" if sense == "image" else "input_features"
+        if token is None or features is None or source not in batch:
+            continue
+        takes = inspect.signature(features).parameters
+        given = {name: value for name, value in batch.items() if name in takes and name != "input_ids"}
+        with torch.no_grad():
+            found = features(**{source: batch[source], **given})
+        count = _num_rows(found) // maker.batch_size
+        placed = torch.full((maker.batch_size, count), token)
+        batch["input_ids"] = torch.cat([maker.words(4), placed, batch["input_ids"]], 1)
+        length = batch["input_ids"].shape[1]
+        if "attention_mask" in batch:
+            batch["attention_mask"] = maker.mask(length)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in maker.inputs:
+                batch[name] = (batch["input_ids"] == token).long()
+
+
+def _num_rows(found: Setting) -> int:
+    """Return how many tokens' worth of features there are."""
+    from torch import Tensor
+
+    if isinstance(found, Tensor):
+        return found.numel() // found.shape[-1]
+    if isinstance(found, list | tuple) and found and all(isinstance(x, Tensor) for x in found):
+        return sum(x.numel() // x.shape[-1] for x in found)
+    pooled = getattr(found, "pooler_output", None)
+    return _num_rows(found.last_hidden_state if pooled is None else pooled)
+
+
+def _mask(maker: Maker) -> Tensor | None:
+    return maker.mask(LENGTH) if "input_ids" in maker.inputs else None
+
+
+def _pixel_values(maker: Maker) -> Tensor:
+    if "image_grid_thw" in maker.inputs or "grid_thw" in maker.inputs:
+        return maker.patches()
+    return maker.film() if "Video" in maker.kind and "pixel_values_videos" not in maker.inputs else maker.pictures()
+
+
+def _hidden_states(maker: Maker) -> Tensor | None:
+    return maker.patches() if "grid_thw" in maker.inputs else None
+
+
+def _grid(maker: Maker) -> Tensor:
+    return maker.rows(1, GRID, GRID)
+
+
+# what is given wherever the model takes it; None leaves it out
+INPUTS: dict[str, Callable[[Maker], Any]] = {
+    "input_ids": lambda maker: maker.words(LENGTH),
+    "attention_mask": _mask,
+    "bbox": lambda maker: maker.rows(1, 2, 30, 40)[:, None].repeat(1, LENGTH, 1),
+    "pixel_values": _pixel_values,
+    "image_grid_thw": _grid,
+    "grid_thw": _grid,
+    "hidden_states": _hidden_states,
+    "pixel_values_videos": lambda maker: maker.film() if "pixel_values" not in maker.inputs else None,
+    "input_features": lambda maker: maker.spectrum(),
+    "input_features_mask": lambda maker: maker.ones(64),
+    "input_values": lambda maker: maker.wave(),
+}
+
+
+def _copied(_: Maker, batch: Batch) -> Tensor:
+    words: Tensor = batch["input_ids"]
+    return words.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else words.clone()
+
+
+def _answer(maker: Maker, batch: Batch) -> Tensor:
+    if "decoder_input_ids" in maker.inputs or "input_ids" not in batch:
+        return maker.words(TARGET_LENGTH)
+    return _copied(maker, batch)
+
+
+# by a part of the class's name, the first that fits
+LABELS: tuple[tuple[str, Callable[[Maker, Batch], Any]], ...] = (
+    ("ForSequenceClassification", lambda maker, batch: maker.classes()),
+    ("ForImageClassification", lambda maker, batch: maker.classes()),
+    ("ForVideoClassification", lambda maker, batch: maker.classes()),
+    ("ForAudioClassification", lambda maker, batch: maker.classes()),
+    ("ForTokenClassification", lambda maker, batch: maker.classes(LENGTH)),
+    ("ForSemanticSegmentation", lambda maker, batch: maker.classes(*maker.picture[1:])),
+    ("ForCTC", lambda maker, batch: maker.words(LABEL_LENGTH)),
+    ("ForMaskedLM", _copied),
+    ("ForCausalLM", _copied),
+    ("LMHead", _copied),
+    ("ForConditionalGeneration", _answer),
+    ("EncoderDecoderModel", _answer),
+    ("MTModel", _answer),
+)

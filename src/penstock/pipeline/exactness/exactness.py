@@ -1,0 +1,678 @@
+"""Exactness: find out, on a few samples, whether micro-batches add up to the batch, and how their losses count.
+
+Nothing here knows the plain model's mathematics. It runs the captured model on a few samples of the example, whole and
+in two parts, and compares. Random numbers and batch norm, which may differ by design, are set aside (`Still`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.model.example import Call, arguments_of
+from penstock.model.preserve.modes import RandomStates
+from penstock.model.stages import Chain
+from penstock.model.structure import flatten
+from penstock.pipeline.exactness.exactness_advice import (
+    balances_experts,
+    broadcast_of,
+    check_own_weight,
+    option_for,
+    question_on,
+)
+from penstock.pipeline.exactness.loss_probes import probe_tolerance, probes
+from penstock.pipeline.exactness.loss_samples import (
+    FEW,
+    as_given,
+    choices_of_rows,
+    ignoring,
+    label_names,
+    made_up,
+    moved_to,
+    odd_numbers,
+    rows_of,
+    with_ignored,
+)
+from penstock.pipeline.exactness.scoring import (
+    CHANGES,
+    Off,
+    Run,
+    Scored,
+    UnknownError,
+    best_of,
+    call_fails,
+    distance_of,
+    gradients_off,
+    is_own_sum,
+    largest_difference,
+    leaving_no_trace,
+    parts_of,
+    run_call,
+    score_losses,
+    stirred,
+)
+from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
+from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.runtime.deterministic import Still
+from penstock.runtime.loss_weights import (
+    Counted,
+    candidates,
+    known_weight,
+    settings_of,
+    shares_with,
+)
+from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
+from penstock.runtime.micro_batches import cut_thing, join_results, join_rows
+from penstock.runtime.step import Batch
+
+__all__ = ["Exactness", "OnlyWholeError"]
+
+_HOST = torch.device("cpu")
+_MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
+_MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
+_MOST_STEPS = 32  # between two looks
+_MOST_FRUITLESS = 16  # looks at rivals beside those that are due
+
+
+class OnlyWholeError(UsageError):
+    """Only one micro-batch is exact, for all that is known: no option of the pipeline's makes more of them exact."""
+
+
+class Exactness:
+    """Says what the loss of each micro-batch counts, and refuses what no weights can express.
+
+    Torch's own losses are known; of others it finds out once `check` was called.
+
+    Args:
+        loss: the user's.
+        weight: what the user says that it averages over.
+        over_batch: the loss sees the whole batch at once.
+        is_compiled: the loss will be compiled.
+
+    Attributes:
+        weight: what the loss averages over, as far as it is known.
+        is_settled: nothing is left to find out.
+        is_summable: with means over classes as sums (see `Summing`), the loss is its own sum.
+        device: where the loss will run.
+    """
+
+    def __init__(
+        self, loss: LossFunction | None, weight: Weight, *, over_batch: bool = False, is_compiled: bool = False
+    ) -> None:
+        self._loss, self._given, self._over_batch, self._is_compiled = loss, weight, over_batch, is_compiled
+        self.weight: Weight | Counted = weight
+        self.is_settled = True
+        if weight is None and not over_batch:
+            self.is_settled, self.weight = known_weight(loss)
+        self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
+        self._settings = settings_of(loss) if self._is_known else ()
+        self.is_summable = self._is_known and loss is not None and not is_compiled
+        self.device: torch.device | None = None
+        self._sizes: list[int] = []
+        self._split_sizes: list[int] = []  # the same, as the user's split says them
+        self._runs: list[Run] = []  # of the whole, and of its parts
+        self._exact: list[Any] | None = None  # weights under which all targets so far were exact
+        self._num_learnt = 0
+        self._doubt = ""  # why the first target could not be compared
+        self._next_look = 1
+        self._is_probed = False
+        self._moved: list[Run] = []  # the runs where the loss runs, for as long as a target is looked at
+        self._num_fruitless = 0  # looks one after the other that told no rivals apart
+
+    # ---- the model
+
+    def check(self, chain: Chain, model: nn.Module, *, example: object = None, split: Split | None = None) -> None:
+        """Compare a few samples of the example, whole and in parts.
+
+        Args:
+            chain: the captured model, where it can run.
+            model: the user's, which stays as it is.
+            example: the user's, for batches that the user splits.
+            split: cuts these.
+
+        Raises:
+            UsageError: when parts do not add up to the whole; says which option makes it exact.
+        """
+        call = chain.example
+        homes = {tensor.device for stage in chain.stages for tensor in stage.held.tensors()}
+        if (call.batch_size < 2 and split is None) or len(homes) > 1 or torch.device("meta") in homes:
+            return
+        states = RandomStates()
+        try:
+            with leaving_no_trace(chain, model), torch.no_grad():
+                if split is None:
+                    self._look(chain, call, model)
+                else:
+                    self._look_at_split(chain, example, split)
+        except UnknownError:
+            self._runs = []
+        finally:
+            states.restore()
+            if any(home.type == "cuda" for home in homes):  # what the comparison took is the lanes' again
+                torch.cuda.empty_cache()
+
+    def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
+        few = call.rows(list(range(min(FEW, call.batch_size))))
+        self._sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
+        if self._loss is None:
+            if balances_experts(model):
+                raise OnlyWholeError(
+                    f"the model adds its router's auxiliary loss to the loss. {_INNER_TERM}. {_CHECK_OFF}"
+                )
+            self._check_fewer(chain, few, call, model)
+            self._find_inner_weight(chain, with_ignored(few, label_names(few)), label_names(few))
+            return
+        try:
+            whole = run_call(chain, few)
+        except UsageError as error:
+            if few.batch_size == call.batch_size or call_fails(chain, call):
+                raise UnknownError from error  # the model fails by itself: the step will say so
+            raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
+        try:
+            parts = [run_call(chain, part) for part in parts_of(few, self._sizes)]
+        except UsageError as error:
+            if min(self._sizes) == 1:  # many models refuse a batch of one sample
+                raise UnknownError from error
+            raise self._refusal(model, call, f"a part of the example fails: {error}") from error
+        joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
+        self._check_shapes(whole.tensors, joined)
+        off = largest_difference(whole.tensors, joined, with_numbers=self._over_batch)
+        if off:
+            self._check_calls_count(chain, few)
+            raise self._refusal(model, call, off)
+        self._runs = [run.on(_HOST) for run in (whole, *parts)]
+        self.is_settled = False  # what is known, or the user says, is looked at, too: targets may be of another shape
+
+    def _check_shapes(self, whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor]) -> None:
+        """Refuse one of torch's own losses on an output that has an entry for each pair of samples, say."""
+        if not self._is_known or len(whole) != 1 or whole[0].shape == joined[0].shape:
+            return
+        raise OnlyWholeError(
+            f"the model returns {tuple(whole[0].shape)} for {sum(self._sizes)} samples, and what it returns for "
+            f"{self._sizes[0]} and {self._sizes[1]} of them does not join to that: it compares the samples of a batch "
+            f"with each other. Let it return values per sample, and compare them in a loss with loss_over='batch'; "
+            f"micro_batches=1 takes it as it is. {_CHECK_OFF}"
+        )
+
+    def _check_fewer(self, chain: Chain, few: Call, call: Call, model: nn.Module) -> None:
+        """Refuse an example that fails with fewer samples only: patches of all pictures in one list, say."""
+        try:
+            run_call(chain, few)
+        except UsageError as error:
+            if few.batch_size == call.batch_size or call_fails(chain, call):
+                return  # the model fails by itself: the step will say so
+            raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
+
+    def _check_calls_count(self, chain: Chain, few: Call) -> None:
+        """Refuse a model whose result depends on how often it was called, by name of what changes."""
+        held = {name: stage.held.get(name) for stage in chain.stages for name in stage.held}
+        before = {name: t.detach().clone() for name, t in held.items() if not isinstance(t, nn.Parameter)}
+        first, second = run_call(chain, few), run_call(chain, few)
+        off = largest_difference(first.tensors, second.tensors)
+        if not off:
+            return
+        after = {name: stage.held.get(name) for stage in chain.stages for name in stage.held if name in before}
+        names = [name for name, values in before.items() if not torch.equal(values, after[name])]
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "something in it"
+        raise OnlyWholeError(
+            f"the model's result depends on how often it was called: called twice with the same samples, {off}. Each "
+            f"call changes {what}, and every micro-batch is a call, as in gradient accumulation. check=False takes it "
+            "so; micro_batches=1 calls the model once a step"
+        )
+
+    def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
+        """Compare the whole example with the micro-batches that the user makes of it."""
+        args, kwargs = arguments_of(example)
+        whole = chain.read(*args, **kwargs)
+        pieces = [arguments_of(piece) for piece, _ in split_batch(split, example, None, 2)]
+        parts = [chain.read(*args, **kwargs) for args, kwargs in pieces]
+        self._sizes = self._split_sizes = [part.batch_size for part in parts]
+        if len(parts) < 2:
+            raise UnknownError
+        if self._loss is None:
+            self._find_inner_weight(chain, [(whole, parts)], label_names(whole, is_split=True))
+            return
+        try:
+            runs = [run_call(chain, one) for one in (whole, *parts)]
+        except UsageError as error:
+            raise UsageError(
+                f"split: the model fails on what it makes of the example: {error}. {_CHECK_OFF}"
+            ) from error
+        self._sizes = samples_of(self._sizes, [tuple(run.tensors) for run in runs[1:]])
+        (rows,) = samples_of([sum(self._sizes)], [tuple(runs[0].tensors)])
+        if sum(self._sizes) != rows:
+            raise UsageError(
+                f"split: the model returns {sum(self._sizes)} rows for its micro-batches together, and {rows} for the "
+                f"batch. {_CHECK_OFF}"
+            )
+        joined = join_rows([run.tensors for run in runs[1:]], self._sizes)
+        off = largest_difference(runs[0].tensors, joined, with_numbers=self._over_batch)
+        if off:
+            kind = OnlyWholeError if isinstance(split, PackedSplit) else UsageError  # found, not the user's
+            raise kind(
+                f"split: its micro-batches do not compute what the whole batch does: {off}; micro_batches=1 takes the "
+                f"batch as it is. {_CHECK_OFF}"
+            )
+        self._runs, self.is_settled = [run.on(_HOST) for run in runs], False
+
+    # ---- losses that the model computes itself
+
+    def _find_inner_weight(
+        self, chain: Chain, calls: Iterable[tuple[Call, Sequence[Call]]], names: Sequence[str]
+    ) -> None:
+        """Find over what the model's own loss averages, by calls and their parts."""
+        exact: list[Any] | None = None
+        is_fitting = True  # the last call, with the model as it is
+        compared = list(calls)
+        for (call, parts), is_stirred in itertools.product(compared, (False, True)):
+            try:
+                with stirred(chain) if is_stirred else contextlib.nullcontext():
+                    runs = [run_call(chain, one) for one in (call, *parts)]
+                losses = [find_loss(run.output, None, ()) for run in runs]
+            except (UsageError, UnknownError):
+                continue
+            if not all(loss.isfinite() for loss in losses):
+                continue
+            choices = self._choices(names, [], []) if exact is None else exact
+            found = {
+                choice: distance_of(
+                    self._shares(choice, parts, [()] * len(parts)), [Scored(loss, []) for loss in losses]
+                )
+                for choice in choices
+            }
+            now = best_of(found, (losses[0].dtype, losses[0].dtype))
+            if not now and (exact is None or (is_stirred and is_fitting)):
+                raise self._coupled(losses)
+            is_fitting = bool(now)
+            exact = now or exact
+        if exact:
+            self._check_gradients(chain, compared, exact[0])
+            self.weight, self.is_settled = exact[0], True
+
+    def _check_gradients(
+        self,
+        chain: Chain,
+        compared: Sequence[tuple[Call, Sequence[Call]]],
+        weight: Any,  # noqa: ANN401
+    ) -> None:
+        """Compare the gradients of the parameters: a small term that couples samples is lost in the loss's rounding.
+
+        The load-balancing loss of a mixture of experts is one: 1e-6 of the loss, and a tenth of its router's gradient.
+
+        Raises:
+            UsageError: when they differ, with the model as it is and with other small parameters.
+        """
+        worst = ""
+        for (call, parts), is_stirred in itertools.product(compared[-1:], (False, True)):
+            shares = self._shares(weight, parts, [()] * len(parts))
+            if shares is None:
+                return
+            with stirred(chain) if is_stirred else contextlib.nullcontext():
+                worst = gradients_off(chain, call, parts, shares)
+            if not worst:  # rounding may send a sample another way, as to another expert, but not both times
+                return
+        raise OnlyWholeError(
+            "micro-batches would not compute what the whole batch does: the loss adds up, and the gradient of "
+            f"{worst}. {_INNER_TERM}. {_CHECK_OFF}"
+        )
+
+    def _choices(
+        self, names: Sequence[str], target: Sequence[torch.Tensor], left_out: Sequence[tuple[int, torch.Tensor | None]]
+    ) -> list[Any]:
+        if self._given is not None:
+            return [self._given]
+        return [self.weight] if self._is_known else list(candidates(names, target, left_out))
+
+    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[tuple[Any, ...]]) -> list[float] | None:  # noqa: ANN401
+        """Return what the loss of each part counts under a choice; None where nothing counts."""
+        plain = [target[0] if target else None for target in targets]
+        if callable(choice):
+            batches = [as_given(part) for part in parts]
+            try:
+                return shares_of(choice, counts_of(choice, batches, plain, self._sizes))
+            except UsageError:
+                return None
+        if isinstance(choice, Counted) and choice.name:
+            plain = [part.tensors[part.names.index(choice.name)] for part in parts]
+        return shares_with(choice, self._sizes, plain)
+
+    # ---- losses of the user's own
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the loss is known, or will be compared: nobody need be warned of it."""
+        return self.is_settled or bool(self._runs)
+
+    def is_due(self) -> bool:
+        """Count a target; return whether it is to be looked at.
+
+        Warns of a loss that could not be compared, once a step with it has come to its end: where the loss itself is
+        wrong, the step says so.
+        """
+        if self._settings and self._settings != settings_of(self._loss):
+            raise UsageError(
+                "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, which has read "
+                "them. Change a weight in place (loss.weight.copy_), or make another pipeline"
+            )
+        if self._doubt:
+            warnings.warn(
+                f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is no mean over "
+                "samples, weight= says over what it averages; check=False turns this check off",
+                stacklevel=6,
+            )
+            self._doubt = ""
+        if self.is_settled or not self._runs or self._loss is None:
+            return False
+        self._num_learnt += 1
+        return self._num_learnt >= self._next_look
+
+    def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
+        """Find over what the user's loss averages, from a target.
+
+        Later targets are looked at, too, ever more rarely: a mask may leave nothing out in one batch, and much in the
+        next.
+
+        Raises:
+            UsageError: when losses of micro-batches cannot add up to that of the batch.
+        """
+        moved = call.map(lambda tensor: tensor.to(self.device or _HOST))
+
+        def parts(rows: list[int]) -> Sequence[Call]:
+            return parts_of(moved.rows(rows), self._sizes)
+
+        self._learn(target, call.batch_size, dim, parts, self._telling_rows(call, target, dim))
+
+    def _learn(
+        self,
+        target: tuple[Any, ...],
+        size: int,
+        dim: int,
+        parts_with: Callable[[list[int]], Sequence[Call]],
+        telling: Iterable[list[int]] = (),
+    ) -> None:
+        """Compare the loss of a few samples of a target with that of its parts.
+
+        Args:
+            target: of a batch.
+            size: the samples of the batch.
+            dim: their dimension.
+            parts_with: returns the parts of the batch with some of its samples; nothing where nobody can make them.
+            telling: more choices of samples; they are made once the usual ones have been looked at.
+        """
+        if self._num_learnt >= self._next_look:
+            self._next_look = min(2 * self._next_look, self._next_look + _MOST_STEPS)
+        device, reason = self.device or _HOST, ""
+        self._moved = [run.on(device) for run in self._runs]
+        num_left = len(self._exact or ())
+        for chosen in itertools.chain(choices_of_rows(size, sum(self._sizes)), telling):
+            few = [moved_to(rows_of(thing, size, chosen, dim), device) for thing in target]
+            parts = parts_with(chosen)
+            for changed in ignoring(few) if self._num_learnt == 1 else [few]:
+                reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
+            if self._exact and not self._is_known and self._num_learnt == 1:
+                self._narrow_by_changes(few, parts, dim)
+            if self.rivals:
+                self._narrow_by_made_up(few, parts, dim)
+        self._moved = []
+        if reason and self._is_known:
+            check_own_weight(self._loss, size)
+        self._conclude(reason)
+        self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
+        is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
+        if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.rivals:
+            self.is_settled, self._runs = True, []
+
+    def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
+        columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in target]
+        return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
+
+    # ---- weights that nothing has told apart yet
+
+    @property
+    def rivals(self) -> list[Any]:
+        """Weights beside the one in use under which all targets so far were exact, too."""
+        return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
+
+    def must_look(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
+        """Return whether it matters for a batch which of the weights that are left is the right one.
+
+        A mask that left nothing out in all batches so far leaves something out in this one, say. Targets on a GPU are
+        looked at ever more rarely, but for as long as there are rivals: the host would wait at each step.
+        """
+        rivals = self.rivals
+        if not rivals or any(tensor.is_cuda for tensor in flatten(targets)[0]):
+            return False
+
+        def shares(choice: Any) -> list[float] | None:  # noqa: ANN401
+            labels = [target[0] if target else None for target in targets]
+            if isinstance(choice, Counted) and choice.name:
+                labels = [inputs[choice.name] for inputs in pieces.inputs]
+            return shares_with(choice, pieces.sizes, labels)
+
+        def differ(one: list[float] | None, other: list[float] | None) -> bool:
+            if one is None or other is None:
+                return one is not other
+            return not all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(one, other, strict=True))
+
+        first = shares(self.weight)
+        return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in rivals)
+
+    def _telling_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
+        """Yield samples that may tell rivals apart: those in which a weight counts most beside those where least."""
+        size = call.batch_size
+        if not self.rivals or size > _MOST_COUNTED:
+            return
+        alone = parts_of(call, [1] * size)
+        columns = [cut_thing(thing, size, [1] * size, dim) for thing in target]
+        targets = list(zip(*columns, strict=True)) or [()] * size
+        for choice in self._exact or ():
+            if not isinstance(choice, Counted) or not (choice.name or target):
+                continue
+            plain = [
+                part.tensors[part.names.index(choice.name)] if choice.name else own[0]
+                for part, own in zip(alone, targets, strict=True)
+            ]
+            counts = [float(choice.count(label)) for label in plain]
+            order = sorted(range(size), key=counts.__getitem__)
+            first = self._sizes[0]
+            ends = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
+            # the least alone in the first part, the most alone, and both in turn
+            for rows in (
+                [*order[:first], *(order[-1 - number % size] for number in range(sum(self._sizes) - first))],
+                [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))],
+                [ends[number % size] for number in range(sum(self._sizes))],
+            ):
+                if not self.rivals:  # those before have told
+                    return
+                yield rows
+
+    def _narrow_by_made_up(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell rivals apart by labels that are made up from those that there are; what no weight fits says nothing."""
+        for made in made_up(few):
+            with contextlib.suppress(UsageError):
+                self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
+
+    def _narrow_by_changes(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell rivals apart by numbers that targets may hold one day; a loss need not take them.
+
+        Raises:
+            UsageError: when no weight is left: the loss leaves samples out by what their target is.
+        """
+        for words, changed in odd_numbers(few, self._sizes[0], sum(self._sizes)):
+            before = self._exact
+            try:
+                self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim)
+            except UsageError as error:
+                self._exact = before
+                raise UsageError(
+                    f"the loss adds up over this target, and does not over one with {words}: it leaves out or weighs "
+                    f"samples by their target, in a way that micro-batches cannot follow. {_OVER}; weight= says over "
+                    f"how much a micro-batch's loss averages. {_CHECK_OFF}"
+                ) from error
+
+    def learn_split(
+        self, target: tuple[Any, ...], size: int, parts: Sequence[Call], pieces: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """Find it from the target of a batch that the user has split.
+
+        Args:
+            target: of the whole batch.
+            size: its samples.
+            parts: the micro-batches that the user has made of it.
+            pieces: their targets.
+
+        Raises:
+            UsageError: when losses of micro-batches cannot add up to that of the batch.
+        """
+        if callable(self._given):  # it is called with batches, and some rows of the target belong to none
+            if [part.batch_size for part in parts] == self._split_sizes:
+                device = self.device or _HOST
+                moved = [tuple(moved_to(thing, device) for thing in piece) for piece in pieces]
+                self._conclude(self._narrow(tuple(moved_to(thing, device) for thing in target), moved, parts, 0))
+            return
+        self._learn(target, size, 0, lambda _: ())
+
+    def _conclude(self, reason: str) -> None:
+        """Take the weight that was found, or remember why there is none."""
+        if self._is_known:  # torch's own loss was compared once, or cannot be: what is known of it holds
+            self.is_settled, self._runs = True, []
+            return
+        if self._exact is None and self._num_learnt == 1:
+            self._doubt = reason
+        if self._exact:
+            self.weight = None if self._over_batch else self._exact[0]
+
+    def _narrow(
+        self, target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]], parts: Sequence[Call], dim: int
+    ) -> str:
+        """Keep the weights under which a target is exact, too; return why it could not be compared.
+
+        Raises:
+            UsageError: when none is left.
+        """
+        assert self._loss is not None
+        still = Still()
+        runs, targets = self._moved or [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
+        if self._over_batch:
+            joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
+            runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
+        scored = score_losses(self._loss, runs, targets, still)
+        if scored == CHANGES and not self._over_batch:
+            raise UsageError(
+                "the loss changes with each call (a running average, a schedule by calls), and every micro-batch is a "
+                f"call. micro_batches=1 or loss_over='batch' calls it once a step. {_CHECK_OFF}"
+            )
+        if isinstance(scored, str):
+            return scored
+        losses = [one.loss for one in scored]
+        if self._over_batch:
+            off = {"batch": distance_of([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
+            if not best_of(off, scored[0].dtypes):
+                raise UsageError(_OVER_BATCH)
+            self._exact = ["batch"]
+            return ""
+        tensors = flatten(target, apart=True)[0]
+        names = label_names(parts[0]) if parts else []
+        choices = self._choices(names, tensors, still.left_out) if self._exact is None else self._exact
+        if callable(self._given) and self._shares(self._given, parts, pieces) is None:
+            return "weight= counts nothing in it"
+        off = {
+            choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
+            for choice in choices
+        }
+        now = best_of(off, scored[0].dtypes)
+        if not now:
+            raise self._coupled(losses, broadcast_of(runs[0], target) if self._is_known else "")
+        if not self._is_known and not self._is_probed:
+            self._is_probed = True
+            self._probe({choice: self._shares(choice, parts, pieces) for choice in now}, runs, targets, dim)
+        self._exact = now
+        if isinstance(now[0], Counted) and not now[0].name and not self._is_compiled and not self._is_known:
+            self.is_summable = is_own_sum(self._loss, runs, targets, now[0])
+        return ""
+
+    def _probe(
+        self,
+        shares: Mapping[Any, list[float] | None],
+        runs: Sequence[Run],
+        targets: Sequence[tuple[Any, ...]],
+        dim: int,
+    ) -> None:
+        """Look at outputs that the model may come to return.
+
+        It takes no side between weights: how many probes there is time for may differ between processes.
+
+        Args:
+            shares: of each weight, what the loss of each part counts.
+            runs: what the model returned for the whole, and for its parts.
+            targets: of each.
+            dim: the dimension of samples in the batch.
+
+        Raises:
+            UsageError: when parts add up under none of the weights.
+        """
+        assert self._loss is not None
+        for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
+            most = Off(*(probe_tolerance(dtype) for dtype in scored[0].dtypes))
+            off = [distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values()]
+            if not any(one.is_within(most) for one in off):
+                raise UsageError(f"{_LEAVES_OUT}: {self._facts([one.loss for one in scored])}. {_OVER}. {_CHECK_OFF}")
+
+    # ---- messages
+
+    def _facts(self, losses: Sequence[torch.Tensor]) -> str:
+        whole, *parts = (float(loss) for loss in losses)
+        count = sum(self._sizes)
+        by_samples = sum(size * part for size, part in zip(self._sizes, parts, strict=True)) / count
+        return f"the loss of {count} samples is {whole:.6g}, the mean over two parts of them is {by_samples:.6g}"
+
+    def _coupled(self, losses: Sequence[torch.Tensor], hint: str = "") -> UsageError:
+        facts = self._facts(losses)
+        if self._given is not None:
+            return UsageError(
+                f"the loss of the batch is not that of its micro-batches under weight=: {facts}. {_CHECK_OFF}"
+            )
+        others = "weight= says over how much a micro-batch's loss averages; micro_batches=1 is exact for any loss"
+        if self._loss is not None:
+            return UsageError(f"{_COUPLED}: {facts}.{hint} {_OVER}; {others}. {_CHECK_OFF}")
+        return OnlyWholeError(
+            f"{_COUPLED}: {facts}. The model computes its loss itself: let it return the outputs, and give loss= and "
+            f"loss_over='batch'; {others}. {_CHECK_OFF}"
+        )
+
+    def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
+        option = option_for(model, call)
+        kind = UsageError if option else OnlyWholeError
+        advice = option or question_on(call)
+        return kind(f"micro-batches would not compute what the whole batch does: {facts}; {advice}. {_CHECK_OFF}")
+
+
+_INNER_TERM = (
+    "A term of the loss that the model computes itself couples samples, as the load-balancing loss of a mixture of "
+    "experts does: turn it off (config.output_router_logits=False in transformers), let the model return the outputs "
+    "and give loss= and loss_over='batch', or take micro_batches=1"
+)
+_CHECK_OFF = "check=False turns this check off"
+_OVER = "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
+_LEAVES_OUT = (
+    "the loss of the batch is that of its micro-batches for what the model returns now, and is not once it has learnt "
+    "some of the samples: it leaves samples out by what is returned for them, as a threshold or hard examples do"
+)
+_COUPLED = (
+    "the loss of the batch is not a weighted sum of the losses of its micro-batches; tried were a mean over samples, "
+    "over labels that are not ignored and over masks in the target, and a sum. It couples samples, as contrastive "
+    "losses, a root of a mean or a standard deviation do"
+)
+_OVER_BATCH = (
+    "loss_over='batch': the loss of the joined outputs of micro-batches is not that of the outputs of the whole batch: "
+    f"an output that the loss reads is no value per sample; let the model return values per sample. {_CHECK_OFF}"
+)

@@ -1,0 +1,93 @@
+"""Probes: outputs that training may lead to, on which a loss is tried beside those that the model returns today.
+
+A loss may leave samples out by their own loss (a threshold, hard examples only). A fresh model gets all samples
+wrong, so nothing is left out, and the loss looks like a mean over samples. Steps of gradient descent on the outputs,
+longer for some samples than for others, show what it becomes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from penstock.pipeline.exactness.scoring import Run, Scored, score_losses
+from penstock.runtime.deterministic import Still
+from penstock.runtime.losses import LossFunction
+from penstock.runtime.micro_batches import join_dim_of
+
+__all__ = ["probe_tolerance", "probes"]
+
+_STEPS = 5  # of descent, for each choice of samples
+_SECONDS = 2.0  # for all of them: a loss may be slow
+_MOST_ELEMENTS = 1 << 24  # of outputs: beyond that a probe takes too much time, and too much memory of a GPU
+_SMALLEST = 1e-3  # of the loss at the start: below it rounding counts
+
+
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """Return how far losses may be apart on a probe by rounding: much less than a sample that is left out makes."""
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.1)
+
+
+def probes(
+    loss: LossFunction, runs: Sequence[Run], targets: Sequence[tuple[object, ...]], *, sizes: Sequence[int], dim: int
+) -> Iterator[list[Scored]]:
+    """Yield the losses of a whole and its parts, with gradients, on outputs that come ever closer to the targets.
+
+    Args:
+        loss: the user's.
+        runs: what the model returned for the whole, and for its parts.
+        targets: of each.
+        sizes: samples of the parts.
+        dim: the dimension of samples in the batch.
+    """
+    whole = runs[0]
+    if sum(tensor.numel() for tensor in whole.tensors) > _MOST_ELEMENTS:
+        return
+    end = time.monotonic() + _SECONDS
+    for speeds in _speeds(sum(sizes)):
+        now = runs
+        start = 0.0
+        for _ in range(_STEPS):
+            scored = score_losses(loss, now, targets, Still())
+            if isinstance(scored, str):
+                break
+            if now is not runs:
+                yield scored
+            start = start or abs(float(scored[0].loss))
+            if time.monotonic() > end or abs(float(scored[0].loss)) <= _SMALLEST * start:
+                break
+            now = _descended(now, scored[0], speeds, sizes, dim)
+        if time.monotonic() > end:
+            return
+
+
+def _speeds(count: int) -> Iterator[list[float]]:
+    """Yield how far each sample goes in a step: every other one alone, then some slower than others."""
+    yield [float(number % 2) for number in range(count)]
+    yield [(number + 1) / count for number in range(count)]
+
+
+def _descended(
+    runs: Sequence[Run], scored: Scored, speeds: Sequence[float], sizes: Sequence[int], dim: int
+) -> list[Run]:
+    """Return outputs after a step down the gradient, nearly as far as would do for a loss that is linear."""
+    norm = sum(float(g.double().pow(2).sum()) for g in scored.gradients if g is not None)
+    rate = 0.8 * abs(float(scored.loss)) / max(norm, 1e-30)
+    made = [list(run.tensors) for run in runs]
+    for number, gradient in enumerate(scored.gradients):
+        whole = made[0][number]
+        parts = [tensors[number] for tensors in made[1:]]
+        own = join_dim_of(parts, sizes, dim)
+        if gradient is None or own is None or whole.shape[own] != sum(sizes):
+            continue
+        shape = [1] * whole.dim()
+        shape[own] = len(speeds)
+        pace = torch.tensor(speeds, device=whole.device, dtype=whole.dtype).view(shape)
+        moved = whole.detach() - rate * gradient * pace
+        made[0][number] = moved
+        for tensors, part in zip(made[1:], torch.split(moved, list(sizes), own), strict=True):
+            tensors[number] = part
+    return [replace(run, tensors=tensors) for run, tensors in zip(runs, made, strict=True)]

@@ -1,0 +1,187 @@
+"""Setup: from stages and a schedule to executors that can run, for training or for the forward alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from penstock.devices.streams import Streams
+from penstock.model.stages import Chain, Stage
+from penstock.runtime.backward.gradient_accumulation import Adding
+from penstock.runtime.batch_norm import DeferredStatistics
+from penstock.runtime.executor import Executor
+from penstock.runtime.keep.offload import HostPool
+from penstock.runtime.lane_program import LaneProgram, make_program
+from penstock.runtime.lanes.lane_group import LaneGroup
+from penstock.runtime.stage_run import StageRun
+from penstock.runtime.weight_stash import Versions
+from penstock.runtime.wire.transport import Transport
+from penstock.runtime.wiring import Wiring, wire
+from penstock.schedule.lower import Keep, Lowered, lower
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["ExecutorSetup", "stage_on"]
+
+_STATISTICS = 1 << 16  # numbers of exchanges: those of parameters come before, those of buffers behind
+
+
+@dataclass
+class ExecutorSetup:
+    """What does not change from step to step.
+
+    Attributes:
+        chains: the stages, once for each way of the schedule: two lanes that share a stage run copies of its program.
+        schedule: what the lanes run.
+        keep: what each stage does with saved values.
+        devices: of each lane.
+        transports: of the lanes that run here.
+        streams: of those of them that are on GPUs.
+        rows: where each lane says what it is doing.
+        optimizers: of each stage, for schedules that update weights within the step.
+        defers_batch_norm: batch norm's statistics are those of the whole batch.
+        is_compiled: stages are compiled; then one lane at a time runs a forward, for the compiler works for one only.
+    """
+
+    chains: Sequence[Chain]
+    schedule: Schedule
+    keep: tuple[Keep, ...]
+    devices: Sequence[torch.device]
+    transports: Mapping[int, Transport]
+    streams: Mapping[int, Streams]
+    rows: Mapping[int, memoryview]
+    optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
+    defers_batch_norm: bool = False
+    is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self._made: dict[tuple[bool, bool, int], list[Executor]] = {}
+        self._lowered: dict[tuple[bool, int], Lowered] = {}
+        self._host = {lane: HostPool() for lane in self.transports}
+        self._locks: dict[int, AbstractContextManager[Any]] = {}  # a recompute takes its own twice
+        self._adding = Adding()
+        for chain in self.chains[1:]:  # a buffer that one way replaces is replaced on the others
+            for stage in chain.stages:
+                stage.held.share(self.chains[0].stages[0].held.shared)
+        self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
+        if self.defers_batch_norm:
+            for lane in self.transports:
+                for index in self.schedule.stages_of(lane):
+                    statistics = DeferredStatistics(stage_on(self.chains, self.schedule, lane, index))
+                    if statistics.has_any:
+                        self._statistics[index, lane] = statistics
+
+    def end_step(self, lane_group: LaneGroup, *, is_done: bool) -> None:
+        """Update batch norm's running statistics once, if they were put off; forget them if the step failed.
+
+        Lanes of several processes that run the same stage tell each other what they collected.
+        """
+        if is_done:
+            for (index, lane), statistics in self._statistics.items():
+                lanes = sorted({way[index] for way in self.schedule.ways})
+                if not set(lanes) <= set(lane_group.lanes):
+                    letters = lane_group.exchange(_STATISTICS + index, statistics.letter(), lanes)
+                    for other, letter in zip(lanes, letters, strict=True):
+                        if other != lane:
+                            statistics.take(letter)
+        of_stage: dict[int, list[DeferredStatistics]] = {}
+        for (index, _), statistics in self._statistics.items():
+            of_stage.setdefault(index, []).append(statistics)
+        for first, *others in of_stage.values():
+            if is_done:
+                first.commit(*others)
+            else:
+                for statistics in (first, *others):
+                    statistics.reset()
+
+    def wiring(self, training: bool) -> Wiring:
+        """Return how values pass between stages in a mode."""
+        chain = self.chains[0]
+        results = chain.results(training)
+        has_rest = any(getattr(getattr(s.program, "part", None), "is_dynamic", False) for s in chain.stages)
+        return wire(chain.stages, () if results.takes_all else results.names, has_rest=has_rest)
+
+    def lowered(self, training: bool) -> Lowered:
+        """Return the schedule with all that lanes do, in a mode: what skips stages may differ."""
+        key = (training, self.chains[0].form)
+        if key not in self._lowered:
+            self._lowered[key] = lower(self.schedule, keep=self.keep, skips=self.wiring(training).skips)
+        return self._lowered[key]
+
+    def executors(self, *, training: bool, has_backward: bool) -> list[Executor]:
+        """Return the executors of the lanes that run here, for the shapes of batches that were read last."""
+        key = (training, has_backward, self.chains[0].form)
+        if key not in self._made:
+            wiring, lowered = self.wiring(training), self.lowered(training)
+            program_of = partial(make_program, lowered, forward_only=not has_backward)
+            self._made[key] = [self._executor(lane, program_of, wiring) for lane in self.transports]
+        return self._made[key]
+
+    def _executor(self, lane: int, program_of: Callable[[int], LaneProgram], wiring: Wiring) -> Executor:
+        program = program_of(lane)
+        stages = {index: stage_on(self.chains, self.schedule, lane, index) for index in self.schedule.stages_of(lane)}
+        runs = {index: self._stage_run(stage, wiring, lane) for index, stage in stages.items()}
+        versions = None
+        if self.schedule.versions is not None:
+            versions = Versions(stages, self.optimizers, program.last_use)
+        return Executor(
+            program, runs, self.transports[lane], self.rows[lane],
+            program_of=program_of, versions=versions, streams=self.streams.get(lane),
+        )  # fmt: skip
+
+    def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:
+        lock = None
+        is_shared = len({way[stage.index] for way in self.schedule.ways}) > 1
+        if self.is_compiled and len(self.transports) > 1:
+            lock = self._locks.setdefault(-1, threading.RLock())
+        elif self._shares_buffers(stage):
+            lock = self._locks.setdefault(-2, threading.RLock())
+        elif is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
+            lock = self._locks.setdefault(stage.index, threading.RLock())
+        return StageRun(
+            stage,
+            wiring,
+            device=self.devices[lane],
+            keep=self.keep[stage.index],
+            lock=lock,
+            statistics=self._statistics.get((stage.index, lane)),
+            host=self._host[lane],
+            adding=self._adding if self.is_compiled and self.schedule.versions is None else None,
+            is_alone=not self.is_compiled or self._is_alone(stage),
+        )
+
+    def _shares_buffers(self, stage: Stage) -> bool:
+        """Return whether a stage on another lane here changes a buffer that this one changes, too."""
+        own: frozenset[str] = getattr(stage.program, "changed", frozenset())
+        lanes = {way[stage.index] for way in self.schedule.ways}
+        return bool(own) and any(
+            own & getattr(stage_on(self.chains, self.schedule, lane, index).program, "changed", frozenset())
+            for lane in self.transports
+            for index in self.schedule.stages_of(lane)
+            if index != stage.index and lanes != {lane}
+        )
+
+    def _is_alone(self, stage: Stage) -> bool:
+        """Return whether no other lane here runs a stage with the same parameters."""
+        return all(len(self._lanes_of[id(parameter)]) == 1 for parameter in stage.parameters())
+
+    @cached_property
+    def _lanes_of(self) -> dict[int, set[int]]:
+        """For each parameter the lanes here that run a stage with it."""
+        found: dict[int, set[int]] = {}
+        for lane in self.transports:
+            for index in self.schedule.stages_of(lane):
+                for parameter in stage_on(self.chains, self.schedule, lane, index).parameters():
+                    found.setdefault(id(parameter), set()).add(lane)
+        return found
+
+
+def stage_on(chains: Sequence[Chain], schedule: Schedule, lane: int, stage: int) -> Stage:
+    """Return the copy of a stage that a lane runs."""
+    way = next(w for w, lanes in enumerate(schedule.ways) if lanes[stage] == lane)
+    return chains[way].stages[stage]

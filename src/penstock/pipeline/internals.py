@@ -1,0 +1,140 @@
+"""Internals: what checkpoints, faults, feeding and training need of a pipeline beside its public methods.
+
+This is the whole of it: no file outside `penstock.pipeline` reads a private attribute of a pipeline, and a test holds
+that. A pipeline offers it as `pipe.internals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.model.capture.capture import Captured
+from penstock.model.stages import Chain, Stage
+from penstock.pipeline.past_steps import Ran
+from penstock.pipeline.state_snapshot import undisturbed
+from penstock.report.timeline import Timeline
+from penstock.runtime.executor import Executor
+from penstock.runtime.losses import LossFunction
+from penstock.runtime.step import Mode, Step
+from penstock.runtime.wiring import Wiring
+
+if TYPE_CHECKING:
+    from penstock.pipeline.pipeline import Pipeline
+    from penstock.runtime.lanes.lane_group import LaneGroup
+
+__all__ = ["Internals"]
+
+
+class Internals:
+    """The inside of a pipeline, as far as others need it.
+
+    Args:
+        pipe: the pipeline.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+
+    @property
+    def group(self) -> LaneGroup:
+        """The lanes: threads of this process, or processes."""
+        return self._pipe._lane_group
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave, in the order of their lanes."""
+        return self._pipe._lane_group.gather(thing)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other processes of what ends this one outside of a step."""
+        self._pipe._lane_group.fail(error)
+
+    @property
+    def status_rows(self) -> Mapping[int, memoryview]:
+        """Where the lanes of this process say what they are doing."""
+        return self._pipe._lane_group.rows
+
+    @property
+    def captured(self) -> Captured:
+        """The model as a graph."""
+        return self._pipe._planned.captured
+
+    def predicted(self) -> Timeline | None:
+        """Return the predicted step, where the model was profiled."""
+        return self._pipe._planned.predicted()
+
+    @property
+    def loss(self) -> LossFunction | None:
+        """The user's loss."""
+        return self._pipe._loss
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales losses of 16 bits."""
+        return self._pipe._scaler
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the model's first copy: a bidirectional schedule has another."""
+        return self._pipe._chains[0].stages
+
+    @property
+    def chain(self) -> Chain:
+        """The same, with what the model is called with and returns."""
+        return self._pipe._chains[0]
+
+    @property
+    def chains(self) -> Sequence[Chain]:
+        """The model's copies: one, and a second where the schedule is bidirectional."""
+        return self._pipe._chains
+
+    @property
+    def keep(self) -> Sequence[str]:
+        """The keep policy of each stage."""
+        return self._pipe._setup.keep
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles the stages."""
+        return self._pipe._setup.is_compiled
+
+    def wiring(self) -> Wiring:
+        """Return which values go from which stage to which, in the mode that the pipeline is in."""
+        return self._pipe._setup.wiring(self._pipe.training)
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters and buffers of the lanes that run here, by the model's own names."""
+        yield from self._pipe._weights.held()
+
+    def executors(self) -> Sequence[Executor]:
+        """Return what runs a training step on the lanes here."""
+        return self._pipe._setup.executors(training=True, has_backward=True)
+
+    def past_step(self, batch: object) -> Ran | None:
+        """Return how a batch was run in one of the last training steps; None where it was not."""
+        return self._pipe._past_steps.find(batch)
+
+    def run_again(self, batch: object, target: tuple[Any, ...], prepare: Callable[[Step], None]) -> None:
+        """Run the training step of a batch once more, as it was run; nothing of the model or its gradients changes.
+
+        Args:
+            batch: the very one that the step was given.
+            target: nothing, or one thing.
+            prepare: called with the step before it is run, as to watch it.
+        """
+        pipe, ran = self._pipe, self.past_step(batch)
+        has_backward = pipe.schedule.versions is None
+        with undisturbed(pipe):
+            ready = pipe._read(batch, target, groups=pipe._weights.groups)
+            mode = Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
+            step = pipe._step(ready, mode)
+            if ran is not None:
+                step.seed, step.factor = ran.seed, ran.factor
+            prepare(step)
+            try:
+                pipe._run(step, is_recorded=False)
+            finally:
+                pipe._setup.end_step(pipe._lane_group, is_done=False)

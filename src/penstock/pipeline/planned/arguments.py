@@ -1,0 +1,113 @@
+"""Checks: what can be seen to be wrong with a pipeline's arguments, and what its output leaves out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError, nearest
+from penstock.model.capture.capture import Captured
+from penstock.schedule.actions import Kind
+from penstock.schedule.lower import Keep
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words", "warn_of_cache"]
+
+LossOver = Literal["micro_batch", "batch"]
+
+
+def check_words(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
+    """Say what is wrong with a model, a keep policy or an optimizer.
+
+    Raises:
+        UsageError: when one of them is nothing that could be used.
+    """
+    if not isinstance(model, (nn.Module, list, tuple)):
+        raise UsageError(f"model: give an nn.Module, or a list of stage modules; given: {type(model).__name__}")
+    words = (*get_args(Keep), "fit")
+    if isinstance(keep, str) and keep not in words:
+        raise UsageError(f"keep: {keep!r} is not one of {', '.join(words)}.{nearest(keep, words)}")
+    if keep == "fit" and memory_limit is None:
+        raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise UsageError("optimizer: give a function that makes one of a list of parameters, not an optimizer")
+
+
+def check_switches(*, graphs: object, autocast: object, scaler: object, deferred_batch_norm: object) -> None:
+    """Say which of these could not be used; a step would find out late, and say it in torch's words.
+
+    Raises:
+        UsageError: when there are any.
+    """
+    faults = []
+    if not isinstance(graphs, bool) and graphs != "auto":
+        faults.append(f"graphs: {graphs!r:.40} is neither True nor False nor 'auto'")
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        faults.append(f"autocast: give a dtype, as torch.bfloat16; given: {autocast!r:.40}")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        faults.append(f"scaler: give a torch.amp.GradScaler; given: {type(scaler).__name__}")
+    if not isinstance(deferred_batch_norm, bool):
+        faults.append(f"deferred_batch_norm: {deferred_batch_norm!r:.40} is neither True nor False")
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def check_seconds(timeout: object) -> float:
+    """Return a timeout in seconds.
+
+    Raises:
+        UsageError: when it is none.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise UsageError(f"timeout: must be more than 0 seconds; given: {timeout!r}")
+    return float(timeout)
+
+
+def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weight: object) -> None:
+    """Say why a loss cannot be computed over the whole batch.
+
+    Raises:
+        UsageError: when it cannot.
+    """
+    words = get_args(LossOver)
+    if loss_over not in words:
+        raise UsageError(f"loss_over: {loss_over!r:.40} is not one of {', '.join(words)}")
+    if loss_over == "micro_batch":
+        return
+    if loss is None:
+        raise UsageError(
+            'loss_over: "batch" needs loss=, a function of the outputs and the target of the whole batch; a loss that '
+            "the model computes itself sees one micro-batch"
+        )
+    if weight is not None:
+        raise UsageError('weight: has no effect with loss_over="batch", which sees the whole batch; leave it out')
+    last = schedule.num_stages - 1
+    lane = schedule.ways[0][last]
+    kinds = [action.kind for action in schedule.lanes[lane] if action.stage == last]
+    backward = next((at for at, kind in enumerate(kinds) if kind in (Kind.B, Kind.I)), len(kinds))
+    if len(schedule.ways) > 1 or schedule.versions is not None or Kind.F in kinds[backward:]:
+        raise UsageError(
+            f'loss_over: "batch" needs a schedule in which the last stage runs all its forwards before its first '
+            f"backward, and {schedule.name} does not: take zb_gpipe, gpipe or looped_bfs"
+        )
+
+
+_CACHES = ("past_key_values", "cache_params", "mems", "state")  # as outputs of transformers call them
+
+
+def warn_of_cache(output: object, captured: Captured) -> None:
+    """Warn where the plain model would return a cache of keys and values, or of states, which stages leave out."""
+    configs = [getattr(module, "config", None) for module in captured.model.modules()]
+    is_asked_for = captured.call.constants.get("use_cache") is True
+    if not is_asked_for and not any(getattr(config, "use_cache", None) is True for config in configs):
+        return
+    empty = [name for name in _CACHES if getattr(output, name, output) is None]
+    if empty:
+        warnings.warn(
+            f"the model is set to return a cache (use_cache=True), and a pipeline returns none: {empty[0]} is None in "
+            "its output. To generate, use the model without the pipeline; use_cache=False in its config says so",
+            stacklevel=4,
+        )

@@ -1,0 +1,91 @@
+"""Places: how many lanes there are, and the device of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from penstock.deciding.defaults import LANES
+from penstock.devices.device_names import check_device
+from penstock.errors import UsageError
+from penstock.runtime.lanes.lane_group import world_size
+from penstock.schedule.counts import check_count
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["autocast_of", "check_devices", "choose_lanes", "share_of_threads", "threads_per_lane", "with_threads"]
+
+
+def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: object, *, is_run: bool = True) -> int:
+    """Return how many lanes there are: as asked, as processes, as devices, or as the schedule has.
+
+    Lanes that are not run need not be as many as processes.
+    """
+    if lanes is not None:
+        check_count("lanes", lanes, 1 << 16)
+    processes = world_size()
+    if processes > 1 and (is_run or lanes is None):
+        if lanes not in (None, processes):
+            raise UsageError(f"lanes: {lanes}, but there are {processes} processes, and each is a lane; leave it out")
+        return processes
+    if isinstance(schedule, Schedule):
+        if lanes not in (None, schedule.num_lanes):
+            raise UsageError(f"lanes: {lanes}, but the schedule has {schedule.num_lanes}; leave it out")
+        return schedule.num_lanes
+    if lanes is not None:
+        return lanes
+    if devices is not None and not isinstance(devices, (str, torch.device, int)):
+        return max(1, len(devices))
+    return max(LANES, torch.cuda.device_count())
+
+
+def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes: int) -> list[torch.device]:
+    """Return one device for each lane.
+
+    Raises:
+        UsageError: when there are not as many as lanes, or one of them does not exist.
+    """
+    if devices is None:
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", lane % count) if count else torch.device("cpu") for lane in range(num_lanes)]
+    listed = [devices] * num_lanes if isinstance(devices, (str, torch.device, int)) else list(devices)
+    if len(listed) != num_lanes:
+        raise UsageError(f"devices: give one for each lane; devices: {len(listed)}, lanes: {num_lanes}")
+    return [check_device(given, "devices") for given in listed]
+
+
+def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
+    """Return how many threads torch may use in each lane of the CPU, so that lanes do not fight for cores."""
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    if on_cpu < 2 or world_size() > 1:
+        return None
+    return share_of_threads(on_cpu)
+
+
+def share_of_threads(num_lanes: int) -> int:
+    """Return how many of its threads torch has for each of some lanes."""
+    return max(1, torch.get_num_threads() // num_lanes)
+
+
+@contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """Let torch have as many threads as in a lane; None: as many as it has.
+
+    What the caller computes between steps, as an optimizer, should have no more of them: torch's threads stay at work
+    for a while when they have nothing to do, on the cores of the lanes.
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def autocast_of(own: torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
+    if own is not None:
+        return own
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

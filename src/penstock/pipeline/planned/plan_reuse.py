@@ -1,0 +1,77 @@
+"""What a plan is made for, and the plan of a run folder, which a training that goes on there uses again.
+
+Cuts follow measured times, which differ from run to run. A plan names what was asked for, so a folder's plan is used
+again only for the same model and the same settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.deciding.plan import Plan
+from penstock.errors import UsageError
+from penstock.schedule.json_format import to_json
+
+if TYPE_CHECKING:
+    from penstock.model.capture.capture import Captured
+    from penstock.pipeline.planned.planned_model import Request
+    from penstock.schedule.schedule import Schedule
+
+__all__ = ["asked_of", "kept_plan"]
+
+
+def asked_of(request: Request, captured: Captured, first: Schedule) -> dict[str, Any]:
+    """Return all that a decision may depend on, but for the time that things take; as JSON can hold it."""
+    graph = captured.graph
+    nodes = [f"{node.name} {node.op} {node.module} {node.parameters}" for node in graph.nodes]
+    held = [f"{parameter.name} {parameter.num_bytes}" for parameter in graph.parameters.values()]
+    is_named = isinstance(request.schedule, str) and not request.schedule.endswith(".csv")
+    asked = {
+        "model": _digest("\n".join([*nodes, *held])),
+        "nodes": len(graph.nodes),
+        "capture": captured.path,
+        "samples": captured.call.batch_size,
+        "device": request.device.type,
+        "schedule": request.schedule if is_named else f"{first.name} {_digest(json.dumps(to_json(first)))}",
+        "lanes": first.num_lanes,
+        "micro_batches": first.num_mbs,
+        "stages_per_lane": request.stages_per_lane,
+        "cuts": list(request.cuts),
+        "keep": request.keep_policies,
+        "memory_limit": request.memory_limit,
+        "cluster": None if request.cluster is None else repr(request.cluster),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(asked, default=list))
+    return plain
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kept_plan(path: Path, asked: Mapping[str, Any], captured: Captured, first: Schedule) -> Plan | None:
+    """Return the plan of a run folder if it was made for what is asked for now; else say what has changed."""
+    if not path.exists():
+        return None
+    try:
+        plan = Plan.from_json(path)
+    except UsageError as error:
+        _refuse(str(error))
+        return None
+    if changed := plan.changes_since(asked):
+        _refuse(f"{path}: was made for something else ({'; '.join(changed)})")
+        return None
+    if faults := plan.faults_for(asked, captured.graph):
+        _refuse(f"{path}: is damaged: {'; '.join(faults)}")
+        return None
+    return plan if plan.is_for_costs else replace(plan, schedule=first)
+
+
+def _refuse(why: str) -> None:
+    warnings.warn(f"plan: {why}; cuts and schedule are decided anew", stacklevel=6)

@@ -1,0 +1,407 @@
+"""PlannedModel: capture a model, find a plan for it, and cut it by the plan."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from penstock._version import __version__
+from penstock.deciding.cut_request import CutRequest, ProfileSource, Progress, explanation_of, name_of
+from penstock.deciding.defaults import default_micro_batches
+from penstock.deciding.plan import Plan, plan_path
+from penstock.errors import PenstockError, UsageError
+from penstock.model.capture.capture import Captured, capture
+from penstock.model.capture.direct import Direct
+from penstock.model.capture.exported import Exported
+from penstock.model.capture.replayed import Replayed
+from penstock.model.compound_stages import compound_chain
+from penstock.model.example import BatchLayout, Call, read_example
+from penstock.model.stages import Chain
+from penstock.pipeline.exactness.exactness import OnlyWholeError
+from penstock.pipeline.planned.placement import with_threads
+from penstock.pipeline.planned.plan_reuse import asked_of, kept_plan
+from penstock.pipeline.splitting.custom_split import Split, split_batch
+from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.planning.partition.cut_rules import find_places
+from penstock.planning.partition.recompute_selection import select_recomputed
+from penstock.runtime.keep.recompute import Recomputed
+from penstock.runtime.lanes.lane_group import LaneGroup
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import load_csv
+
+if TYPE_CHECKING:
+    from penstock.model.profile import Profile
+    from penstock.model.profiling.device_rates import Rates
+    from penstock.planning.cluster import Cluster
+    from penstock.planning.explain.explanation import Explanation
+    from penstock.planning.memory_limits import Limit
+    from penstock.report.timeline import Timeline
+
+__all__ = ["PlannedModel", "Request", "plan_model"]
+
+Model = nn.Module | Sequence[nn.Module] | Captured
+
+
+def module_of(model: Model) -> tuple[nn.Module | Sequence[nn.Module], Captured | None]:
+    """Return the module, or the stage modules, and what it was captured as if it was captured before."""
+    return (model.model, model) if isinstance(model, (Direct, Exported, Replayed)) else (cast("nn.Module", model), None)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a pipeline, as far as it bears on cuts and schedule."""
+
+    model: nn.Module | Sequence[nn.Module]
+    example: object
+    schedule: str | Schedule | PathLike[str]
+    lanes: int
+    micro_batches: int | None
+    stages_per_lane: int | None
+    cuts: tuple[int | str, ...]
+    keep_policies: str | tuple[str, ...]  # one, or one per stage
+    memory_limit: Limit | None
+    cluster: Cluster | None
+    profile: Profile | str | PathLike[str] | None
+    analytic: Rates | str | None
+    capture_path: str
+    device: torch.device
+    progress: Progress | None
+    num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
+    layout: BatchLayout = field(default_factory=BatchLayout)  # where the batch is in the example's tensors
+    split: Split | None = None  # cuts batches in the user's own way
+    plan: Plan | str | PathLike[str] | None = None  # one to run; or a folder, whose plan is run if it is for the same
+    captured: Captured | None = None  # the model, where it was captured before
+
+    @property
+    def keep(self) -> str:
+        """The policy that cuts are chosen for."""
+        return self.keep_policies if isinstance(self.keep_policies, str) else "hold"
+
+    def read(self) -> tuple[Call, int]:
+        """Return the call to capture, and how many samples the example has.
+
+        Batches that the user splits are captured by their first micro-batch: nobody else knows how to make one smaller.
+        """
+        example, model = self.example, _called(self.model)
+        if self.split is None:
+            call = read_example(example, model, self.layout)
+            return call, call.batch_size
+        count = self.schedule.num_mbs if isinstance(self.schedule, Schedule) else self.micro_batches
+        pieces = split_batch(self.split, example, None, count or default_micro_batches(self.lanes))
+        calls = [read_example(piece, model, self.layout) for piece, _ in pieces]
+        # only one tensor tells the samples: others may happen to have as many rows
+        first = calls[0]
+        dims = tuple(first.batch_dim if name == first.batch_name else None for name in first.names)
+        calls[0] = replace(first, batch_dims=dims)
+        return calls[0], max(len(calls), sum(call.batch_size for call in calls))
+
+    def ask(self, batch_size: int) -> CutRequest:
+        """Return it as the deciding half takes it, for an example of so many samples."""
+        micro_batches = self.micro_batches
+        if micro_batches is None:
+            micro_batches = default_micro_batches(self.lanes, batch_size)
+        schedule = self.schedule
+        if not isinstance(schedule, (Schedule, str, PathLike)):
+            raise UsageError(f"schedule: give a name, a Schedule or a CSV file; given: {schedule!r:.60}")
+        if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule.endswith(".csv")):
+            schedule = load_csv(Path(schedule))
+        has_counts = isinstance(schedule, Schedule)
+        if isinstance(schedule, Schedule) and schedule.num_lanes != self.lanes:
+            raise UsageError(f"the schedule has {schedule.num_lanes} lanes, and there are {self.lanes} to run it")
+        if isinstance(schedule, Schedule) and self.micro_batches not in (None, schedule.num_mbs):
+            raise UsageError(
+                f"micro_batches: {self.micro_batches}, but the schedule has {schedule.num_mbs}; leave it out"
+            )
+        return CutRequest(
+            schedule,
+            None if has_counts else self.lanes,
+            None if has_counts else micro_batches,
+            stages_per_lane=None if has_counts else self.stages_per_lane,
+            cuts=self.cuts,
+            keep={"offload": "hold", "fit": "recompute"}.get(self.keep, self.keep),
+            memory_limit=self.memory_limit,
+            cluster=self.cluster,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A captured model and the plan that it is run by.
+
+    Attributes:
+        captured: the model as a graph.
+        plan: how it is cut, and what the lanes run.
+        telling: profiles the model once it is asked for, where the plan was made without.
+        finer: the same cuts with twice the micro-batches; None where that cannot be.
+        coarser: of which this is the finer one.
+    """
+
+    captured: Captured
+    plan: Plan
+    explainer: _Explainer
+    finer: Callable[[], PlannedModel | None] = lambda: None
+    coarser: PlannedModel | None = None
+
+    def explain(self) -> Explanation:
+        """Return the whole of it, and measure what is not known yet."""
+        return self.plan.explanation or self.explainer.explain()
+
+    def predicted(self) -> Timeline | None:
+        """Return the predicted step, where it is known."""
+        found = self.plan.explanation or self.explainer.kept
+        return None if found is None else found.timeline
+
+    def held_bytes(self) -> dict[str, NDArray[np.float64]]:
+        """Return what each stage holds for a micro-batch, as far as a profile has told."""
+        predicted = self.predicted()
+        if predicted is None and self.coarser is not None:  # half as many samples hold half as much
+            return {name: held / 2 for name, held in self.coarser.held_bytes().items()}
+        none = np.zeros(self.plan.schedule.num_stages)
+        names = ("saved_bytes", "pending_bytes", "input_bytes")
+        return {name: none if predicted is None else getattr(predicted, name) for name in names}
+
+    def split(self) -> Chain:
+        """Return the stages; those of which parts are recomputed are made of pieces."""
+        cuts, recomputed = self.plan.cuts, self.plan.recomputed
+        if recomputed is None or not any(recomputed):
+            return self.captured.split(cuts)
+        bounds = {bound for runs in recomputed for run in runs for bound in (run.start, run.stop)}
+        inner = sorted((bounds | set(cuts)) - {0, len(self.captured.graph.nodes)})
+        starts = [0, *inner]
+        groups = [
+            [number for number, start in enumerate(starts) if start in nodes]
+            for nodes in self.captured.graph.stages(cuts)
+        ]
+        again = {run.start for runs in recomputed for run in runs}
+        special = {number for number, start in enumerate(starts) if start in again}
+        return compound_chain(self.captured.split(inner), groups, special, Recomputed)
+
+
+def plan_model(
+    request: Request,
+    check: Callable[[Captured, Schedule], None],
+    group: LaneGroup | None = None,
+    *,
+    measures: bool = False,
+) -> PlannedModel:
+    """Capture the model, and find cuts and schedule; nothing is measured where nothing is left to choose.
+
+    Under torchrun every process captures, and the first one chooses for all.
+
+    Args:
+        request: what the user asks for.
+        check: called with the captured model before anything is measured; raises where it must not be cut.
+        group: the lanes; None where nothing will be run.
+        measures: measure in any case, so that the plan can explain itself.
+    """
+    call, batch_size = request.read()
+    ask = request.ask(batch_size)
+    first = ask.check()
+    captured = _captured(request, call, first)
+    try:
+        check(captured, first)
+    except OnlyWholeError as error:
+        if request.micro_batches is not None or isinstance(request.schedule, Schedule) or _is_file(request.schedule):
+            raise
+        request = replace(request, micro_batches=1)
+        call, batch_size = request.read()
+        ask = request.ask(batch_size)
+        first = ask.check()
+        if request.split is not None:  # it was captured by one of several micro-batches
+            captured = _captured(request, call, first)
+        warnings.warn(f"only one micro-batch a step is run, so that lanes take turns: {error}", stacklevel=3)
+    explainer = _Explainer(request, captured, ask, batch_size)
+    asked = asked_of(request, captured, first)
+
+    def choose() -> Plan:
+        if isinstance(request.plan, Plan):
+            if faults := request.plan.faults_for(asked, captured.graph):
+                raise UsageError(f"plan: {'; '.join(faults)}; make one for this model: penstock.plan(model, ...)")
+            return request.plan
+        if request.plan is not None and (kept := kept_plan(plan_path(request.plan), asked, captured, first)):
+            return kept
+        only = None if measures else _only_cuts(ask, first, captured)
+        if only is not None:
+            captured.graph.check_cuts(only)
+            cuts, schedule = only, first
+        else:
+            found = explainer.explain()
+            cuts, schedule = found.partition.cuts, found.schedule
+        return Plan(
+            schedule,
+            tuple(cuts),
+            keep=request.keep_policies,
+            recomputed=_recomputed(request, explainer, cuts, schedule),
+            capture_path=captured.path,
+            asked=asked,
+            explanation=explainer.kept,
+            is_for_costs=ask.is_made_for_costs,
+        )
+
+    chosen: list[Plan] = []  # where this process chooses
+
+    def send() -> dict[str, Any]:
+        chosen.append(choose())
+        return replace(chosen[0], explanation=None).to_dict() | {"source": chosen[0].source}
+
+    if group is None or len(group.lanes) == first.num_lanes:
+        plan = choose()
+    else:  # the profile is not sent: another process that is asked to explain measures for itself
+        found = group.decide(send, _settings(request, captured, first))
+        plan = Plan.from_dict(found, source=found["source"])
+        plan = replace(plan, explanation=chosen[0].explanation) if chosen else plan
+    planned = PlannedModel(captured, plan, explainer)
+    return replace(planned, finer=partial(_finer, planned, request, batch_size))
+
+
+def _recomputed(
+    request: Request, explainer: _Explainer, cuts: Sequence[int], schedule: Schedule
+) -> tuple[tuple[range, ...], ...] | None:
+    """Return the nodes to recompute, where only as much is to be as memory asks for."""
+    if request.keep != "fit":
+        return None
+    assert request.memory_limit is not None
+    runs = select_recomputed(explainer.explain().profile, cuts, schedule, request.memory_limit)
+    return tuple(tuple(stage) for stage in runs)
+
+
+def _captured(request: Request, call: Call, schedule: Schedule) -> Captured:
+    if request.captured is not None:
+        return request.captured
+    (request.progress or _tell_nobody)("capture", 0, 1)
+    return capture(
+        request.model,
+        _at_home(call, request.model),
+        training=True,
+        path="replay" if request.split is not None and request.capture_path == "auto" else request.capture_path,
+        num_stages=schedule.num_stages,
+    )
+
+
+def _finer(planned: PlannedModel, request: Request, batch_size: int) -> PlannedModel | None:
+    """Return a plan with twice the micro-batches; None where its schedule cannot be built by name.
+
+    No process asks another: all come to the same.
+    """
+    schedule = planned.plan.schedule
+    if isinstance(request.plan, Plan) and not planned.plan.is_for_costs:  # it was built by this name, and can be again
+        request = replace(request, schedule=planned.plan.asked.get("schedule", ""), plan=None)
+    if not isinstance(request.schedule, str) or _is_file(request.schedule) or request.split is not None:
+        return None
+    if schedule.num_mbs == 1:  # nobody has compared what two would do, and perhaps only one is exact
+        return None
+    # a profile that was given is of larger micro-batches
+    request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=planned.plan.cuts, profile=None)
+    try:  # not every schedule can be built for every number
+        ask = request.ask(batch_size)
+        if ask.is_made_for_costs:
+            return None
+        twice = ask.check()
+    except PenstockError:
+        return None
+    explainer = _Explainer(request, planned.captured, ask, batch_size)
+    plan = replace(planned.plan, schedule=twice, explanation=None)
+    finer = PlannedModel(planned.captured, plan, explainer, coarser=planned)
+    return replace(finer, finer=partial(_finer, finer, request, batch_size))
+
+
+def _is_file(schedule: object) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv"))
+
+
+class _Explainer:
+    """Profiles a model and explains how it is run, once it is asked for."""
+
+    def __init__(self, request: Request, captured: Captured, ask: CutRequest, batch_size: int) -> None:
+        self._request, self._captured, self._ask = request, captured, ask
+        self._size = -(-batch_size // min(batch_size, ask.first().num_mbs))
+        if request.split is not None:
+            self._size = captured.call.batch_size
+        self.kept: Explanation | None = request.plan.explanation if isinstance(request.plan, Plan) else None
+
+    def explain(self) -> Explanation:
+        if self.kept is None:
+            request = self._request
+            rates, given = request.analytic, request.profile
+            is_measured = rates is None and given is None
+            source = ProfileSource(given, rates, device=request.device if is_measured else None, batch_size=self._size)
+            source.check()
+            tell = request.progress or _tell_nobody
+            with with_threads(request.num_threads):
+                profile = source.profile_of(self._captured, tell)
+            tell("cut and schedule", 0, 1)
+            name = name_of(request.model)
+            found = explanation_of(name, request.model, self._captured, profile, self._ask)
+            if isinstance(request.split, PackedSplit):
+                found = replace(found, notes=(*found.notes, f"packed images: cut {request.split.words}"))
+            self.kept = found
+        return self.kept
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """Take what is told of progress."""
+
+
+def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[str, Any]:
+    """Return what must be the same in all processes."""
+    nodes = "\n".join(f"{node.name} {node.op} {node.module}" for node in captured.graph.nodes)
+    return {
+        "schedule": schedule.name,
+        "micro_batches": schedule.num_mbs,
+        "stages": schedule.num_stages,
+        "keep": str(request.keep),
+        "cuts": str(request.cuts),
+        "memory_limit": str(request.memory_limit),
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "random seed (torch.initial_seed)": torch.initial_seed(),  # data would be shuffled apart
+        "capture": captured.path,
+        "nodes of the model": len(captured.graph.nodes),
+        "the model": hashlib.sha256(nodes.encode()).hexdigest()[:16],
+        "the example": str(
+            [(n, str(t.dtype), tuple(t.shape)) for n, t in zip(captured.call.names, captured.call.tensors, strict=True)]
+        ),
+    }
+
+
+def _only_cuts(ask: CutRequest, schedule: Schedule, captured: Captured) -> tuple[int, ...] | None:
+    """Return the cuts, where there is but one way, and the schedule does not ask for costs."""
+    if ask.is_made_for_costs:
+        return None
+    if len(ask.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in ask.cuts):
+        return tuple(int(cut) for cut in ask.cuts)
+    is_forced = captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages
+    if is_forced or schedule.num_stages == 1:
+        find_places(captured.graph, schedule.num_stages, ask.cuts, ())  # refuses cuts that the model does not have
+        return tuple(range(1, schedule.num_stages))
+    return None
+
+
+def _at_home(call: Call, model: nn.Module | Sequence[nn.Module]) -> Call:
+    """Return a call with its tensors where the model is, also on meta; as it is, where the model is in several places.
+
+    The example may come from a loader, or from the GPU that the model is going to.
+    """
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    homes = {p.device for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+    if len(homes) != 1:
+        return call
+    (home,) = homes
+    return call.map(lambda t: t if t.device == home else t.detach().to(home).requires_grad_(t.requires_grad))
+
+
+def _called(model: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
+    if isinstance(model, nn.Module):
+        return model
+    return model[0] if isinstance(model, (list, tuple)) and model and isinstance(model[0], nn.Module) else None

@@ -1,0 +1,1 @@
+"""Splitting: batches that are no plain stacks."""

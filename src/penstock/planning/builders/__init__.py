@@ -1,0 +1,1 @@
+"""Builders: one file per family of schedules that is made for costs."""

@@ -1,0 +1,236 @@
+"""Partition, problem: what cuts cost, on the positions where they may lie: seconds of lanes and wires, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.profile import Profile
+from penstock.planning.cluster import Cluster
+from penstock.planning.partition.one_stage_per_lane import Chain, longest_mean
+from penstock.planning.partition.partition_memory import LaneMemory, Span
+from penstock.schedule.lower import RECOMPUTING
+
+__all__ = ["Problem", "Transfers"]
+
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
+Transfers = Literal["waited", "hidden"]
+Wire = tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What to minimise. Cuts are indices into `positions` here; stage s lies between cut s - 1 and cut s.
+
+    Attributes:
+        profile: of the model.
+        positions: where cuts may lie, and both ends of the graph.
+        forced: indices of positions where a cut must lie.
+        ways: for each way, the lane of each stage.
+        shares: which share of the micro-batches takes each way.
+        num_lanes: how many lanes there are.
+        cluster: the lanes' speeds and links.
+        transfers: whether lanes wait for each other's transfers.
+        keep: "hold", "recompute" or "except_last".
+        memory: what lanes hold; None where nothing is limited.
+    """
+
+    profile: Profile
+    positions: Positions
+    forced: frozenset[int]
+    ways: tuple[tuple[int, ...], ...]
+    shares: tuple[float, ...]
+    num_lanes: int
+    cluster: Cluster
+    transfers: Transfers
+    keep: str
+    memory: LaneMemory | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are to be."""
+        return len(self.ways[0])
+
+    @cached_property
+    def speeds(self) -> Floats:
+        """How fast each lane is."""
+        return self.cluster.speeds(self.num_lanes)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Running sum of what a micro-batch takes on a lane of speed 1; who recomputes runs the forward twice."""
+        profile = self.profile
+        each = profile.forward * (2 if self.keep in RECOMPUTING else 1) + profile.input_grad + profile.weight_grad
+        return np.concatenate([[0.0], np.cumsum(each)])[self.positions]
+
+    @cached_property
+    def width(self) -> Floats:
+        """Bytes that cross forward at each position."""
+        return self.profile.crossing_bytes[self.positions]
+
+    @cached_property
+    def grad_width(self) -> Floats:
+        """Bytes of gradients that cross back at each position."""
+        return self.profile.crossing_grad_bytes[self.positions]
+
+    def share_of(self, stage: int) -> dict[int, float]:
+        """Return the lanes that a stage lives on, and the share of the micro-batches that each runs."""
+        found: dict[int, float] = {}
+        for way, share in zip(self.ways, self.shares, strict=True):
+            found[way[stage]] = found.get(way[stage], 0.0) + share
+        return found
+
+    def hops(self, cut: int) -> list[tuple[int, int, float]]:
+        """Return (from lane, to lane, share of the micro-batches) for a cut; none where a lane hands over to itself."""
+        return [
+            (way[cut], way[cut + 1], share)
+            for way, share in zip(self.ways, self.shares, strict=True)
+            if way[cut] != way[cut + 1] and share > 0
+        ]
+
+    def trip(self, source: int, target: int) -> Floats:
+        """Return the seconds of a value there and its gradient back, at each position."""
+        there, back = self.cluster.between(source, target), self.cluster.between(target, source)
+        on_wire = self.width / there.bytes_per_second + self.grad_width / back.bytes_per_second
+        return on_wire + (there.latency_seconds + back.latency_seconds)
+
+    @cached_property
+    def trips(self) -> Floats:
+        """[cuts, positions] seconds of the way there and back, weighed by how many micro-batches take it."""
+        found = np.zeros((self.num_stages - 1, len(self.positions)))
+        for cut in range(self.num_stages - 1):
+            for source, target, share in self.hops(cut):
+                found[cut] += share * self.trip(source, target)
+        return found
+
+    @cached_property
+    def wires(self) -> tuple[dict[Wire, tuple[float, float]], ...]:
+        """For each cut the wires it uses: seconds a byte forward, and a byte of gradients back."""
+        found: list[dict[Wire, tuple[float, float]]] = []
+        for cut in range(self.num_stages - 1):
+            used: dict[Wire, tuple[float, float]] = {}
+            for source, target, share in self.hops(cut):
+                for ends, column in (((source, target), 0), ((target, source), 1)):
+                    link = self.cluster.between(*ends)
+                    wire: Wire = ("wire", link.shared_as) if link.shared_as else ("link", *ends)
+                    rates = list(used.get(wire, (0.0, 0.0)))
+                    rates[column] += share / link.bytes_per_second
+                    used[wire] = (rates[0], rates[1])
+            found.append({wire: rates for wire, rates in used.items() if rates != (0.0, 0.0)})
+        return tuple(found)
+
+    @cached_property
+    def wire_names(self) -> tuple[Wire, ...]:
+        """All wires, in the order of the cuts that use them."""
+        return tuple(dict.fromkeys(wire for used in self.wires for wire in used))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Has every lane one stage, and every cut its own wires? Then the exact sweeps apply."""
+        has_one = len(self.ways) == 1 and len(set(self.ways[0])) == self.num_stages
+        return has_one and (self.transfers == "waited" or sum(map(len, self.wires)) == len(self.wire_names))
+
+    @cached_property
+    def waits_in_chain(self) -> bool:
+        """Is the period that of a chain whose neighbours wait for each other's transfers?"""
+        return self.is_chain and self.transfers == "waited"
+
+    @cached_property
+    def until_forced(self) -> Positions:
+        """For each position the next where a cut must lie, or the end: no stage may pass it."""
+        marks = np.array(sorted({*self.forced, len(self.positions) - 1}))
+        here = np.minimum(np.searchsorted(marks, np.arange(len(self.positions)), side="right"), len(marks) - 1)
+        return marks[here]
+
+    def spans(self, cuts: Sequence[int]) -> list[Span]:
+        """Return the first and last position of each stage."""
+        return list(pairwise([0, *cuts, len(self.positions) - 1]))
+
+    def stage_seconds(self, cuts: Sequence[int]) -> Floats:
+        """Return what each stage computes for a micro-batch, on its own lane (on the slowest of them, if several)."""
+        slowest = np.array([min(self.speeds[lane] for lane in self.share_of(s)) for s in range(self.num_stages)])
+        work = np.array([self.seconds[b] - self.seconds[a] for a, b in self.spans(cuts)])
+        return np.asarray(work / slowest)
+
+    def lane_seconds(self, cuts: Sequence[int]) -> Floats:
+        """Return what each lane computes for a micro-batch."""
+        found = np.zeros(self.num_lanes)
+        for stage, (a, b) in enumerate(self.spans(cuts)):
+            for lane, share in self.share_of(stage).items():
+                found[lane] += share * (self.seconds[b] - self.seconds[a]) / self.speeds[lane]
+        return found
+
+    def wire_seconds(self, cuts: Sequence[int]) -> Floats:
+        """Return how long each wire is busy with a micro-batch."""
+        found = dict.fromkeys(self.wire_names, 0.0)
+        for used, at in zip(self.wires, cuts, strict=True):
+            for wire, (there, back) in used.items():
+                found[wire] += there * self.width[at] + back * self.grad_width[at]
+        return np.array(list(found.values()))
+
+    def period(self, cuts: Sequence[int]) -> float:
+        """Return the time of one micro-batch in the steady state: what is minimised. See docs/design/partition.md."""
+        if self.waits_in_chain:
+            busy = [float(self.floor[cut, at]) for cut, at in enumerate(cuts)]
+            order = self.lane_seconds(cuts)[list(self.ways[0])]
+            return max([longest_mean(order, self.trips[np.arange(len(cuts)), list(cuts)]), *busy])
+        wires: list[float] = self.wire_seconds(cuts).tolist()
+        return max([float(self.lane_loads(cuts).max()), *wires])
+
+    def lane_loads(self, cuts: Sequence[int]) -> Floats:
+        """Return what each lane computes, and half of the transfers at both sides of its stages where it waits."""
+        lanes = self.lane_seconds(cuts)
+        if self.transfers == "waited":
+            for cut, at in enumerate(cuts):
+                for source, target, share in self.hops(cut):
+                    lanes[[source, target]] += share * self.trip(source, target)[at] / 2
+        return lanes
+
+    @cached_property
+    def floor(self) -> Floats:
+        """[cuts, positions] how long the busiest of a cut's own wires is taken."""
+        found = np.zeros((self.num_stages - 1, len(self.positions)))
+        for cut, used in enumerate(self.wires):
+            for there, back in used.values():
+                found[cut] = np.maximum(found[cut], there * self.width + back * self.grad_width)
+        return found
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        """Do all lanes keep within their memory, and do all forced cuts stand?"""
+        has_forced = set(self.forced) <= set(cuts)
+        return has_forced and (self.memory is None or not self.memory.excess(self.spans(cuts)).any())
+
+    def chain(self) -> Chain:
+        """Return the problem as a chain, where it is one."""
+        lanes, num_stages, num_positions = list(self.ways[0]), self.num_stages, len(self.positions)
+        ride = np.concatenate([np.zeros((1, num_positions)), self.trips]) if self.waits_in_chain else None
+        has_floor = any(self.wires)
+        return Chain(
+            seconds=self.seconds,
+            width=self.width,
+            first=0,
+            last=num_positions - 1,
+            speed=self.speeds[lanes],
+            base=np.zeros(num_stages),
+            ride=ride,
+            floor=np.concatenate([self.floor, np.zeros((1, num_positions))]) if has_floor else None,
+            furthest=self.furthest(),
+        )
+
+    def furthest(self) -> Positions | None:
+        """[stages, positions] where a stage alone on its lane can end at the latest; None where it is anywhere."""
+        if self.memory is None and not self.forced:
+            return None
+        found = np.broadcast_to(self.until_forced, (self.num_stages, len(self.positions))).copy()
+        if self.memory is not None:
+            for stage in range(self.num_stages):
+                for lane in self.share_of(stage):
+                    np.minimum(found[stage], self.memory.furthest(lane, stage, {}), out=found[stage])
+        return found

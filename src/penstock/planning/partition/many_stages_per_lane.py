@@ -1,0 +1,291 @@
+"""Partition, lanes: where lanes have several stages: good cuts by exact windows, labels to prove or better them.
+
+See docs/design/partition.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.planning.partition.cut_problem import Problem
+from penstock.planning.partition.label_search import LabelSearch, OutOfSteps
+from penstock.planning.partition.nested_lanes import solve_nested
+from penstock.planning.partition.one_stage_per_lane import SAME, Chain
+from penstock.planning.partition.shift_cuts import lighten, shift_cuts
+
+__all__ = ["Found", "lightest", "solve_lanes"]
+
+_STEPS = 30_000_000  # of the label search: about a second
+_WINDOW_STEPS = 1_000_000_000  # of the search by windows: about a second
+_SWEEPS = 30  # that a window takes, about
+_NEAR = 1e-7  # how well a window is solved
+_MOST_ROUNDS = 200
+_MOST_LIGHTER = 12
+_TILTS = (0.0, -0.3, 0.3, -0.15, 0.15, -0.5, 0.5, -0.8, 0.8)
+_FEW = 20_000  # stages × positions up to which all tilts are tried
+
+
+@dataclass(eq=False)
+class _Steps:
+    """How many steps are left, of a nanosecond or so; counted, not timed."""
+
+    left: int
+
+    def spend(self, problem: Problem, cuts: list[int], first: int, last: int) -> bool:
+        """Take what a window costs; return whether it was still there."""
+        bounds = [0, *cuts, len(problem.positions) - 1]
+        size = 1_000 + bounds[last + 1] - bounds[first]
+        sweeps = _SWEEPS * (last - first + 1)
+        if problem.memory is not None:
+            sweeps += sum(len(problem.memory.holdings[problem.ways[0][s]].counts) for s in range(first, last + 1))
+        self.left -= 10 * sweeps * size
+        return self.left >= 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Cuts, and a bound that no cuts go below."""
+
+    cuts: list[int]
+    bound: float
+
+
+def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
+    """Return the best cuts that were found; None where no cuts fit the memory, or none were found that do.
+
+    The search counts steps, not seconds: the same question gets the same answer on any machine.
+    """
+    relaxed = _each_stage_alone(problem).solve()
+    if relaxed is None:
+        return None
+    bound = max(relaxed[1], _even(problem))
+    best: list[int] | None = None
+    left = _Steps(_WINDOW_STEPS)
+    starts = _starts(problem, relaxed[0])
+    nested = solve_nested(problem)
+    if nested is not None:
+        bound, starts = max(bound, nested[1]), chain([nested[0]], starts)
+    for start in starts:
+        cuts = _improve(problem, start, left)
+        if cuts is not None and (best is None or problem.period(cuts) < problem.period(best)):
+            best = cuts
+        if best is not None and (problem.period(best) <= bound * (1 + SAME) or left.left < 0):
+            break
+    return _prove(problem, best, bound, steps)
+
+
+def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -> Found | None:
+    """Look for better cuts among all of them, as long as the steps last."""
+    period = np.inf if best is None else problem.period(best)
+    try:
+        search = LabelSearch(problem, steps)
+        if best is None or period > bound * (1 + SAME):
+            better = search.best(min(period * (1 - 1e-12), 1e300))
+            best = better or best
+            if best is None:
+                return None
+            period = bound = problem.period(best)
+        first = search.first(period)
+        return Found(first or best, bound)
+    except OutOfSteps:
+        return None if best is None else Found(best, bound)
+
+
+def _even(problem: Problem) -> float:
+    """Return the time of lanes that share all the work evenly, and the least that transfers add to it."""
+    extra = 0.0
+    if problem.transfers == "waited":
+        extra = sum(
+            share * float(problem.trip(source, target).min()) * (problem.speeds[source] + problem.speeds[target]) / 2
+            for cut in range(problem.num_stages - 1)
+            for source, target, share in problem.hops(cut)
+        )
+    return float((problem.seconds[-1] + extra) / problem.speeds.sum())
+
+
+def _each_stage_alone(problem: Problem) -> Chain:
+    """Return the chain in which no stage shares its lane: what it needs, the whole problem needs too."""
+    shares = [problem.share_of(s) for s in range(problem.num_stages)]
+    speed = [min(problem.speeds[lane] / share for lane, share in used.items() if share) for used in shares]
+    return Chain(
+        seconds=problem.seconds,
+        width=problem.width,
+        first=0,
+        last=len(problem.positions) - 1,
+        speed=np.array(speed),
+        base=np.zeros(problem.num_stages),
+        furthest=problem.furthest(),
+    )
+
+
+def _starts(problem: Problem, relaxed: list[int]) -> Iterator[list[int]]:
+    """Yield cuts to start from: an even share for each of a lane's stages, more for the first, more for the last."""
+    counts = np.zeros(problem.num_lanes)
+    for stage in range(problem.num_stages):
+        for lane, share in problem.share_of(stage).items():
+            counts[lane] += share
+    shares = np.array(
+        [
+            sum(share * problem.speeds[lane] / counts[lane] for lane, share in problem.share_of(s).items())
+            for s in range(problem.num_stages)
+        ]
+    )
+    alone = _each_stage_alone(problem)
+    tilts = _TILTS if len(problem.positions) * problem.num_stages <= _FEW else _TILTS[:3]
+    for tilt in tilts:
+        slope = 1 + tilt * np.linspace(-1, 1, problem.num_stages)
+        found = replace(alone, speed=shares * slope).solve()
+        if found is not None:
+            yield found[0]
+    yield relaxed
+
+
+def _improve(problem: Problem, cuts: list[int], left: _Steps) -> list[int] | None:
+    """Solve windows of stages on different lanes exactly, the others as they are, until none gets better."""
+    if problem.memory is not None:
+        cuts = lightest(problem, cuts, left)
+        if not problem.fits(cuts):
+            return None
+    period = problem.period(cuts)
+    for _ in range(_MOST_ROUNDS):
+        before = period
+        for first, last in _windows(problem):
+            if not left.spend(problem, cuts, first, last):
+                return cuts
+            better = _solve_window(problem, cuts, first, last, below=period)
+            if better is not None and problem.period(better) < period and problem.fits(better):
+                cuts, period = better, problem.period(better)
+        cuts = shift_cuts(problem, _centre(problem, cuts))
+        period = problem.period(cuts)
+        if period > before * (1 - SAME):
+            break
+    return cuts
+
+
+def _windows(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield runs of stages, first and last, no two on one lane and no two of their cuts on one wire, the longest."""
+    num_stages, reached = problem.num_stages, -1
+    for first in range(num_stages):
+        lanes: set[int] = set()
+        wires: set[object] = set()
+        last = first - 1
+        while last + 1 < num_stages:
+            mine = set(problem.share_of(last + 1))
+            crossed = set(problem.wires[last]) if last >= first else set()
+            if lanes & mine or wires & crossed or len(mine) > 1:
+                break
+            lanes |= mine
+            wires |= crossed
+            last += 1
+        if last > first and last > reached:
+            reached = last
+            yield first, last
+
+
+def _solve_window(problem: Problem, cuts: list[int], first: int, last: int, *, below: float) -> list[int] | None:
+    """Return cuts in which those between some stages are the best for all others as they are."""
+    found = _window(problem, cuts, first, last).solve(below=below, near=_NEAR)
+    return None if found is None else [*cuts[:first], *found[0], *cuts[last:]]
+
+
+def _window(problem: Problem, cuts: list[int], first: int, last: int) -> Chain:
+    spans, num_positions = problem.spans(cuts), len(problem.positions)
+    stages = range(first, last + 1)
+    lanes = [problem.ways[0][s] for s in stages]
+    waits = problem.transfers == "waited"
+    half = np.zeros((problem.num_stages + 1, num_positions))  # of the cut before each stage
+    if waits:
+        half[1:-1] = problem.trips / 2
+    load = problem.lane_loads(cuts)
+    own = [
+        (problem.seconds[spans[s][1]] - problem.seconds[spans[s][0]]) / problem.speeds[lane]
+        + half[s, spans[s][0]]
+        + (half[s + 1, spans[s][1]] if s + 1 < problem.num_stages else 0.0)
+        for s, lane in zip(stages, lanes, strict=True)
+    ]
+    return Chain(
+        seconds=problem.seconds,
+        width=problem.width,
+        first=spans[first][0],
+        last=spans[last][1],
+        speed=problem.speeds[lanes],
+        base=np.maximum(load[lanes] - np.array(own), 0.0),
+        enter=half[first : last + 1] if waits else None,
+        leave=half[first + 1 : last + 2] if waits else None,
+        floor=_floors(problem, cuts, first, last),
+        furthest=_reaches(problem, cuts, first, last),
+    )
+
+
+def _floors(problem: Problem, cuts: list[int], first: int, last: int) -> NDArray[np.float64] | None:
+    """[stages, positions] how long the wires of a window's cuts are taken, with what the other cuts send on them."""
+    if not any(problem.wires[first:last]):
+        return None
+    taken = dict(zip(problem.wire_names, problem.wire_seconds(cuts).tolist(), strict=True))
+    found = np.zeros((last - first + 1, len(problem.positions)))
+    for cut in range(first, last):
+        for wire, (there, back) in problem.wires[cut].items():
+            mine = there * problem.width + back * problem.grad_width
+            np.maximum(found[cut - first], taken[wire] - mine[cuts[cut]] + mine, out=found[cut - first])
+    return found
+
+
+def _reaches(problem: Problem, cuts: list[int], first: int, last: int) -> NDArray[np.int64] | None:
+    """[stages, positions] where a stage of a window can end at the latest, beside its lane's other stages."""
+    if problem.memory is None and not problem.forced:
+        return None
+    spans = problem.spans(cuts)
+    within = (spans[first][0], spans[last][1])
+    found = np.broadcast_to(problem.until_forced, (last - first + 1, len(problem.positions))).copy()
+    if problem.memory is not None:
+        for row, stage in enumerate(range(first, last + 1)):
+            lane = problem.ways[0][stage]
+            others = {s: spans[s] for s in problem.memory.holdings[lane].stages if s != stage}
+            np.minimum(found[row], problem.memory.furthest(lane, stage, others, within), out=found[row])
+    return found
+
+
+def _centre(problem: Problem, cuts: list[int]) -> list[int]:
+    """Put cuts between two stages of one lane midway: they cost nothing there, and leave room for their neighbours."""
+    for cut in range(len(cuts)):
+        if problem.hops(cut) or cuts[cut] in problem.forced:
+            continue
+        bounds = [0, *cuts, len(problem.positions) - 1]
+        moved = [*cuts[:cut], (bounds[cut] + bounds[cut + 2]) // 2, *cuts[cut + 1 :]]
+        if problem.fits(moved) and problem.period(moved) <= problem.period(cuts):
+            cuts = moved
+    return cuts
+
+
+def lightest(problem: Problem, cuts: list[int], left: _Steps | None = None) -> list[int]:
+    """Return cuts that pass the memory limits by as little as was found: what is passed now comes down by windows."""
+    assert problem.memory is not None
+    memory = problem.memory
+    for _ in range(_MOST_LIGHTER):
+        excess = float(memory.excess(problem.spans(cuts)).max())
+        lighter = _lighter(problem, cuts, excess, left or _Steps(_WINDOW_STEPS)) if excess else None
+        if lighter is None:
+            return cuts
+        cuts = lighter
+    return cuts
+
+
+def _lighter(problem: Problem, cuts: list[int], excess: float, left: _Steps) -> list[int] | None:
+    assert problem.memory is not None
+    memory = problem.memory
+    for allowed in (0.0, excess / 2, excess * 0.9):
+        relaxed = replace(problem, memory=replace(memory, limits=memory.limits + allowed))
+        for first, last in _windows(problem):
+            if not left.spend(problem, cuts, first, last):
+                return None
+            inner = _window(relaxed, cuts, first, last).fits()
+            if inner is not None:
+                trial = [*cuts[:first], *inner, *cuts[last:]]
+                if memory.excess(problem.spans(trial)).max() < excess * (1 - SAME):
+                    return trial
+    return lighten(problem, cuts)

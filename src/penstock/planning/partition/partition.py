@@ -1,0 +1,300 @@
+"""Partition: where to cut a model into stages, so that the slowest lane is as quick as can be and all memory suffices.
+
+What is minimised, how, and what is not modelled: docs/design/partition.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from penstock.errors import UsageError, nearest
+from penstock.model.profile import Profile
+from penstock.planning.cluster import Cluster
+from penstock.planning.memory_limits import Limit, limit_per_lane
+from penstock.planning.partition.cut_problem import Problem, Transfers
+from penstock.planning.partition.cut_rules import Group, find_places
+from penstock.planning.partition.many_stages_per_lane import solve_lanes
+from penstock.planning.partition.one_stage_per_lane import SAME
+from penstock.planning.partition.partition_memory import Holding, LaneMemory, ParameterBytes, holdings_of
+from penstock.planning.partition.unfit import Trial, held_by, refuse, smaller
+from penstock.schedule.lower import RECOMPUTING
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["KEEPS", "Partition", "partition", "partition_of"]
+
+# Schedules whose lanes wait for each other's transfers in every micro-batch; a test holds this against the simulator.
+_WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
+KEEPS = ("hold", *RECOMPUTING)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where a model is cut, and what that takes for one micro-batch in the steady state.
+
+    Attributes:
+        cuts: between node c - 1 and node c, for each cut c.
+        lane_of: the lane of each stage (of a bidirectional schedule: on its first way).
+        stage_seconds: what each stage computes, on its lane.
+        lane_seconds: what each lane computes.
+        transfer_seconds: for each cut, the way of its values there and of their gradients back.
+        lane_bytes: what each lane holds at its fullest.
+        period_seconds: the time of a micro-batch: what was minimised.
+        bound_seconds: no cuts have a shorter one.
+    """
+
+    cuts: tuple[int, ...]
+    lane_of: tuple[int, ...]
+    stage_seconds: tuple[float, ...]
+    lane_seconds: tuple[float, ...]
+    transfer_seconds: tuple[float, ...]
+    lane_bytes: tuple[float, ...]
+    period_seconds: float
+    bound_seconds: float
+
+    @property
+    def is_proved(self) -> bool:
+        """Is there a proof that no other cuts are better?"""
+        return self.period_seconds <= self.bound_seconds * (1 + 2 * SAME)
+
+    @property
+    def gap(self) -> float:
+        """By which share the best cuts could be better at most; 0 where these are proved to be the best."""
+        return 0.0 if self.is_proved else 1 - self.bound_seconds / self.period_seconds
+
+
+def partition_of(plain: Mapping[str, Any]) -> Partition:
+    """Return the partition that `dataclasses.asdict` has made plain data of, also after JSON."""
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
+    return Partition(**fields)
+
+
+def partition(
+    profile: Profile,
+    *,
+    schedule: Schedule | None = None,
+    lane_of: Sequence[int] | None = None,
+    stages: int | None = None,
+    cluster: Cluster | None = None,
+    memory_limit: Limit | None = None,
+    in_flight: float | Sequence[float] | None = None,
+    keep: str = "hold",
+    transfers: Transfers | None = None,
+    cuts_at: Sequence[int | str] = (),
+    together: Sequence[Group] = (),
+    with_lanes: Callable[[int], Schedule] | None = None,
+) -> Partition:
+    """Return the best cuts: the shortest time a micro-batch in the steady state, within the memory of every lane.
+
+    Give one of `schedule`, `lane_of` and `stages`.
+
+    Args:
+        profile: what each node takes.
+        schedule: says where stages live, how many micro-batches they hold, and whether lanes wait for transfers.
+        lane_of: the lane of each stage.
+        stages: how many stages, each on a lane of its own.
+        cluster: speeds and links of the lanes.
+        memory_limit: bytes that each lane has for weights, gradients, optimizer state and saved values.
+        in_flight: micro-batches that each stage holds, where no schedule says so; by default 1.
+        keep: "hold" what the forward saves, or "recompute" it, or so "except_last" for the last micro-batch.
+        transfers: whether lanes wait for transfers ("waited") or work meanwhile ("hidden"); by default as the schedule
+            does, and "waited" without one.
+        cuts_at: where a cut must lie: a number, or the node or module that it lies before.
+        together: groups of nodes that must be in one stage: numbers, names, or the path of a module.
+        with_lanes: builds the schedule for more lanes; to find out whether more would fit where these do not.
+
+    Raises:
+        UsageError: for arguments that cannot be right.
+        CostError: for a limit or cluster that does not fit the lanes.
+        PartitionError: when no cuts are as asked for, or none fit the memory; says what is missing and what would fit.
+    """
+    ways, shares, num_lanes = _homes(schedule, lane_of, stages)
+    _check(profile, schedule, in_flight=in_flight, keep=keep, transfers=transfers, num_stages=len(ways[0]))
+    places = find_places(profile.graph, len(ways[0]), cuts_at, together)
+    flights = _flights(in_flight, len(ways[0]))
+
+    def holdings(how: str) -> tuple[Holding, ...]:
+        return held_by(flights, ways[0], how) if schedule is None else holdings_of(schedule, how)
+
+    limits = np.array(limit_per_lane(memory_limit, num_lanes))
+    memory = LaneMemory(
+        limits=limits,
+        holdings=holdings(keep),
+        saved=_running(profile.saved_bytes, places.positions),
+        pending=_running(profile.pending_bytes, places.positions),
+        kept=profile.crossing_bytes[places.positions],
+        parameters=ParameterBytes.of(profile, places.positions),
+    )
+    default: Transfers = "waited" if schedule is None or schedule.name in _WAITS else "hidden"
+    problem = Problem(
+        profile=profile,
+        positions=places.positions,
+        forced=places.forced,
+        ways=ways,
+        shares=shares,
+        num_lanes=num_lanes,
+        cluster=cluster or Cluster(),
+        transfers=transfers or default,
+        keep=keep,
+        memory=memory if np.isfinite(limits).any() else None,
+    )
+    found = _solve(problem)
+    if found is None:
+        more = _more_lanes(problem, places_for=(cuts_at, together), with_lanes=with_lanes, flights=flights)
+        raise refuse(problem, [*more, *_lighter(problem, holdings)])
+    return _answer(problem, memory, *found)
+
+
+def _solve(problem: Problem) -> tuple[list[int], float] | None:
+    """Return the best cuts, and a bound."""
+    if problem.is_chain:
+        return problem.chain().solve()
+    found = solve_lanes(problem)
+    return None if found is None else (found.cuts, found.bound)
+
+
+def _answer(problem: Problem, memory: LaneMemory, cuts: list[int], bound: float) -> Partition:
+    spans = problem.spans(cuts)
+    held = [
+        memory.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
+        for lane, holding in enumerate(memory.holdings)
+    ]
+    return Partition(
+        cuts=tuple(int(problem.positions[cut]) for cut in cuts),
+        lane_of=problem.ways[0],
+        stage_seconds=tuple(problem.stage_seconds(cuts).tolist()),
+        lane_seconds=tuple(problem.lane_seconds(cuts).tolist()),
+        transfer_seconds=tuple(float(problem.trips[cut, at]) for cut, at in enumerate(cuts)),
+        lane_bytes=tuple(held),
+        period_seconds=problem.period(cuts),
+        bound_seconds=bound,
+    )
+
+
+def _homes(
+    schedule: Schedule | None, lane_of: Sequence[int] | None, stages: int | None
+) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...], int]:
+    """Return the lane of each stage for each way, the share of the micro-batches of each way, and the lanes."""
+    if sum(given is not None for given in (schedule, lane_of, stages)) != 1:
+        raise UsageError("give one of schedule, lane_of and stages")
+    if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"schedule: give a penstock.schedules.Schedule; given: {type(schedule).__name__}")
+        shares = np.bincount(schedule.way_of, minlength=len(schedule.ways)) / schedule.num_mbs
+        return schedule.ways, tuple(shares.tolist()), schedule.num_lanes
+    if stages is not None:
+        if isinstance(stages, bool) or not isinstance(stages, (int, np.integer)) or stages < 1:
+            raise UsageError(f"stages: {stages!r} is not a whole number of at least 1")
+        lane_of = range(int(stages))
+    try:
+        homes = tuple(int(lane) for lane in lane_of or ())
+    except (TypeError, ValueError):
+        raise UsageError(f"lane_of: {lane_of!r} is not a lane for each stage") from None
+    if not homes or set(homes) != set(range(1 + max(homes))):
+        raise UsageError(f"lane_of: lanes are numbered from 0, and each has a stage; given: {list(homes)}")
+    return (homes,), (1.0,), 1 + max(homes)
+
+
+def _check(
+    profile: Profile,
+    schedule: Schedule | None,
+    *,
+    in_flight: float | Sequence[float] | None,
+    keep: str,
+    transfers: str | None,
+    num_stages: int,
+) -> None:
+    faults = []
+    if not isinstance(profile, Profile):
+        faults.append(f"profile: give a penstock Profile; given: {type(profile).__name__}")
+    if keep not in KEEPS:
+        faults.append(f"keep: {keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(keep), KEEPS)}")
+    if transfers is not None and transfers not in get_args(Transfers):
+        hint = nearest(str(transfers), get_args(Transfers))
+        faults.append(f"transfers: {transfers!r} is not one of {', '.join(get_args(Transfers))}.{hint}")
+    if in_flight is not None:
+        if schedule is not None:
+            faults.append("in_flight: the schedule says how many micro-batches are in flight; leave it out")
+        given = np.asarray(in_flight, dtype=object)
+        if given.ndim > 1 or (given.ndim == 1 and len(given) != num_stages):
+            faults.append(f"in_flight: give one number, or one for each of {num_stages} stages")
+        elif not all(isinstance(n, (int, float, np.number)) and 0 <= n < np.inf for n in given.ravel()):
+            faults.append(f"in_flight: {in_flight!r} must be numbers, finite and not negative")
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _flights(in_flight: float | Sequence[float] | None, num_stages: int) -> list[float]:
+    given = np.asarray(1.0 if in_flight is None else in_flight, dtype=np.float64)
+    return list(np.broadcast_to(given, num_stages).tolist())
+
+
+def _running(column: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.asarray(np.concatenate([[0.0], np.cumsum(column)])[positions])
+
+
+def _lighter(problem: Problem, holdings: Callable[[str], tuple[Holding, ...]]) -> list[Trial]:
+    """Return what makes stages hold less: recompute, and smaller micro-batches."""
+    memory = problem.memory
+    assert memory is not None
+    trials = []
+    if problem.keep == "hold":
+        again = replace(problem, keep="recompute")
+        trials.append(
+            Trial(
+                'keep="recompute"',
+                lambda: replace(again, memory=replace(memory, holdings=holdings("recompute"))),
+            )
+        )
+    batch = problem.profile.batch_size
+    for part in (2, 4, 8):
+        if batch >= part:
+            lighter = smaller(memory, (batch // part) / batch)
+            trials.append(
+                Trial(
+                    f"a smaller micro-batch: {batch // part} in place of {batch} samples",
+                    lambda lighter=lighter: replace(problem, memory=lighter),  # type: ignore[misc]
+                )
+            )
+    return trials
+
+
+def _more_lanes(
+    problem: Problem,
+    *,
+    places_for: tuple[Sequence[int | str], Sequence[Group]],
+    with_lanes: Callable[[int], Schedule] | None,
+    flights: list[float],
+) -> list[Trial]:
+    """Return the same on more lanes, up to four times as many; the new ones are like the smallest."""
+    now = problem.num_lanes
+    counts = sorted({now + 1, now + 2, -(-now * 3 // 2), 2 * now, 3 * now, 4 * now})
+
+    def build(lanes: int) -> Problem:
+        memory = problem.memory
+        assert memory is not None
+        limits = np.concatenate([memory.limits, np.full(lanes - now, memory.limits.min())])
+        if with_lanes is None:
+            ways, shares, _ = _homes(None, None, lanes)
+            held = held_by([max(flights)] * lanes, ways[0], problem.keep)
+        else:
+            schedule = with_lanes(lanes)
+            ways, shares, _ = _homes(schedule, None, None)
+            held = holdings_of(schedule, problem.keep)
+        places = find_places(problem.profile.graph, len(ways[0]), *places_for)
+        return replace(
+            problem,
+            positions=places.positions,
+            forced=places.forced,
+            ways=ways,
+            shares=shares,
+            num_lanes=lanes,
+            cluster=Cluster(),  # memory alone is tried: speeds do not matter
+            memory=replace(memory, limits=limits, holdings=held),
+        )
+
+    is_known = with_lanes is not None or (len(problem.ways) == 1 and problem.num_stages == now)
+    return [Trial(f"more lanes: {n}", lambda n=n: build(n)) for n in counts] if is_known else []  # type: ignore[misc]

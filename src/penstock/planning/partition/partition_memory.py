@@ -1,0 +1,253 @@
+"""Partition, memory: what lanes hold: parameters with their state, and saved values as often as in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.profile import Profile
+from penstock.schedule.flow import Rows
+from penstock.schedule.lower import RECOMPUTING, lower
+from penstock.schedule.peak_memory import changes_of
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Holding", "LaneMemory", "ParameterBytes", "holdings_of"]
+
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
+Span = tuple[int, int]  # of a stage: its first and its last position
+
+_MEETS = 1 + 1e-9  # sums of many floats: a limit that is met exactly is not passed; as in schedule.memory
+_MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """How many micro-batches a lane holds of each of its stages, at the moments that can be its fullest.
+
+    Attributes:
+        stages: that live on the lane.
+        counts: [moments, (saved, pending, input), stages]; no moment holds at most as much as another of everything.
+    """
+
+    stages: tuple[int, ...]
+    counts: Floats
+
+
+def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
+    """Return what each lane holds, counted along its own order of actions by the rules of `schedule.memory`."""
+    rows = lower(schedule, keep=keep).rows if keep in RECOMPUTING else Rows.of(schedule)
+    one, none = np.ones(schedule.num_stages), np.zeros(schedule.num_stages)
+    steps = [
+        changes_of(rows.kind, rows.stage, rows.mb, saved=saved, pending=pending, kept_input=kept)
+        for saved, pending, kept in ((one, none, none), (none, one, none), (none, none, one))
+    ]
+    return tuple(_holding(rows, lane, schedule.stages_of(lane), steps) for lane in range(schedule.num_lanes))
+
+
+def _holding(rows: Rows, lane: int, stages: tuple[int, ...], steps: list[tuple[Floats, Floats]]) -> Holding:
+    here = slice(*rows.starts[lane : lane + 2].tolist())
+    kind, stage = rows.kind[here], rows.stage[here]
+    is_of = stage[:, None] == np.array(stages, dtype=np.int64)
+    columns = []
+    for at_start, at_end in steps:
+        begun = np.cumsum(at_start[here][:, None] * is_of, axis=0)
+        ended = np.cumsum(at_end[here][:, None] * is_of, axis=0)
+        columns.append(begun + np.concatenate([np.zeros((1, len(stages))), ended[:-1]]) if len(kind) else begun)
+    moments = np.stack(columns, axis=1).reshape(len(kind), -1)
+    return Holding(stages, _fullest(moments).reshape(-1, 3, len(stages)))
+
+
+def _fullest(moments: Floats) -> Floats:
+    """Return the rows that no other row covers, each once."""
+    left = moments[np.argsort(-moments.sum(axis=1), kind="stable")]
+    found = [np.zeros(moments.shape[1])] if not len(left) else []
+    while len(left):
+        found.append(left[0])
+        left = left[~(left <= left[0]).all(axis=1)]
+    return np.array(found)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBytes:
+    """What parameters take with their gradients and optimizer state, between any two positions, each counted once.
+
+    Attributes:
+        plain: running sum of what is used in one place only.
+        ties: for what is used in several places: those places, in order, and its bytes.
+    """
+
+    plain: Floats
+    ties: tuple[tuple[tuple[int, ...], float], ...] = ()
+
+    @classmethod
+    def of(cls, profile: Profile, positions: Positions) -> ParameterBytes:
+        """Return those of a profile; a place is what lies between one position and the next."""
+        place_of = np.searchsorted(positions, np.arange(len(profile.graph.nodes)), side="right") - 1
+        places: dict[str, dict[int, None]] = {}
+        for node, place in zip(profile.graph.nodes, place_of.tolist(), strict=True):
+            for name in node.parameters:
+                places.setdefault(name, {})[place] = None
+        plain, tied = np.zeros(len(positions)), dict[tuple[int, ...], float]()
+        for name, used in places.items():
+            parameter = profile.graph.parameters[name]
+            size = parameter.num_bytes * (2 + profile.optimizer_bytes if parameter.is_trainable else 1)
+            if len(used) == 1:
+                plain[next(iter(used)) + 1] += size
+            else:  # those that are used in the same places are one
+                tied[tuple(used)] = tied.get(tuple(used), 0.0) + size
+        return cls(np.cumsum(plain), tuple(tied.items()))
+
+    def used_by(self, spans: Iterable[Span]) -> frozenset[int]:
+        """Return which of the ties are used within some stages."""
+        chosen = list(spans)
+        return frozenset(
+            index for index, (places, _) in enumerate(self.ties) if any(a <= p < b for a, b in chosen for p in places)
+        )
+
+    def total(self, spans: Iterable[Span]) -> float:
+        """Return what all parameters of some stages take on one lane."""
+        chosen = list(spans)
+        alone = sum(float(self.plain[b] - self.plain[a]) for a, b in chosen)
+        return alone + sum(self.ties[index][1] for index in self.used_by(chosen))
+
+    def beside(self, used: frozenset[int]) -> ParameterBytes:
+        """Return what is left to count where some of the ties are on the lane already."""
+        return replace(self, ties=tuple(tie for index, tie in enumerate(self.ties) if index not in used))
+
+    @cached_property
+    def uses(self) -> Floats:
+        """Running sum over all uses: what is tied counts each time."""
+        change = np.zeros(len(self.plain))
+        for places, size in self.ties:
+            change[np.array(places) + 1] += size
+        return self.plain + np.cumsum(change)
+
+    @cached_property
+    def _table(self) -> tuple[Floats, Positions, Positions] | None:
+        """Sums over pairs of neighbouring uses that start at or behind a position and end before another."""
+        pairs = [(a, b, size) for places, size in self.ties for a, b in pairwise(places)]
+        starts, row = np.unique([a for a, _, _ in pairs], return_inverse=True)
+        ends, column = np.unique([b for _, b, _ in pairs], return_inverse=True)
+        if len(starts) * len(ends) > _MOST_TABLE:
+            return None
+        table = np.zeros((len(starts) + 1, len(ends) + 1))
+        np.add.at(table, (row, column + 1), [size for _, _, size in pairs])
+        table = np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1)
+        everywhere = np.arange(len(self.plain))
+        return table, np.searchsorted(starts, everywhere), np.searchsorted(ends, everywhere)
+
+    def repeated(self, first: Positions, last: Positions) -> Floats:
+        """Return what `uses` counts too often between positions."""
+        if self._table is not None:
+            table, row, column = self._table
+            return np.asarray(table[row[first], column[last]])
+        over = np.zeros(len(first))
+        for places, size in self.ties:
+            count = np.searchsorted(places, last) - np.searchsorted(places, first)
+            over += size * np.maximum(count - 1, 0)
+        return over
+
+
+@dataclass(frozen=True, eq=False)
+class LaneMemory:
+    """Memory of lanes as a function of where the cuts lie; all columns are running sums over positions.
+
+    Attributes:
+        limits: bytes that each lane has.
+        holdings: what each lane holds.
+        saved: running sum of saved bytes.
+        pending: running sum of pending bytes.
+        kept: what a stage that starts at a position keeps to recompute from: all that crosses into it.
+        parameters: with their gradients and optimizer state.
+    """
+
+    limits: Floats
+    holdings: tuple[Holding, ...]
+    saved: Floats
+    pending: Floats
+    kept: Floats
+    parameters: ParameterBytes
+    _cache: dict[frozenset[int], ParameterBytes] = field(default_factory=dict)
+
+    def held(self, lane: int, spans: Sequence[Span]) -> Floats:
+        """Return what saved values take at each of a lane's fullest moments."""
+        first, last = (np.array([span[end] for span in spans], dtype=np.int64) for end in (0, 1))
+        saved, pending = self.saved[last] - self.saved[first], self.pending[last] - self.pending[first]
+        each = np.stack([saved, pending, self.kept[first]])
+        return np.asarray((self.holdings[lane].counts * each).sum(axis=(1, 2)))
+
+    def lane_bytes(self, lane: int, spans: Sequence[Span]) -> float:
+        """Return what a lane takes at most, for the spans of its stages."""
+        return self.parameters.total(spans) + float(self.held(lane, spans).max())
+
+    def excess(self, spans: Sequence[Span]) -> Floats:
+        """Return by how many bytes each lane passes its limit, for the spans of all stages; 0 where it does not."""
+        used = [
+            self.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
+            for lane, holding in enumerate(self.holdings)
+        ]
+        over = np.array(used) - self.limits
+        return np.where(over > self.limits * (_MEETS - 1), over, 0.0)
+
+    def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:
+        """Return for each position the last at which a stage that starts there can end; before it if nowhere.
+
+        Args:
+            lane: where the stage lives.
+            stage: one of the lane's.
+            others: the spans of the lane's other stages; those not given count as empty.
+            within: the positions that matter, first and last; by default all.
+        """
+        holding = self.holdings[lane]
+        at = holding.stages.index(stage)
+        beside = self._beside(self.parameters.used_by(others.values()))
+        spans = [others.get(s, (0, 0)) if s != stage else (0, 0) for s in holding.stages]
+        rest = self.limits[lane] * _MEETS - self.held(lane, spans) - self.parameters.total(others.values())
+        first, last = within or (0, len(self.saved) - 1)
+        reach = np.full(len(self.saved), last)
+        here = slice(first, last + 1)
+        for left, (saved, pending, kept) in _tightest(rest, holding.counts[:, :, at]):
+            used = saved * self.saved + pending * self.pending
+            ends = _last_within(used[here], left - kept * self.kept[here], beside, first)
+            reach[here] = np.minimum(reach[here], first + ends)
+        return reach
+
+    def _beside(self, used: frozenset[int]) -> ParameterBytes:
+        return self._cache.setdefault(used, self.parameters.beside(used))
+
+
+def _tightest(room: Floats, counts: Floats) -> list[tuple[float, list[float]]]:
+    """Return the moments that can be the first to be full: those that no other has more of, and less room."""
+    moments = np.concatenate([-room[:, None], counts], axis=1)
+    shifted = moments - moments.min(axis=0, initial=0.0)
+    kept = _fullest(shifted) + moments.min(axis=0, initial=0.0)
+    return [(-float(row[0]), row[1:].tolist()) for row in kept]
+
+
+def _last_within(used: Floats, room: Floats, parameters: ParameterBytes, first: int) -> Positions:
+    """Return for each start the last end up to which `used` and parameters fit into the room.
+
+    Starts and ends count from a first position.
+    """
+    total = used + parameters.uses[first : first + len(used)]
+    everywhere = np.arange(len(total))
+    last = np.searchsorted(total, total + room, side="right") - 1
+    if not parameters.ties:
+        return last
+    # what is tied was counted at each use: between this end and the one with all of that given back lies the answer
+    again = parameters.repeated(first + everywhere, np.full_like(everywhere, first + len(total) - 1))
+    most = np.maximum(np.searchsorted(total, total + room + again, side="right") - 1, last)
+    last, todo = np.maximum(last, 0), np.flatnonzero(most > np.maximum(last, everywhere))
+    low, high = np.maximum(last[todo], todo), most[todo]
+    while (open_ := low < high).any():
+        middle = (low + high + 1) // 2
+        fits = total[middle] - total[todo] - parameters.repeated(first + todo, first + middle) <= room[todo]
+        low, high = np.where(open_ & fits, middle, low), np.where(open_ & ~fits, middle - 1, high)
+    last[todo] = np.where(room[todo] < 0, -1, low)
+    return last

@@ -1,0 +1,1 @@
+"""Search: make a schedule from costs and a memory limit, and prove how good it is."""

@@ -1,0 +1,1 @@
+"""Randomness: who draws which random numbers, and the states of generators."""

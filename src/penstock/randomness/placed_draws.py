@@ -1,0 +1,140 @@
+"""Placed draws: random operations of compiled code that say for which part of the model they draw.
+
+Uncompiled code notes what draws (`penstock.randomness.draw_names`) before each random operation. Compiled code cannot:
+torch fuses and reorders operations, and drops notes. A pass over the graph therefore replaces each random operation by
+one of ours. It takes the number of the part, and how many draws of the part come before it. The names behind the
+numbers come with each call, so stages that look alike share what was compiled.
+
+A program has several parts only where it says so itself, by `draw_at` in its code: torch's caches know programs by
+their code. Modules that are compiled together do not, so they are compiled one by one once they draw (`DrawsError`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.traceback import annotate
+
+from penstock.errors import UsageError
+from penstock.randomness.draw_names import enter, enter_all, here
+
+__all__ = ["ORIGINAL_OF", "DrawsError", "argument_names", "define", "draw_at", "is_on", "say_places"]
+
+_MARK = "penstock place"
+_NAMESPACE = "penstock_placed"
+
+Operation = torch._ops.OpOverload[..., Any]
+
+ORIGINAL_OF: dict[Operation, Operation] = {}
+_PLACED_OF: dict[Operation, Operation] = {}
+_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def draw_at(place: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
+    """Call an operation; what it draws, it draws for the part of a program that has this number."""
+    if torch.compiler.is_compiling():
+        with annotate({_MARK: place}):
+            return operation(*args, **kwargs)
+    names = here.places  # torch gave up compiling it, for it came in too many shapes
+    enter(names[place])
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        enter_all(names)
+
+
+class DrawsError(Exception):
+    """Modules that are compiled together draw: nobody could say which of them."""
+
+
+def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
+    """Replace the random operations of a graph by those that say where they draw.
+
+    Raises:
+        DrawsError: when there are any, and there must not be.
+        UsageError: when the backward would draw again: other numbers, so that gradients were wrong.
+    """
+    is_backward = any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
+    turns: Counter[int] = Counter()
+    for node in list(graph.nodes):
+        if isinstance(node.target, HigherOrderOperator) and "rng_state" in str(node.target):
+            raise UsageError(_DRAWN_AGAIN)
+        placed = _PLACED_OF.get(node.target)
+        if placed is None or not is_on(node.target, node.args, node.kwargs):
+            continue
+        if not may_draw:
+            raise DrawsError
+        if is_backward:
+            raise UsageError(_DRAWN_AGAIN)
+        place = node.meta.get("custom", {}).get(_MARK, 0)
+        node.args, node.target = (place, turns[place], *node.args), placed
+        turns[place] += 1
+
+
+_DRAWN_AGAIN = (
+    "compile: the backward would draw random numbers again, others than its forward (torch.utils.checkpoint around "
+    "dropout, or activation_memory_budget), and give wrong gradients. Turn checkpointing off in the model, in "
+    'transformers by gradient_checkpointing_disable(), and let the pipeline recompute whole stages: keep="recompute"'
+)
+
+
+@cache
+def argument_names(operation: Operation) -> tuple[str, ...]:
+    """Return the names of an operation's arguments, in order."""
+    return tuple(argument.name for argument in operation._schema.arguments)
+
+
+def is_on(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a random operation draws with these arguments; None stands for training."""
+    switches = _switches(operation)
+    values = (args[place] if place < len(args) else kwargs.get(name, default) for name, place, default in switches)
+    return all(value is None or bool(value) for value in values)
+
+
+@cache
+def _switches(operation: Operation) -> tuple[tuple[str, int, object], ...]:
+    """Return the arguments that say whether an operation draws at all: their names, places and defaults."""
+    known = ("dropout_p", "dropout", "train", "training")
+    arguments = enumerate(operation._schema.arguments)
+    return tuple(
+        (argument.name, place, argument.default_value) for place, argument in arguments if argument.name in known
+    )
+
+
+def define() -> None:
+    """Define the operations; compiled code that torch keeps on disk finds them by their names."""
+    if _PLACED_OF:
+        return
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("aten::") and not schema.is_mutable and not schema.name.endswith("_backward"):
+            original = _overload(schema)
+            if original is not None and torch.Tag.nondeterministic_seeded in original.tags:
+                _define(original)
+
+
+def _overload(schema: Any) -> Operation | None:  # noqa: ANN401 - untyped in torch
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+    return None if packet is None else getattr(packet, schema.overload_name or "default", None)
+
+
+def _define(original: Operation) -> None:
+    name = f"{original._schema.name.removeprefix('aten::')}_{original._overloadname}"
+    _, _, arguments = str(original._schema).partition("(")
+    comma = "" if arguments.startswith(")") else ", "
+    signature = f"{name}(int place, int turn{comma}{arguments}"
+    _library.define(signature, tags=(torch.Tag.nondeterministic_seeded,))  # type: ignore[no-untyped-call]
+
+    def run(place: int, turn: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
+        del place, turn  # penstock.randomness.draws reads them; elsewhere nothing is seeded by place
+        return original(*args, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", run, lib=_library)
+    placed = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    ORIGINAL_OF[placed], _PLACED_OF[original] = original, placed

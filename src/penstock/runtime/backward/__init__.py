@@ -1,0 +1,1 @@
+"""Backward: split into input gradients and weight gradients."""

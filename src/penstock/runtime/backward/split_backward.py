@@ -1,0 +1,181 @@
+"""Deferred: split a stage's backward in I and W, by putting off the weight gradients of what its forward calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import UsageError
+from penstock.runtime.backward.weight_calls import SPELLINGS, Call, read_call
+from penstock.runtime.backward.weight_ops import Operands, Operation
+from penstock.runtime.backward.weight_queue import Pending
+from penstock.runtime.backward.weight_sources import Weight, is_plain
+
+__all__ = ["Deferring", "Pending"]
+
+_Function = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = Mapping[str, Any]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Deferring(TorchFunctionMode):
+    """While active, weight gradients of the operations that are called are left to a queue.
+
+    `with Deferring(pending): outputs = stage(*inputs)` is the forward, `torch.autograd.backward(outputs, gradients)`
+    then is I, and `pending.run()` is W. Until W, neither inputs nor gradients may be overwritten.
+
+    An operation runs as it is where its weight wants no gradient, where no graph is recorded, where hooks for saved
+    tensors came to be inside the stage (a checkpoint in the model runs its part again, without this mode), under
+    transforms of torch.func and in compiled code.
+
+    Args:
+        pending: the queue of the micro-batch.
+        own_hooks: how many hooks for saved tensors, that the runtime itself set, are active when the mode is entered.
+    """
+
+    def __init__(self, pending: Pending, *, own_hooks: int = 0) -> None:
+        super().__init__()
+        self._pending, self._own_hooks = pending, own_hooks
+        self._hooks: tuple[Any, Any] | None = None
+        self._leaves: set[int] = set()  # ids of the parameters whose gradients are put off
+
+    def __enter__(self) -> Self:
+        self._hooks = _top_hooks(True) if self._own_hooks else None
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_function__(self, func: _Function, _: object, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:  # noqa: ANN401 - whatever it returns
+        """Run a function of torch, its weight gradient put off if it has one."""
+        handle = _HANDLERS.get(func)
+        if handle is None or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handle(self, func, args, kwargs or {})
+
+    def _may_defer(self) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and _top_hooks(True) == self._hooks
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+        )
+
+    def _run(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
+        """Run a function that may have a weight."""
+        call = read_call(function, args, kwargs) if self._may_defer() else None
+        return function(*args, **kwargs) if call is None else self._defer(call)
+
+    def _defer(self, call: Call) -> Tensor:
+        operation, x, weight, bias = call
+        dtype = None
+        if operation.is_cast and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, bias = _lowered(x, dtype), None if bias is None else _lowered(bias, dtype)
+        self._leaves.update(map(id, weight.leaves))
+        plan = _Plan(operation, weight, dtype, self._pending)
+        made: Tensor = _Deferred.apply(self._pending.anchor, x, bias, plan)  # type: ignore[no-untyped-call]
+        return made
+
+    def _look_inside(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
+        """Run a function that is written in Python, and calls others with the weights it gets."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not isinstance(function, FunctionType) or not all(map(is_plain, tensors)):
+            return function(*args, **kwargs)
+        # It asks whether a mode is active, and would hand itself over to it again: let it hear that none is.
+        names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _answer_no)}
+        copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return copied(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _differentiate(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
+        """Differentiate inside a forward, which is fine by anything but what was put off."""
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if any(id(tensor) in self._leaves for tensor in asked):
+            raise UsageError(
+                "the forward of a stage differentiates by a weight whose gradient is put off; take a schedule that does"
+                " not split the backward in I and W, such as 1f1b"
+            )
+        return function(*args, **kwargs)
+
+
+class _Plan(NamedTuple):
+    """What a deferred operation is, beside its tensors; dtype is that of autocast."""
+
+    operation: Operation
+    weight: Weight
+    dtype: torch.dtype | None
+    pending: Pending
+
+
+class _Deferred(torch.autograd.Function):
+    """An operation whose backward returns the gradients of input and bias, and leaves that of the weight.
+
+    The weight is no input. I would walk its graph, and that would be gone for W.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:  # noqa: ANN401 - what autograd hands over
+        """Compute the output from anchor, input, bias and plan."""
+        _, x, bias, plan = given
+        weight = plan.weight.tensor
+        ctx.save_for_backward(x, weight.detach())  # not lowered: one for each micro-batch in flight is much
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.bias_shape = plan, None if bias is None else bias.shape
+        if plan.dtype is not None:
+            weight = _lowered(weight, plan.dtype)
+            weight = weight if weight.requires_grad else weight.requires_grad_()  # torch's choice of kernels asks
+        made: Tensor = plan.operation.forward(Operands(x, weight, bias))
+        # what is made here must be no view, or it could not be changed in place
+        return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Return the gradients of input and bias."""
+        if gradient is None:
+            return None, None, None, None
+        (x, weight), plan = ctx.saved_tensors, ctx.plan
+        operation, for_input, for_bias = plan.operation, None, None
+        if ctx.needs_input_grad[1]:
+            if torch.is_grad_enabled():
+                weight = plan.weight.tensor  # what is made here is differentiated again, by the weight too
+            if plan.dtype is not None:
+                weight = _lowered(weight, plan.dtype)
+            for_input = operation.for_input(gradient, Operands(x, weight))
+        if ctx.needs_input_grad[2]:
+            for_bias = operation.for_bias(gradient, ctx.bias_shape)
+        if plan.pending.is_wanted():
+            plan.pending.add(plan.weight, operation, x, gradient)
+        return None, for_input, for_bias, None
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as autocast would: float64 and what is no float stay."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def _answer_no(*_: object) -> bool:
+    return False
+
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(SPELLINGS, Deferring._run),
+    functional.multi_head_attention_forward: Deferring._look_inside,
+    torch.autograd.grad: Deferring._differentiate,
+}
+if hasattr(functional, "linear_cross_entropy"):
+    _HANDLERS[functional.linear_cross_entropy] = Deferring._look_inside

@@ -1,0 +1,1 @@
+"""Graphs: a lane's actions as CUDA graphs."""

@@ -1,0 +1,338 @@
+"""Graphs: a lane's actions as CUDA graphs, captured in the lane's own order and replayed in that order.
+
+Capturing runs the lane's program once with nothing computed: each compute action becomes a graph, and what it leaves
+for others stays where it is in memory. All graphs of a lane take their memory from one pool. It is given and taken
+back in the same order as without graphs, so the peak is the same. What comes from outside a graph has a place of its
+own, a slot: inputs and targets one a micro-batch, values of other lanes one while they are in use. What is sent stays
+until the end of the step, so a receiver that is late finds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from penstock.devices.graph_capture import Maker, Replay
+from penstock.devices.streams import Event, OnStream, Streams, Workspace, bring
+from penstock.model.structure import flatten, rebuild
+from penstock.runtime.executor import Doing, Executor
+from penstock.runtime.lane_program import Instruction
+from penstock.runtime.stage_run import StageRun
+from penstock.runtime.step import Batch, Step
+from penstock.schedule.actions import Kind
+
+__all__ = ["COMPUTE", "Capture", "Tape"]
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+_RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+_FORWARDS = frozenset({Kind.F, Kind.RECOMPUTE})
+_ALONE = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
+
+
+@dataclass
+class _Slot:
+    """Memory for a value of another lane.
+
+    Attributes:
+        tensor: the memory.
+        free: on a GPU, behind the last use before the one at hand.
+        is_used_again: another value of the same step had it before.
+    """
+
+    tensor: torch.Tensor
+    free: Event | None
+    is_used_again: bool = False
+
+
+@dataclass
+class _Stock:
+    """Slots of a lane; those that are not in use are given out again."""
+
+    streams: Streams | None
+    spare: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
+
+    def take(self, like: torch.Tensor, device: torch.device) -> _Slot:
+        """Return a slot for values like one."""
+        waiting = self.spare.get(_kind_of(like))
+        if waiting:
+            old = waiting.pop()
+            return _Slot(old.tensor, old.free, is_used_again=True)
+        memory = torch.empty_like(like, device=device, requires_grad=False)
+        return _Slot(memory, None if self.streams is None else self.streams.event())
+
+    def give(self, slot: _Slot) -> None:
+        """Take a slot back."""
+        self.spare.setdefault(_kind_of(slot.tensor), []).append(slot)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class Tape:
+    """One lane's step as replays.
+
+    Args:
+        doing: what to do, an entry an instruction.
+        scales: memory for what each micro-batch's loss counts, where the lane ends the model.
+        kept: tensors that were sent.
+    """
+
+    is_replay = True
+
+    def __init__(self, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
+        self._doing, self._scales, self._kept = doing, scales, kept
+        self._loaded: list[float] = []
+        self.step: Step | None = None
+
+    def open(self, step: Step) -> tuple[Step, Doing]:
+        """Begin a step: return it, and what to do."""
+        self.step = step
+        if self._scales is not None and (step.factor is not None or self._loaded != list(step.scales)):
+            self._loaded = list(step.scales)
+            self._scales.copy_(torch.tensor(self._loaded, dtype=self._scales.dtype), non_blocking=True)
+            if step.factor is not None:
+                self._loaded = []  # they are not what they were
+                self._scales.mul_(step.factor.to(self._scales.device, non_blocking=True))
+        return step, self._doing
+
+    def close(self) -> None:
+        """End a step: let go of it."""
+        self.step = None
+
+    def forget(self) -> None:
+        """Let the graphs go, which know who captured them, who knows this."""
+        self._doing.clear()
+
+
+class Capture:
+    """Makes the tape of one lane, while its executor runs its program once.
+
+    Args:
+        executor: of the lane.
+        maker: makes the graphs.
+        told: is called after each graph.
+    """
+
+    is_replay = False
+
+    def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
+        self._executor, self._maker, self._told = executor, maker, told
+        self._streams = executor.streams
+        self._beside = None if self._streams is None else self._streams.capture_stream()
+        self._stages: Mapping[int, StageRun] = executor.stages
+        self._stock = _Stock(self._streams)
+        self._in_use: dict[tuple[int, int], list[_Slot]] = {}
+        self._given: dict[tuple[int, str], torch.Tensor] = {}
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []
+        self._doing: Doing = [(_pass, i) for i in executor.program.instructions]
+        self._step: Step | None = None
+        last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in COMPUTE}
+        self._last = set(last.values())
+        ends = [run for run in self._stages.values() if run.is_last]
+        self._device = next(iter(self._stages.values())).device
+        self._scales: torch.Tensor | None = None
+        self._ends = ends[0] if ends else None
+        self.tape: Tape | None = None
+
+    # ---- the executor's side
+
+    def open(self, step: Step) -> tuple[Step, Doing]:
+        """Begin: return a step whose inputs are slots, and what to do."""
+        if self._ends is not None:
+            self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
+        names = {feed.given for run in self._stages.values() for feed in run.feeds if feed.given}
+        if self._ends is not None:
+            names |= {feed.given for feed in self._ends.results if feed.given}
+        inputs: list[dict[str, torch.Tensor]] = []
+        targets: list[tuple[Any, ...]] = []
+        for mb, given in enumerate(step.batch.inputs):
+            slots = {name: self._like(given[name]) for name in names}
+            self._given |= {(mb, name): slot for name, slot in slots.items()}
+            inputs.append(slots)
+            found, template = flatten(step.targets[mb] if self._ends is not None else (), apart=True)
+            self._targets[mb] = [self._like(tensor) for tensor in found]
+            targets.append(rebuild(template, self._targets[mb]))
+        self._step = replace(
+            step, batch=Batch(inputs, step.batch.sizes), targets=targets, seeds=self._scales, losses={}, metrics={},
+            tapes=None, over_batch=None if step.over_batch is None else step.over_batch.anew(),
+        )  # fmt: skip
+        return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.doing)]
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor, device=self._device, requires_grad=False)
+
+    def close(self) -> None:
+        """End: the tape is ready if all was captured."""
+        if self._streams is not None:  # slots were made there
+            self._streams.copies.wait_stream(self._streams.compute)
+        self._step = None
+
+    def finish(self) -> Tape:
+        """Return the tape."""
+        self.tape = Tape(self._doing, self._scales, self._kept)
+        return self.tape
+
+    # ---- one instruction
+
+    def _captured(self, at: int, do: Callable[..., None]) -> Callable[[Instruction], None]:
+        def handle(i: Instruction) -> None:
+            if i.kind in COMPUTE:
+                self._compute(at, do, i)
+            elif i.kind in _RECEIVES:
+                self._receive(at, do, i)
+            elif i.kind in _SENDS:
+                self._send(at, do, i)
+            else:
+                raise RuntimeError(f"{i.action} cannot be part of a graph")
+
+        return handle
+
+    def _compute(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
+        assert self._step is not None
+        step, run = self._step, self._stages[i.stage]
+        # a backward runs the parts of a stage again that were not kept
+        may_draw = i.kind in _FORWARDS or (run.runs_parts_again and i.kind is not Kind.W)
+        generators = run.draw_from(step, i.mb) if may_draw else ()
+        with _ALONE, self._aside(), self._maker.capturing(generators) as replay:
+            do(i)
+        self._told()
+        loads = self._loads(i) if i.kind is Kind.F else None
+        is_end = i.kind in _FORWARDS and run.is_last
+        loss, metrics = (step.losses.get(i.mb), step.metrics.get(i.mb)) if is_end else (None, None)
+        freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
+        for slot in freed:
+            self._stock.give(slot)
+        events = [slot.free for slot in freed if slot.free is not None]
+        for event in events:
+            event.record(torch.cuda.current_stream(self._device))
+        draws = run if may_draw and run.has_drawn else None
+        self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws), i)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Where other lanes compute on the lane's stream too, work on one beside it, in its turn.
+
+        Only while a capture lasts: lanes that hold the same parameters draw each other's streams into a capture, for
+        autograd adds to a gradient where it was first asked for. So nobody may be at work there.
+        """
+        if self._beside is None or self._streams is None:
+            yield
+            return
+        self._beside.wait_stream(self._streams.compute)
+        with OnStream(self._beside):
+            yield
+        self._streams.compute.wait_stream(self._beside)
+
+    def _loads(self, i: Instruction) -> _Loads | None:
+        """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
+        run = self._stages[i.stage]
+        feeds = [*run.feeds, *(run.results if run.is_last else ())]
+        asked = dict.fromkeys(feed.given for feed in feeds if feed.given)
+        given = {name: slot for name in asked if (slot := self._given.pop((i.mb, name), None)) is not None}
+        targets = self._targets.pop(i.mb, []) if run.is_last else []
+        return _Loads(list(given), bool(targets), [*given.values(), *targets]) if given or targets else None
+
+    def _receive(self, at: int, do: Callable[[Instruction, Workspace], None], i: Instruction) -> None:
+        slots: list[_Slot | None] = []
+
+        def room(values: Sequence[Any]) -> list[torch.Tensor | None]:
+            slots.extend(self._stock.take(v, self._device) if isinstance(v, torch.Tensor) else None for v in values)
+            self._wait_for(slots)
+            return [None if slot is None else slot.tensor for slot in slots]
+
+        do(i, room)
+        self._in_use.setdefault((i.stage, i.mb), []).extend(slot for slot in slots if slot is not None)
+        rooms = [None if slot is None else slot.tensor for slot in slots]
+        executor = self._executor
+
+        def receive(i: Instruction) -> None:
+            self._wait_for(slots)
+            executor.fetch(i, lambda _: rooms)
+
+        self._doing[at] = (receive, i)
+
+    def _wait_for(self, slots: Sequence[_Slot | None]) -> None:
+        """Let the copy stream wait until slots that were in use before are free."""
+        for slot in slots:
+            if slot is not None and slot.is_used_again and slot.free is not None and self._streams is not None:
+                self._streams.copies.wait_event(slot.free)
+
+    def _send(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
+        executor = self._executor
+        key, values = executor.leaving(i)
+        do(i)
+        if values is not None:
+            sent = values
+            self._kept += [value for value in sent if isinstance(value, torch.Tensor)]
+            self._doing[at] = (lambda i: executor.transport.send(key, i.lane, sent), i)
+
+    @property
+    def at_hand(self) -> Step:
+        """The step that is replayed."""
+        assert self.tape is not None
+        assert self.tape.step is not None
+        return self.tape.step
+
+    @property
+    def streams(self) -> Streams | None:
+        """The lane's."""
+        return self._streams
+
+
+def _pass(i: Instruction) -> None:
+    """Do nothing: two stages have nothing to say to each other, or the batch has too few samples."""
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """What an action needs from the batch: inputs by name, and perhaps the target; and the slots of all that."""
+
+    names: list[str]
+    has_target: bool
+    slots: list[torch.Tensor]
+
+    def fetch(self, step: Step, mb: int, streams: Streams | None) -> None:
+        """Bring it."""
+        given = step.batch.inputs[mb]
+        values = [given[name] for name in self.names]
+        if self.has_target:
+            target = step.targets[mb]
+            is_plain = len(target) == 1 and type(target[0]) is torch.Tensor
+            values += target if is_plain else flatten(target, apart=True)[0]
+        bring(streams, values, None, lambda _: self.slots)
+
+
+class _Play:
+    """Replays one action."""
+
+    __slots__ = ("_draws", "_events", "_loads", "_loss", "_metrics", "_of", "_replay")
+
+    def __init__(
+        self, of: Capture, replay: Replay, *, loads: _Loads | None,
+        loss: torch.Tensor | None, metrics: dict[str, torch.Tensor] | None, events: Sequence[Event],
+        draws: StageRun | None,
+    ) -> None:  # fmt: skip
+        self._of, self._replay, self._loads, self._loss = of, replay, loads, loss
+        self._events, self._draws, self._metrics = events, draws, metrics
+
+    def __call__(self, i: Instruction) -> None:
+        streams = self._of.streams
+        if self._loads is not None:
+            self._loads.fetch(self._of.at_hand, i.mb, streams)
+        if self._draws is not None:
+            self._draws.draw_from(self._of.at_hand, i.mb)
+        self._replay()
+        if self._loss is not None:
+            self._of.at_hand.losses[i.mb] = self._loss
+        if self._metrics is not None:
+            self._of.at_hand.metrics[i.mb] = self._metrics
+        for event in self._events:
+            event.record(streams.compute)  # type: ignore[union-attr]  # there are events on GPUs only

@@ -1,0 +1,1 @@
+"""Keep: what a stage does with saved values: recompute or offload them."""

@@ -1,0 +1,352 @@
+"""Offload: what a forward saves for its backward, boxed so that it can go to host memory and come back.
+
+    autograd's graph ──► box ──► tensor          on the device
+                          └────► host buffer     after offload(), until fetch() or until the backward asks
+
+Only the graph holds a box, `Saved` has weak references: what a backward has used up is freed as soon as in a plain one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.devices.sanitizer import unsanitized
+from penstock.model.profiling.saved_tensors import (  # the profile's rule: what is measured is what was simulated
+    storage_bytes,
+    storage_of,
+)
+
+__all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
+
+T = TypeVar("T")
+Event = torch.cuda.Event | None  # a place in a stream of work; None where work is done when it is called
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
+_ALIGNMENT = 16  # bytes, of the widest number: what is copied begins at a multiple, so that any type fits again
+
+
+class HostPool:
+    """Host memory that is used again by the next micro-batch; pinned where a GPU copies to it.
+
+    Anybody may give memory back, in any thread, also while memory is collected.
+
+    >>> pool = HostPool()
+    >>> first = pool.take(1000, torch.device("cpu"))
+    >>> pool.give(first)
+    >>> pool.take(900, torch.device("cpu")) is first, pool.num_bytes
+    (True, 1000)
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0  # of all that it ever made and not let go of
+        self._lock = threading.Lock()
+        self._given: deque[tuple[torch.Tensor, Event]] = deque()
+        self._free: dict[bool, list[tuple[int, int, torch.Tensor, Event]]] = {False: [], True: []}
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory of so many bytes or a little more, for copies from a device.
+
+        The current stream waits until the memory's last use is over.
+        """
+        is_pinned = device.type == "cuda"
+        with self._lock:
+            while self._given:  # one thread at a time takes; others only append
+                buffer, used = self._given.popleft()
+                bisect.insort(self._free[buffer.is_pinned()], (len(buffer), id(buffer), buffer, used))
+            free = self._free[is_pinned]
+            at = bisect.bisect_left(free, (num_bytes,))
+            if at < len(free) and free[at][0] <= 2 * num_bytes:  # larger ones are for larger tensors
+                _, _, buffer, used = free.pop(at)
+            else:
+                buffer, used = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned), None
+                self.num_bytes += num_bytes
+        wait(used, device)
+        return buffer
+
+    def give(self, buffer: torch.Tensor, used: Event = None) -> None:
+        """Take memory back, which is in use until an event."""
+        self._given.append((buffer, used))
+
+    def clear(self) -> None:
+        """Let go of all memory that nobody uses."""
+        with self._lock:
+            self.num_bytes -= sum(len(self._given.popleft()[0]) for _ in range(len(self._given)))
+            self.num_bytes -= sum(size for free in self._free.values() for size, *_ in free)
+            self._free = {False: [], True: []}
+
+
+class StorageSet:
+    """The memory of some tensors: of parameters and buffers, which are there anyway.
+
+    >>> whole = torch.zeros(4, 4)
+    >>> whole[1:] in StorageSet([whole]), whole.clone() in StorageSet([whole])
+    (True, False)
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self.storages = frozenset(storage_of(tensor) for tensor in tensors)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self.storages
+
+
+class Saved:
+    """What one forward of one stage saved.
+
+    Args:
+        pool: where host memory comes from.
+        keep_storages: memory that stays where it is and does not count.
+
+    >>> weight, saved = torch.ones(3, requires_grad=True), Saved()
+    >>> with saved.collecting():
+    ...     loss = (weight * 2).square().sum()
+    >>> saved.offload()
+    >>> saved.num_bytes(on="device"), saved.num_bytes(on="host")
+    (0, 12)
+    >>> loss.backward()
+    >>> weight.grad, saved.num_bytes(on="host")
+    (tensor([8., 8., 8.]), 0)
+    """
+
+    def __init__(self, pool: HostPool | None = None, *, keep_storages: StorageSet | None = None) -> None:
+        self._pool = pool or HostPool()
+        self._keep = keep_storages or StorageSet()
+        self._boxes: list[weakref.ref[_Box]] = []
+        self._box_of: dict[object, weakref.ref[_Box]] = {}  # while its key, an address, is sure to be that tensor's
+        self._made: dict[torch.device, Event] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Box what autograd saves."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._box_of.clear()
+        self._made = {device: mark(device) for device in {box.tensor.device for box in self._living()}}
+
+    def _pack(self, tensor: torch.Tensor) -> _Box:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            box = _Box(tensor)
+            if tensor not in self._keep:
+                self._boxes.append(weakref.ref(box))
+            return box
+        # the modes of the forward that runs have nothing to do here, and would make it ten times as slow
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return self._pack_plain(tensor)
+
+    def _pack_plain(self, tensor: torch.Tensor) -> _Box:
+        storage = storage_of(tensor)
+        if storage in self._keep.storages:
+            return _Box(tensor)
+        key = (storage, tensor.dtype, tensor._version, _place_of(tensor))
+        known = self._box_of.get(key)
+        box = None if known is None else known()
+        if box is None:
+            box = _Box(tensor)
+            self._box_of[key] = reference = weakref.ref(box)
+            self._boxes.append(reference)
+        return box
+
+    def offload(self) -> None:
+        """Copy all to host memory and let go of it on the device.
+
+        Copies are queued on the current stream, after what made the tensors.
+        """
+        self._box_of.clear()
+        boxes_of: dict[int, list[_Box]] = {}
+        for box in self._living():
+            if box.host is None and box.can_move:
+                boxes_of.setdefault(storage_of(box.tensor), []).append(box)
+        devices = {boxes[0].tensor.device for boxes in boxes_of.values()}
+        for device in devices:
+            wait(self._made.get(device), device)
+        hosts = [_Host(self._pool, boxes) for boxes in boxes_of.values()]
+        events = {device: mark(device) for device in devices}
+        for host in hosts:
+            host.used = events[host.device]
+
+    def fetch(self) -> None:
+        """Bring all back that the backward has not used up; copies are queued on the current stream."""
+        hosts = {id(box.host): box.host for box in self._living() if box.host is not None}
+        _fetch(hosts.values())
+
+    def clear(self) -> None:
+        """Forget all: what the backward still needs stays with it."""
+        self._boxes.clear()
+
+    def num_bytes(self, *, on: Literal["device", "host"]) -> int:
+        """Return what is there, each piece of memory once."""
+        if on == "host":
+            hosts = {id(box.host): box.host for box in self._living() if box.host is not None}
+            return sum(host.num_bytes for host in hosts.values())
+        tensors = {storage_of(box.tensor): box.tensor for box in self._living() if box.host is None}
+        return sum(storage_bytes(tensor) for tensor in tensors.values())
+
+    def _living(self) -> Iterator[_Box]:
+        for reference in self._boxes:
+            box = reference()
+            if box is not None:
+                yield box
+
+
+def saved_bytes(run: Callable[[], T], *, keep_storages: StorageSet | None = None) -> tuple[T, int]:
+    """Run a forward; return what it returned, and how much memory autograd saved of it, each piece once.
+
+    >>> model, rows = torch.nn.Linear(4, 2), torch.zeros(3, 4)
+    >>> saved_bytes(lambda: model(rows), keep_storages=StorageSet(model.parameters()))[1]
+    48
+    """
+    saved = Saved(keep_storages=keep_storages)
+    with saved.collecting():
+        result = run()
+    return result, saved.num_bytes(on="device")
+
+
+class _Box:
+    """A tensor that autograd saved.
+
+    Its own alias of it shares the version, also while it is empty: so changes in place after the forward are noticed.
+    It must not be the tensor itself, which may be an output whose graph leads back to the box.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "host", "place", "ready", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.place: _Place | None = None
+        self.host: _Host | None = None
+        self.ready: Event = None
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it is plain memory: no subclass, not sparse, not a view that stands for its conjugate."""
+        tensor = self.tensor
+        is_memory = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+        return is_memory and tensor.numel() > 0 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor, wherever it is."""
+        if self.host is not None:
+            _fetch([self.host])
+        if self.ready is not None:
+            device = self.tensor.device
+            wait(self.ready, device)
+            self.tensor.record_stream(torch.cuda.current_stream(device))
+            self.ready = None
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a saved {self.dtype} tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version};"
+                f" expected version {self.version}. Change a copy of it instead"
+            )
+        return self.tensor
+
+
+def _unpack(box: _Box) -> torch.Tensor:
+    return box.get()
+
+
+class _Host:
+    """The memory of some boxes that share a storage, in host memory: from the first byte they use to the last."""
+
+    used: Event
+    _buffer: torch.Tensor | None
+
+    def __init__(self, pool: HostPool, boxes: list[_Box]) -> None:
+        self._pool, self._buffer, self.used = pool, None, None
+        tensor = boxes[0].tensor
+        self.device = tensor.device
+        ends = []
+        for box in boxes:
+            wait(box.ready, self.device)
+            box.place = _place_of(box.tensor)
+            offset, size, stride = box.place
+            last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            ends.append((offset * box.dtype.itemsize, (last + 1) * box.dtype.itemsize))
+        self.start = min(first for first, _ in ends) // _ALIGNMENT * _ALIGNMENT
+        self.num_bytes = max(last for _, last in ends) - self.start
+        self._boxes = [weakref.ref(box) for box in boxes]
+        buffer = self._buffer = pool.take(self.num_bytes, self.device)
+        source = _view(tensor.untyped_storage(), torch.uint8, (self.start, (self.num_bytes,), (1,)))
+        buffer[: self.num_bytes].copy_(source, non_blocking=source.is_cuda)
+        if source.is_cuda:
+            source.record_stream(torch.cuda.current_stream(self.device))  # freed when that copy is done, not before
+        for box in boxes:
+            box.host = self
+            box.tensor.data = box.tensor.new_empty(0)
+
+    def copy_back(self) -> None:
+        """Give the living boxes their tensors again."""
+        assert self._buffer is not None
+        wait(self.used, self.device)
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        memory.copy_(self._buffer[: self.num_bytes], non_blocking=memory.is_cuda)
+        for reference in self._boxes:
+            box = reference()
+            if box is not None and box.place is not None:
+                offset, size, stride = box.place
+                place = (offset - self.start // box.dtype.itemsize, size, stride)
+                box.tensor.data = _view(memory.untyped_storage(), box.dtype, place)
+                box.host = None
+
+    def give_back(self, used: Event) -> None:
+        """Let others use the host memory, after what was done with it last."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._pool.give(buffer, used)
+
+    def set_ready(self, event: Event) -> None:
+        """Have the boxes wait for the copy before they are used."""
+        for reference in self._boxes:
+            box = reference()
+            if box is not None:
+                box.ready = event
+
+    def __del__(self) -> None:
+        self.give_back(self.used)
+
+
+def _fetch(hosts: Iterable[_Host]) -> None:
+    hosts = list(hosts)
+    for host in hosts:
+        host.copy_back()
+    events = {device: mark(device) for device in {host.device for host in hosts}}
+    for host in hosts:
+        host.set_ready(events[host.device])
+        host.give_back(events[host.device])
+
+
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, size and stride, in elements
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, place: _Place) -> torch.Tensor:
+    with unsanitized():  # which would take this for a write
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+
+
+def mark(device: torch.device) -> Event:
+    """Return the place that the current stream is at."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait(event: Event, device: torch.device) -> None:
+    """Have the current stream wait for a place in another."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)

@@ -1,0 +1,152 @@
+"""Crew: a worker thread for each lane of one process; runs steps, stops all lanes when one fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from penstock.devices.streams import Streams
+from penstock.errors import HangError, LaneError
+from penstock.runtime.executor import Executor, Spans
+from penstock.runtime.lanes.hang_report import stack_of_thread
+from penstock.runtime.lanes.status_board import StatusBoard, follow
+from penstock.runtime.step import Step
+from penstock.runtime.wire.local_transport import LocalTransport, Mailboxes
+from penstock.runtime.wire.transport import Key, Stopped
+
+__all__ = ["LaneThreads"]
+
+_GRACE_SECONDS = 4.0  # for lanes to end after one has failed
+
+Task = Callable[[], None]
+
+
+class LaneThreads:
+    """The lanes of one process.
+
+    Args:
+        num_lanes: how many.
+        timeout_seconds: the longest a lane waits for a value.
+        num_threads: that torch may use in each lane; None leaves torch as it is.
+    """
+
+    def __init__(self, num_lanes: int, *, timeout_seconds: float, num_threads: int | None = None) -> None:
+        self.num_lanes, self.timeout_seconds, self._num_threads = num_lanes, timeout_seconds, num_threads
+        self.board = StatusBoard.empty(num_lanes)
+        self._executors: Sequence[Executor] = ()
+        self.streams: Mapping[int, Streams] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.boxes = Mailboxes(self.num_lanes, timeout_seconds=self.timeout_seconds, on_hang=self._hang)
+        self.transports = [LocalTransport(lane, self.boxes) for lane in range(self.num_lanes)]
+        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(self.num_lanes)]
+        self._ends: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_work,
+                args=(lane, self._tasks[lane], self._ends, self._num_threads),
+                name=f"penstock-lane-{lane}",
+                daemon=True,  # a lane that hangs in the user's code must not keep the process alive
+            )
+            for lane in range(self.num_lanes)
+        ]
+        for thread in self._threads if self.num_lanes > 1 else ():
+            thread.start()
+
+    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None = None) -> None:
+        """Run one step on all lanes.
+
+        Raises:
+            LaneError: the first that a lane raised; the others have been stopped.
+        """
+        self._executors = executors
+        self.boxes.reset()
+        if self.num_lanes == 1:  # there is nobody to work beside: the caller does it, and nothing is handed over
+            executors[0].transport = self.transports[0]
+            executors[0].run(step, None if spans is None else spans[0])
+            return
+        if not self._threads:
+            self._start()
+        for lane, executor in enumerate(executors):
+            executor.transport = transport = self.transports[lane]
+            transport.streams = self.streams.get(lane)
+            mine = None if spans is None else spans[lane]
+            self._tasks[lane].put(lambda executor=executor, mine=mine: executor.run(step, mine))  # type: ignore[misc]
+        self._wait()
+
+    def _wait(self) -> None:
+        left, first = set(range(self.num_lanes)), None
+        try:
+            while left:
+                lane, error = self._ends.get()
+                left.discard(lane)
+                if error is not None:
+                    first = error
+                    break
+        except BaseException:  # Ctrl-C: no lane goes on behind the user's back
+            self._stop(left)
+            raise
+        if first is None:
+            return
+        error = self._stop(left, first)
+        raise error
+
+    def _stop(self, left: set[int], first: BaseException | None = None) -> BaseException:
+        """Stop all lanes; return the error that tells most: one of a lane itself, before that of one that waited."""
+        self.boxes.stop()
+        end = time.monotonic() + _GRACE_SECONDS
+        errors = [first] if first is not None else []
+        while left and (remaining := end - time.monotonic()) > 0:
+            try:
+                lane, error = self._ends.get(timeout=remaining)
+            except queue.Empty:
+                break
+            left.discard(lane)
+            errors += [error] if error is not None else []
+        if left:  # they hang in code that is not ours: go on without them
+            self._threads = []
+        told = [e for e in errors if not isinstance(e, Stopped)]
+        own = [e for e in told if not isinstance(e, HangError)]
+        return (own or told or [LaneError("the lanes were stopped")])[0]
+
+    def _hang(self, lane: int, from_lane: int, key: Key) -> HangError:
+        program_of = self._executors[lane].program_of
+        doing, culprit = follow(self.board, from_lane, finder=lane, program_of=program_of)
+        error = HangError(
+            f"lane {lane} has waited {self.timeout_seconds:g} s for {key} from lane {from_lane}, which is {doing}"
+        )
+        stack = stack_of_thread(self._threads[culprit].ident) if self._threads else ""
+        if stack:
+            error.add_note(f"lane {culprit}: {stack}")
+        return error
+
+    def close(self) -> None:
+        """End the worker threads."""
+        for tasks in self._tasks:
+            tasks.put(None)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=_GRACE_SECONDS)
+        self._threads = []
+
+
+def _work(
+    lane: int, tasks: queue.SimpleQueue[Task | None], ends: queue.SimpleQueue[tuple[int, BaseException | None]],
+    num_threads: int | None,
+) -> None:  # fmt: skip
+    """Run what a lane is given until there is no more."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    while (task := tasks.get()) is not None:
+        try:
+            task()
+        except BaseException as error:  # goes to the thread that asked
+            ends.put((lane, error))
+        else:
+            ends.put((lane, None))
+        del task  # else the last step lives as long as the thread waits

@@ -1,0 +1,114 @@
+"""Batches: cut a batch and its target into micro-batches, and put results of micro-batches together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.model.example import Call
+from penstock.model.structure import flatten, rebuild
+from penstock.runtime.step import Batch
+
+__all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_dim_of", "join_results", "join_rows", "move_to", "sizes_of"]
+
+
+def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
+    """Return the samples of each micro-batch, as even as can be; fewer micro-batches where samples are few.
+
+    >>> sizes_of(10, 4), sizes_of(3, 4)
+    ([3, 3, 2, 2], [1, 1, 1])
+    """
+    count = min(batch_size, num_mbs)
+    return [batch_size // count + (index < batch_size % count) for index in range(count)]
+
+
+def cut_batch(call: Call, sizes: Sequence[int]) -> Batch:
+    """Return a call of the model as micro-batches; tensors without a batch go to all of them whole."""
+    columns = {
+        name: (tensor,) * len(sizes) if dim is None else torch.split(tensor, list(sizes), dim)
+        for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
+    }
+    return Batch([{name: pieces[mb] for name, pieces in columns.items()} for mb in range(len(sizes))], sizes)
+
+
+def cut_thing(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """Return a target, or whatever holds tensors, as one for each micro-batch; what has no batch goes to all whole.
+
+    The batch is in dimension `dim` where a tensor has that size there, else in the first.
+    """
+    tensors, template = flatten(thing, apart=True)
+    if not tensors:
+        return [thing] * len(sizes)
+    pieces = []
+    for tensor in tensors:
+        own = batch_dim_of(tensor, batch_size, dim)
+        pieces.append((tensor,) * len(sizes) if own is None else torch.split(tensor, list(sizes), own))
+    return [rebuild(template, [piece[mb] for piece in pieces]) for mb in range(len(sizes))]
+
+
+def batch_dim_of(tensor: torch.Tensor, size: int, dim: int) -> int | None:
+    """Return the dimension of a tensor that has the batch's size: `dim`, else the first; None where neither has.
+
+    >>> batch_dim_of(torch.zeros(5, 3), 3, 1), batch_dim_of(torch.zeros(3), 3, 1), batch_dim_of(torch.zeros(4), 3, 0)
+    (1, 0, None)
+    """
+    return next((d for d in dict.fromkeys((dim, 0)) if tensor.dim() > d and tensor.shape[d] == size), None)
+
+
+def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever holds tensors
+    """Return a target, or whatever holds tensors, with all of them on a device; itself where they are there."""
+    tensors, template = flatten(thing, apart=True)
+    if all(tensor.device == device for tensor in tensors):
+        return thing
+    return rebuild(template, [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors])
+
+
+def join_dim_of(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> int | None:
+    """Return the dimension along which parts of a result, one per micro-batch, can be joined; None where there is none.
+
+    >>> join_dim_of([torch.zeros(2, 4), torch.zeros(1, 4)], [2, 1], 0)
+    0
+    >>> join_dim_of([torch.eye(2), torch.eye(1)], [2, 1], 0)  # one row for each pair of samples
+    """
+    dims = {batch_dim_of(piece, size, dim) for piece, size in zip(pieces, sizes, strict=True)}
+    own = dims.pop() if len(dims) == 1 else None
+    if own is None:
+        return None
+    rests = {(*piece.shape[:own], *piece.shape[own + 1 :]) for piece in pieces}
+    return own if len(rests) == 1 else None
+
+
+def join_rows(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the results of micro-batches that the user has made as those of the batch.
+
+    Nobody knows how many rows a result has: what has rows of one shape is joined along the first dimension. A number is
+    averaged by the micro-batches' sizes.
+    """
+    joined = []
+    for pieces in zip(*results, strict=True):
+        if pieces[0].dim() and len({piece.shape[1:] for piece in pieces}) == 1:
+            joined.append(torch.cat(list(pieces)))
+        else:
+            joined += join_results([[piece] for piece in pieces], sizes)
+    return joined
+
+
+def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    """Return the results of all micro-batches as those of the batch.
+
+    What has the micro-batch as a dimension (`dim`, else the first) is joined, a number without dimensions
+    averaged by samples, and what does not follow the batch is taken from the first.
+    """
+    joined = []
+    for pieces in zip(*results, strict=True):
+        own = join_dim_of(pieces, sizes, dim)
+        if own is not None:
+            joined.append(torch.cat(list(pieces), own))
+        elif pieces[0].dim() == 0 and pieces[0].is_floating_point():
+            shares = [piece * (size / sum(sizes)) for piece, size in zip(pieces, sizes, strict=True)]
+            joined.append(torch.stack(shares).sum())
+        else:
+            joined.append(pieces[0])
+    return joined

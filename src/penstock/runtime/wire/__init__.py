@@ -1,0 +1,1 @@
+"""Wire: how values and messages travel between lanes."""

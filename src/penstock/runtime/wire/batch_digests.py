@@ -1,0 +1,137 @@
+"""Digest: a few bytes that tell whether processes were given the same batch, at next to no cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from penstock.devices.streams import Event, current_stream
+from penstock.model.structure import flatten
+
+__all__ = ["Digest", "differences"]
+
+_MOST_WHOLE = 1 << 14  # values: a bigger tensor is looked at here and there
+_SAMPLE = 1 << 12
+_GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a tensor spread evenly over it
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: any type is read as one of these
+_PLAIN = (bool, int, float, str, bytes)
+
+Row = list[Any]  # the name, the type, the shape and the digest of one thing in a batch
+
+
+class Digest:
+    """What a batch and its target look like. Of tensors on a GPU values are under way when this returns.
+
+    Args:
+        given: the batch, and its target where there is one.
+        number: of the step: another sample of big tensors is taken in each.
+    """
+
+    def __init__(self, given: Sequence[Any], number: int) -> None:
+        self._number = number
+        self._events: dict[torch.device, Event] = {}
+        self._rows: list[tuple[Row, torch.Tensor | None]] = []
+        with torch.no_grad():
+            for what, thing in zip(("batch", "target"), given, strict=False):
+                # a lane that needs no target may be given None
+                for name, leaf in () if thing is None else _leaves(thing, what):
+                    self._add(name, leaf)
+
+    def _add(self, name: str, leaf: object) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            self._rows.append(([name, type(leaf).__name__, [], f"{leaf!r:.60}"], None))
+            return
+        row = [name, str(leaf.dtype).removeprefix("torch."), list(leaf.shape), ""]
+        self._rows.append((row, self._on_host(_sample(leaf, self._number))))
+
+    def _on_host(self, sample: torch.Tensor | None) -> torch.Tensor | None:
+        if sample is None or not sample.is_cuda:
+            return sample
+        room = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True)
+        room.copy_(sample, non_blocking=True)
+        event = self._events.setdefault(sample.device, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        event.record(current_stream(sample.device))
+        return room
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nobody would wait for a GPU."""
+        return not self._events
+
+    def rows(self) -> list[Row]:
+        """Return a row for each thing in the batch and its target; waits for a GPU, where values come from one."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+        for row, sample in self._rows:
+            if sample is not None:
+                row[3] = blake2b(sample.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+        self._rows = [(row, None) for row, _ in self._rows]  # of a batch nothing is kept
+        return [row for row, _ in self._rows]
+
+
+def _leaves(thing: object, name: str) -> Iterator[tuple[str, object]]:
+    """Yield tensors and plain values by their names; of what is neither, and holds none, nothing."""
+    if isinstance(thing, torch.Tensor) or thing is None or isinstance(thing, _PLAIN):
+        yield name, thing
+    elif isinstance(thing, Mapping):
+        for key in thing:
+            yield from _leaves(thing[key], f"{name}[{key!r}]")
+    elif isinstance(thing, (list, tuple)):
+        for index, part in enumerate(thing):
+            yield from _leaves(part, f"{name}[{index}]")
+    else:
+        for index, tensor in enumerate(flatten(thing, apart=True)[0]):
+            yield f"{name}, tensor {index}", tensor
+
+
+def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor | None:
+    """Return some values of a tensor, all of them if it is small; None where it is nothing that holds plain values."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    words = _WORDS.get(plain.element_size())
+    if words is None:
+        return None
+    plain, count = plain.view(words), plain.numel()
+    if count <= _MOST_WHOLE:
+        return plain
+    stride = int(count * _GOLDEN)
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    places = torch.arange(_SAMPLE, device=plain.device).mul_(stride).add_(number * _SAMPLE * stride % count)
+    return torch.take(plain, places.remainder_(count))
+
+
+def differences(everyone: Sequence[Sequence[Row]]) -> list[str]:
+    """Return what differs between the digests of all lanes, in words; a lane without a target is left out of it."""
+    told = []
+    for what in ("batch", "target"):
+        rows_of = {lane: [r for r in rows if r[0].startswith(what)] for lane, rows in enumerate(everyone)}
+        rows_of = {lane: rows for lane, rows in rows_of.items() if rows}
+        first = next(iter(rows_of), 0)
+        for lane, rows in rows_of.items():
+            if rows != rows_of[first]:
+                told.append(_difference(first, rows_of[first], lane, rows))
+                break
+    return told
+
+
+def _difference(one: int, ours: Sequence[Row], other: int, theirs: Sequence[Row]) -> str:
+    """Return the first difference between two lanes."""
+    for mine, yours in zip(ours, theirs, strict=False):
+        if mine[:3] != yours[:3]:
+            return f"lane {one} has {_described(mine)}, lane {other} has {_described(yours)}"
+        if mine != yours:
+            return f"{_described(mine)} has other values on lane {other} than on lane {one}"
+    return f"lane {one} has {len(ours)} things in its {ours[0][0][:6].rstrip('[,')}, lane {other} has {len(theirs)}"
+
+
+def _described(row: Row) -> str:
+    return f"{row[0]} ({row[1]}{f' of shape {tuple(row[2])}' if row[2] else ''})"

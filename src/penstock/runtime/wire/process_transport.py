@@ -1,0 +1,432 @@
+"""DistributedTransport: lanes in processes of their own; values through shared memory, or by torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.devices.streams import Event, Streams, Workspace, bring
+from penstock.errors import HangError, LaneError, LostError
+from penstock.runtime.wire import shared_memory as segments
+from penstock.runtime.wire.messages import BY_TORCH, HEAD, INLINE, Description, Head, Known
+from penstock.runtime.wire.sockets import Frame, Links
+from penstock.runtime.wire.torch_p2p import PointToPoint
+from penstock.runtime.wire.transport import Key, Payload
+
+__all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "DistributedTransport"]
+
+# types of frames
+DATA, DESCRIPTION, SEGMENT, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
+
+LAST_BEAT = b"."
+
+HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
+HEAD_OF_TAG = struct.Struct("<I")
+HEAD_OF_SEGMENT = struct.Struct("<IQ")  # its number, and its bytes
+
+_INLINE_BYTES = 1 << 14  # smaller values travel with their head
+_ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
+_LOOK_SECONDS = 1.0
+_LISTEN_SECONDS = 0.2
+_WORD_SECONDS = 2.0
+_MOST_AWAKE_SECONDS = 2.0  # between two looks: a process that was stopped itself has not waited meanwhile
+_REMEMBERED_STEPS = 64
+
+
+class _Letter(NamedTuple):
+    """A message that is to be copied into shared memory."""
+
+    key: Key
+    step: int
+    num_samples: int
+    to_lane: int
+    payload: Payload
+    number: int
+    description: Description
+    ready: Event | None  # behind what makes the values, on a GPU
+
+
+class DistributedTransport:
+    """One process's end: what it sends to the others, and what has come.
+
+    Args:
+        links: the sockets.
+        device: of the lane.
+        timeout_seconds: the longest it waits.
+        by_torch: moves values by torch.distributed; None to use shared memory.
+        on_hang: makes the error of this lane, that waited too long for another; says what for.
+    """
+
+    def __init__(
+        self, links: Links, *, device: torch.device, timeout_seconds: float, by_torch: PointToPoint | None,
+        on_hang: Callable[[int, str], HangError],
+    ) -> None:  # fmt: skip
+        self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
+        self.lane = links.lane
+        self.streams: Streams | None = None  # of the lane, where it is on a GPU
+        self._by_torch, self._on_hang = by_torch, on_hang
+        self._known = {other: Known() for other in links.peers}
+        self._descriptions: dict[tuple[int, int], Description] = {}
+        self._outgoing = {other: segments.Outgoing() for other in links.peers}
+        self._incoming = {other: segments.Incoming() for other in links.peers}
+        self._here: dict[tuple[int, Key], Any] = {}
+        self._had: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
+        self._letters: dict[tuple[int, str], Any] = {}
+        self._step = self._num_samples = 0
+        self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
+        self.on_look: Callable[[int, float], None] | None = None  # called with whom it waits for, and for how long
+        self._refusals: dict[int, str] = {}  # by step
+        self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
+        self._aside: _Aside | None = None
+        self._news = threading.Condition()
+        self._reader: _Reader | None = None
+        if by_torch is not None:  # a receive is to be posted while the lane computes, so somebody must be listening
+            self._reader = _Reader(self._listen)
+
+    # ---- values
+
+    def start(self, step: int, num_samples: int) -> None:
+        """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
+        self._step, self._num_samples = step, num_samples
+        self._refusals = {number: told for number, told in self._refusals.items() if number >= step}
+        with self._news:
+            for name in [name for name in self._here if name[0] < step]:
+                del self._here[name]
+            if step % _REMEMBERED_STEPS == 0:
+                self._had = {name for name in self._had if name[0] >= step - _REMEMBERED_STEPS}
+
+    def send(self, key: Key, to_lane: int, payload: Payload) -> None:
+        """Hand values to a lane; big ones are copied beside compute."""
+        try:
+            self._send(key, to_lane, payload)
+        except LostError:
+            self.check()  # perhaps it has told why it left
+            raise
+
+    def _send(self, key: Key, to_lane: int, payload: Payload) -> None:
+        number, description, is_new = self._known[to_lane].number(payload)
+        if is_new:
+            self._post(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
+        size = description.num_bytes
+        ready = None if self.streams is None else self.streams.mark()
+        letter = _Letter(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
+        if size <= _INLINE_BYTES:
+            head = Head(self._step, self._num_samples, key, number, INLINE, size)
+            self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
+        elif self._by_torch is None and size < _ASIDE_BYTES:
+            self._send_shared(letter)
+        else:
+            self._hand_over(letter)
+
+    def _hand_over(self, letter: _Letter) -> None:
+        """Let a thread of its own copy and send: one for all, so that messages stay in order."""
+        if self._aside is None:
+            self._aside = _Aside(self._send_shared if self._by_torch is None else self._send_by_torch)
+        self._aside.put(letter)
+
+    def _send_by_torch(self, letter: _Letter) -> None:
+        """Tell the receiver what comes, and send it."""
+        assert self._by_torch is not None
+        tag, size = self._by_torch.next_tag(), letter.description.num_bytes
+        head = Head(letter.step, letter.num_samples, letter.key, letter.number, BY_TORCH, size)
+        self._post(letter.to_lane, DATA, head.pack() + HEAD_OF_TAG.pack(tag))
+        self._by_torch.send(letter.to_lane, tag, letter.description, letter.payload)
+
+    def _send_shared(self, letter: _Letter) -> None:
+        """Copy values into memory that the receiver sees, and tell it."""
+        segment, is_new = self._outgoing[letter.to_lane].take(letter.description.num_bytes)
+        letter.description.write(letter.payload, segment.bytes)
+        if is_new:
+            body = HEAD_OF_SEGMENT.pack(segment.number, segment.num_bytes)
+            self._post(letter.to_lane, SEGMENT, body, (segment.descriptor,))
+        head = Head(
+            letter.step, letter.num_samples, letter.key, letter.number, segment.number, letter.description.num_bytes
+        )
+        self._post(letter.to_lane, DATA, head.pack())
+
+    def _post(self, to_lane: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a frame; where the other has not read for long, wait until it does, no longer than a lane may.
+
+        Both may be sending: what comes meanwhile is taken in, or neither would go on.
+        """
+        if self.links.send(to_lane, kind, body, descriptors):
+            return
+        if self._aside is not None and self._aside.is_here:  # the lane itself finds out, if that takes too long
+            self.links.drain(to_lane, self.timeout_seconds)
+        else:
+            self._wait(
+                lambda: self.links.flush(to_lane), to_lane, f"to send to lane {to_lane}, which reads nothing: it"
+            )
+
+    def receive(self, key: Key, from_lane: int, into: Workspace | None = None) -> Payload:
+        """Return values from a lane, when they are there."""
+        values = self._receive(key, from_lane)
+        if into is None:
+            return values
+        return bring(self.streams, values, None if self.streams is None else self.streams.mark(), into)
+
+    def _receive(self, key: Key, from_lane: int) -> Payload:
+        name = (self._step, key)
+        if name not in self._here:
+            self._wait(lambda: name in self._here, from_lane, f"for {key} from lane {from_lane}, which")
+        head, body = self._here.pop(name)
+        if head.num_samples != self._num_samples:
+            raise LaneError(
+                f"lane {self.lane} was given a batch of {self._num_samples} samples, lane {from_lane} one of "
+                f"{head.num_samples}; give all processes the same batch"
+            )
+        description = self._descriptions[from_lane, head.description]
+        if head.segment == INLINE:
+            return description.from_bytes(body, self.device)
+        if head.segment == BY_TORCH:
+            work, room = body
+            work.wait()
+            if room.is_cuda:  # made by the thread that listens, on a stream of its own
+                room.record_stream(torch.cuda.current_stream(self.device))
+        else:
+            room = self._incoming[from_lane].read(head.segment, head.num_bytes)
+        return description.read(room, self.device)
+
+    # ---- words
+
+    def tell(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+        """Send a lane something small under a name."""
+        self._post(to_lane, JSON, json.dumps([name, thing]).encode())
+
+    def hear(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
+        """Return what a lane told under a name, when it is there."""
+        at = (from_lane, name)
+        if at not in self._letters:
+            self._wait(lambda: at in self._letters, from_lane, f"for {name} from lane {from_lane}, which")
+        return self._letters.pop(at)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell all others that this lane failed."""
+        self._tell_all(ABORT, json.dumps([self._step, type(error).__name__, str(error)]).encode())
+
+    def _tell_all(self, kind: int, body: bytes) -> None:
+        """Send something to all others that are still there; nobody is waited for."""
+        for other, peer in self.links.peers.items():
+            if peer.is_open:
+                with contextlib.suppress(LostError):
+                    self.links.send(other, kind, body)
+
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell all others that this lane will not run a step: its batch is wrong."""
+        self._tell_all(REFUSAL, json.dumps([step, str(error)]).encode())
+
+    def recover(self) -> None:
+        """Forget a failure that has been raised: the next step may run."""
+        with self._news:
+            self._failure = None
+            self._here.clear()
+        if self._by_torch is not None:
+            self._by_torch.forget()
+
+    # ---- reading
+
+    def _wait(self, is_there: Callable[[], bool], from_lane: int, what: str) -> None:
+        last = time.monotonic()
+        end, patience, awake = last + self.timeout_seconds, _LOOK_SECONDS, 0.0
+        while not is_there():
+            self._check()
+            now = time.monotonic()
+            if self.on_look is not None:
+                awake, last = awake + min(now - last, _MOST_AWAKE_SECONDS), now
+                self.on_look(from_lane, awake)
+            if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
+                # it may have heard of a failure whose word is still on its way here
+                end, patience = min(end, now + _WORD_SECONDS), _WORD_SECONDS / 20
+            if now >= end:
+                if self.links.peers[from_lane].is_open:
+                    raise self._on_hang(from_lane, what)
+                raise LostError(f"lane {from_lane} has ended, and lane {self.lane} still waits for it")
+            self._read(min(end - now, patience), is_there)
+
+    def check(self) -> None:
+        """Raise what another lane has told of, or that one is gone."""
+        self._read(0.0)
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            _, step, name, message = self._failure
+            self._failure = None
+            kind = {"HangError": HangError, "LostError": LostError}.get(name, LaneError)
+            error = kind(message if step == self._step else f"in step {step}, which this lane had ended: {message}")
+            error.was_told = True
+            raise error
+        if self._step in self._refusals:
+            refused = LaneError(self._refusals.pop(self._step))
+            refused.was_told = refused.was_refused = True
+            raise refused
+        gone = self.links.lost
+        if gone:
+            raise LostError(f"lane {gone[0]} is gone: its process ended without a word (killed, or out of memory?)")
+
+    def _read(self, seconds: float, is_there: Callable[[], bool] | None = None) -> None:
+        """Take in what has come, or comes within so many seconds; or wait until the reader has."""
+        if self._reader is None:
+            for frame in self.links.read(seconds):
+                self._take(frame)
+        elif seconds:
+            seconds = min(seconds, _LISTEN_SECONDS / 10) if self.links.has_unsent else seconds
+            with self._news:
+                if is_there is None or not is_there():
+                    self._news.wait(seconds)
+
+    def _listen(self) -> None:
+        """Take in what comes within a moment; run by the reader, over and over."""
+        frames = self.links.read(_LISTEN_SECONDS)
+        if frames or self.links.lost:
+            with self._news:
+                for frame in frames:
+                    self._take(frame)
+                self._news.notify_all()
+
+    def _take(self, frame: Frame) -> None:
+        _TAKERS[frame.type](self, frame.peer, frame.body)
+
+    def _take_data(self, peer: int, body: bytes) -> None:
+        head = Head.unpack(body)
+        name = (head.step, head.key)
+        if name in self._had:
+            return
+        if head.key.kind != "R":  # results and shared parameters may go more than once between two steps
+            self._had.add(name)
+        rest: Any = body[HEAD.size :]
+        if head.segment == BY_TORCH:  # posted at once, in the order of the sends
+            assert self._by_torch is not None
+            (tag,) = HEAD_OF_TAG.unpack(rest)
+            rest = self._by_torch.post(peer, tag, head.num_bytes)
+        if head.step >= self._step:
+            self._here[name] = (head, rest)
+        elif head.segment not in (INLINE, BY_TORCH):
+            self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
+
+    def _take_description(self, peer: int, body: bytes) -> None:
+        (number,) = HEAD_OF_DESCRIPTION.unpack_from(body)
+        self._descriptions[peer, number] = Description.from_json(body[HEAD_OF_DESCRIPTION.size :])
+
+    def _take_segment(self, peer: int, body: bytes) -> None:
+        number, num_bytes = HEAD_OF_SEGMENT.unpack(body)
+        self._incoming[peer].add(number, self.links.descriptor(peer), num_bytes)
+
+    def _take_json(self, peer: int, body: bytes) -> None:
+        name, thing = json.loads(body)
+        self._letters[peer, name] = thing
+
+    def _take_abort(self, peer: int, body: bytes) -> None:
+        step, name, message = json.loads(body)
+        self._failure = self._failure or (peer, step, name, message)
+
+    def _take_refusal(self, peer: int, body: bytes) -> None:
+        step, message = json.loads(body)
+        self._refusals[step] = f"lane {peer} could not begin: {message}"
+
+    def _take_goodbye(self, peer: int, _: bytes) -> None:
+        self.links.peers[peer].said_goodbye = True
+
+    def _take_board(self, peer: int, _: bytes) -> None:
+        self._letters[peer, "board"] = True
+
+    def _take_beat(self, peer: int, body: bytes) -> None:
+        self.num_beats[peer] = 0 if body == LAST_BEAT else self.num_beats[peer] + 1
+
+    def _take_ping(self, peer: int, body: bytes) -> None:
+        self.links.send(peer, PONG, body + str(time.monotonic_ns()).encode())
+
+    def _take_pong(self, peer: int, body: bytes) -> None:
+        sent, theirs = body.split(b",")
+        self._letters[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
+
+    def close(self) -> None:
+        """Say goodbye, and close everything."""
+        if self._aside is not None:
+            self._aside.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._tell_all(GOODBYE, b"")
+        for other, peer in self.links.peers.items():
+            with contextlib.suppress(LostError):
+                if peer.is_open and peer.unsent:
+                    self.links.drain(other, _WORD_SECONDS)
+        self.links.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+
+
+_TAKERS: dict[int, Callable[[DistributedTransport, int, bytes], None]] = {
+    DATA: DistributedTransport._take_data,
+    DESCRIPTION: DistributedTransport._take_description,
+    SEGMENT: DistributedTransport._take_segment,
+    JSON: DistributedTransport._take_json,
+    ABORT: DistributedTransport._take_abort,
+    REFUSAL: DistributedTransport._take_refusal,
+    GOODBYE: DistributedTransport._take_goodbye,
+    PING: DistributedTransport._take_ping,
+    PONG: DistributedTransport._take_pong,
+    BOARD: DistributedTransport._take_board,
+    BEAT: DistributedTransport._take_beat,
+}
+
+
+class _Aside:
+    """A thread that copies big values, so that the lane computes on."""
+
+    def __init__(self, send: Callable[[_Letter], None]) -> None:
+        self._tasks: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._send = send
+        self._thread = threading.Thread(target=self._work, name="penstock-send", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread."""
+        return threading.current_thread() is self._thread
+
+    def put(self, task: _Letter) -> None:
+        """Hand over one message."""
+        self._tasks.put(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if task.ready is not None:  # this thread has a stream of its own
+                    task.ready.synchronize()
+                self._send(task)
+            except LostError:
+                continue  # the lane itself finds out, and says so
+            finally:
+                del task
+
+    def close(self) -> None:
+        """End the thread when all is sent."""
+        self._tasks.put(None)
+        self._thread.join(timeout=5.0)
+
+
+class _Reader:
+    """A thread that listens to the others while the lane computes."""
+
+    def __init__(self, listen: Callable[[], None]) -> None:
+        self._listen, self._is_closed = listen, False
+        self._thread = threading.Thread(target=self._work, name="penstock-read", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._is_closed:
+            self._listen()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self._thread.join(timeout=5.0)

@@ -1,0 +1,75 @@
+"""pipedream, pipedream_2bw: asynchronous 1f1b, where weights change within the step (Narayanan et al., 2019, 2021).
+
+There is no flush: as soon as enough gradients are there a stage updates its weights (action U), and the
+forwards behind it use the new ones. A backward uses the version that its own forward used, so older
+versions stay stashed until then. Which version each action uses is part of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.schedule.actions import KIND_INDEX, MAX_MBS, Ints, Kind, decode
+from penstock.schedule.builders.ticks import Tick, from_ticks, one_f_one_b
+from penstock.schedule.counts import check_count, loop
+from penstock.schedule.schedule import Schedule
+
+
+def pipedream(*, lanes: int, micro_batches: int) -> Schedule:
+    """Update after every backward; a forward uses the newest weights, so lane s stashes lanes - s versions."""
+    schedule = _asynchronous("pipedream", lanes, micro_batches, update_every=1)
+    return _with_versions(schedule, lambda mb, updates_before: updates_before)
+
+
+def pipedream_2bw(*, lanes: int, micro_batches: int, update_every: int | None = None) -> Schedule:
+    """Update after every group of micro-batches; a group uses the version before the newest, so two are enough.
+
+    Args:
+        lanes: how many lanes.
+        micro_batches: how many micro-batches.
+        update_every: micro-batches in a group, at least as many as lanes (the default).
+    """
+    group = lanes if update_every is None else check_count("update_every", update_every, MAX_MBS)
+    if group < lanes:
+        raise ScheduleError(
+            "pipedream_2bw keeps two versions only where a group has as many micro-batches as lanes; "
+            f"update_every: {group}, {lanes} or more would do"
+        )
+    schedule = _asynchronous("pipedream_2bw", lanes, micro_batches, update_every=group)
+    return _with_versions(schedule, lambda mb, updates_before: np.maximum(mb // group - 1, 0))
+
+
+def _asynchronous(name: str, lanes: int, micro_batches: int, *, update_every: int) -> Schedule:
+    ticks: dict[Kind, Tick] = one_f_one_b(warm_up=lambda s, m: lanes - s)
+    plain = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)
+    # an update stands right behind the backward that completes its group (or the step)
+    with_all = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=_updates_after(ticks))
+    keep = []
+    for lane in with_all.lanes:
+        kind, _, mb = decode(lane.codes)
+        closes = ((mb + 1) % update_every == 0) | (mb == micro_batches - 1)
+        keep.append(type(lane)(lane.codes[(kind != KIND_INDEX[Kind.U]) | closes]))
+    return replace(plain, lanes=tuple(keep))
+
+
+def _updates_after(ticks: dict[Kind, Tick]) -> dict[Kind, Tick]:
+    return {Kind.B: ticks[Kind.B], Kind.U: ticks[Kind.B], Kind.F: ticks[Kind.F]}
+
+
+def _with_versions(schedule: Schedule, version_of: Callable[[Ints, Ints], Ints]) -> Schedule:
+    """Give every forward a version; a backward takes its forward's, an update makes the next."""
+    versions = []
+    for lane in schedule.lanes:
+        kind, _, mb = decode(lane.codes)
+        updates = np.cumsum(kind == KIND_INDEX[Kind.U], dtype=np.int32)
+        of_forward = np.zeros(schedule.num_mbs, dtype=np.int32)
+        forward = kind == KIND_INDEX[Kind.F]
+        of_forward[mb[forward]] = version_of(mb, updates)[forward]
+        used = np.where(kind == KIND_INDEX[Kind.U], updates, of_forward[mb]).astype(np.int32)
+        used.flags.writeable = False
+        versions.append(used)
+    return replace(schedule, versions=tuple(versions))

@@ -1,0 +1,225 @@
+"""Journal: what happens in a training, as lines of JSON in its folder."""
+
+# ruff: noqa: ARG002
+# (a callback is told more than it needs)
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.torchrun import attempt
+from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.slow_lane_warning import Slowness
+
+if TYPE_CHECKING:
+    from penstock.training.callbacks.progress import Summary
+    from penstock.training.trainer import Trainer
+
+__all__ = ["Journal", "Lines", "plain_json"]
+
+_NAME = "events.jsonl"
+_OWN = ("time", "event", "attempt")  # of a line, whatever else it tells
+
+
+class Journal(Callback):
+    """Writes `events.jsonl` into the run folder, by the first process.
+
+    A line is an object with `time` (seconds since 1970), `event`, `step` and `attempt` (how often torchrun has started
+    the processes anew), and what the event has to tell: `train_begin`, `log`, `evaluate`, `record`, `slow_lane`,
+    `save`, `fault`, `recover`, `train_end`. Numbers that are not finite are texts: "NaN", "Infinity", "-Infinity", as
+    `float()` reads them. A training that resumes adds to the file. When the disk is full lines are lost, with one
+    warning; the next one that can be written says how many, as `lost`.
+    """
+
+    def __init__(self) -> None:
+        self._lines: Lines | None = None
+        self._slowness = Slowness()
+        self._attempt = attempt()
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Write down what is about to be done."""
+        if not trainer.is_first:
+            return
+        self.close()
+        self._lines = Lines(trainer.folder.path / _NAME)
+        schedule = trainer.pipe.schedule
+        self._write(
+            "train_begin",
+            trainer.step,
+            plan={
+                "schedule": schedule.name,
+                "lanes": schedule.num_lanes,
+                "stages": schedule.num_stages,
+                "micro_batches": schedule.num_mbs,
+                "cuts": list(trainer.pipe.cuts),
+                "devices": [str(device) for device in trainer.pipe.devices],
+            },
+            steps=trainer.asked.steps,
+            resumed_from=trainer.step or None,
+        )
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Write the figures of a step."""
+        self._write("log", trainer.step, **figures)
+
+    def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Write what a validation found."""
+        self._write("evaluate", trainer.step, **figures)
+
+    def on_record(self, trainer: Trainer, page: Path) -> None:
+        """Write what a recorded step was like, and say once when a lane is slow."""
+        timeline = None if trainer.reading is None else trainer.reading.timeline
+        if self._lines is None or timeline is None:
+            return
+        self._write(
+            "record",
+            trainer.step,
+            page=_within(trainer, page),
+            makespan_seconds=timeline.step_seconds,
+            bubble=timeline.bubble,
+            lane_bubbles=list(timeline.lane_bubbles),
+        )
+        for words in self._slowness.look(timeline):
+            self._write("slow_lane", trainer.step, message=words)
+
+    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
+        """Write that a checkpoint is complete."""
+        self._write("save", step, folder=_within(trainer, folder))
+
+    def on_fault(self, trainer: Trainer, fault: Mapping[str, Any]) -> None:
+        """Write what went wrong."""
+        self._write("fault", trainer.step, **fault)
+
+    def on_recover(self, trainer: Trainer, step: int) -> None:
+        """Write where it goes on."""
+        self._write("recover", step)
+
+    def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
+        """Write how it ended."""
+        self._write(
+            "train_end",
+            summary.step,
+            status=summary.status,
+            steps=summary.steps,
+            loss=summary.loss,
+            validation_loss=summary.validation,
+            seconds=summary.seconds,
+            resumed_from=summary.resumed_from,
+            checkpoints=[_within(trainer, folder) for folder in summary.checkpoints],
+            failures=list(summary.failures),
+            skipped=list(summary.skipped),
+        )
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; for a training that ended with an error."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _write(self, event: str, step: int, /, **more: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+        if self._lines is not None:
+            head = {"time": round(time.time(), 3), "event": event, "step": step, "attempt": self._attempt}
+            self._lines.append(head | {name: value for name, value in more.items() if name not in _OWN})
+
+
+class Lines:
+    """A file of JSON lines that one process adds to, whole lines or none, and whose disk may be full.
+
+    Args:
+        path: of the file; it may have lines already, and the last of them may be half of one, of a process that died.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, -1
+        self._num_lost, self._has_warned = 0, False
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add a line, with one write: nothing waits for the disk. What cannot be written is lost."""
+        more = {"lost": self._num_lost} if self._num_lost else {}
+        data = (json.dumps(plain_json({**line, **more}), allow_nan=False) + "\n").encode()
+        try:
+            self._add(data)
+            self._num_lost = 0
+        except OSError as error:
+            self._num_lost += 1
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._path}: cannot be written: {error.strerror}; training goes on, and lines are lost until it "
+                    "can be. It is told once",
+                    stacklevel=4,
+                )
+
+    def _add(self, data: bytes) -> None:
+        if self._file < 0:
+            self._file = _open_whole(self._path)
+        end = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file, end)  # half a line would spoil the next one
+            raise
+
+    def close(self) -> None:
+        """Close the file; a line more opens it again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _open_whole(path: Path) -> int:
+    """Open a file to add to; what is left of a line that was never finished goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = size = os.fstat(file).st_size
+        while end and os.pread(file, 1, end - 1) != b"\n":
+            end -= 1
+        if end < size:
+            os.ftruncate(file, end)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - whatever a callback is told
+    """Return a value as JSON can hold it: numbers that are not finite, and what JSON does not know, become texts.
+
+    >>> plain_json({"loss": float("nan"), "lr": (0.1, float("-inf")), "page": Path("a/b")})
+    {'loss': 'NaN', 'lr': [0.1, '-Infinity'], 'page': 'a/b'}
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Real):  # also NumPy's
+        return int(value) if isinstance(value, Integral) else _plain_number(float(value))
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain_json(part) for part in value]
+    return str(value)
+
+
+def _plain_number(number: float) -> float | str:
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _within(trainer: Trainer, path: Path) -> str:
+    """Return a path as seen from the run folder, which may be moved."""
+    try:
+        return path.resolve().relative_to(trainer.folder.path.resolve()).as_posix()
+    except ValueError:
+        return str(path)

@@ -1,0 +1,96 @@
+"""TensorBoard: the figures of a training for TensorBoard; an extra."""
+
+# ruff: noqa: ARG002
+# (a callback is told more than it needs)
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.training.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from penstock.training.callbacks.progress import Summary
+    from penstock.training.trainer import Trainer
+
+__all__ = ["TensorBoard"]
+
+# what a figure of the log is called there: names before the stroke become groups of charts
+_NAMES = {
+    "loss": "train/loss",
+    "mean_loss": "train/mean_loss",
+    "gradient_norm": "train/gradient_norm",
+    "step_seconds": "speed/step_seconds",
+    "samples_per_second": "speed/samples_per_second",
+    "tokens_per_second": "speed/tokens_per_second",
+    "bubble": "pipeline/bubble",
+}
+
+
+class TensorBoard(Callback):
+    """Writes loss, learning rate, speed, bubble, memory of each lane and validation, by the first process.
+
+    They go to `tensorboard/` in the run folder: `tensorboard --logdir RUN/tensorboard` shows them. A training that
+    resumes takes the place of the steps that it runs again.
+
+    Args:
+        folder: another place for them.
+
+    Raises:
+        UsageError: when TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        if find_spec("tensorboard") is None:
+            raise UsageError("TensorBoard is not installed; pip install 'penstock[tensorboard]' does that")
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Open the file."""
+        if not trainer.is_first:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        folder = trainer.folder.path / "tensorboard" if self._folder is None else Path(self._folder)
+        self._writer = SummaryWriter(str(folder), purge_step=trainer.step + 1 if trainer.step else None)
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Write the figures of a step."""
+        for name, value in figures.items():
+            if name in _NAMES:
+                self._add(_NAMES[name], value, trainer.step)
+        for name, value in figures.get("metrics", {}).items():
+            self._add(f"train/{name}", value, trainer.step)
+        rates = figures.get("lr", ())
+        for number, rate in enumerate(rates if isinstance(rates, (list, tuple)) else [rates]):
+            self._add("train/lr" if not number else f"train/lr_{number}", rate, trainer.step)
+        for lane, size in enumerate(figures.get("lane_bytes", ())):
+            self._add(f"memory/lane_{lane}", size, trainer.step)
+
+    def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Write what a validation found."""
+        self._add("validation/loss", figures["validation_loss"], trainer.step)
+        for name, value in figures.get("metrics", {}).items():
+            self._add(f"validation/{name}", value, trainer.step)
+
+    def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; for a training that ended with an error."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)

@@ -1,0 +1,1 @@
+"""Resume: go on from a run folder."""

@@ -1,0 +1,170 @@
+"""Stepper: one update of the weights, from its batches to the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.pipeline.pipeline import Pipeline
+    from penstock.report.timeline import Timeline
+
+__all__ = ["Made", "Stepper", "mean_metrics"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the forwards and backwards of an update made, before the weights change.
+
+    Attributes:
+        loss: the mean of its batches.
+        gradient_norm: over all lanes, before clipping; None where the schedule updates weights within the step.
+        timeline: of its last batch, where it was recorded.
+        metrics: what the loss returns beside the loss, by name: the mean of its batches.
+    """
+
+    loss: float
+    gradient_norm: float | None
+    timeline: Timeline | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_finite_loss(self) -> bool:
+        """Whether the loss is a number."""
+        return math.isfinite(self.loss)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are numbers that weights can take."""
+        return self.has_finite_loss and (self.gradient_norm is None or math.isfinite(self.gradient_norm))
+
+
+class Stepper:
+    """Runs updates.
+
+    Args:
+        pipe: the pipeline.
+        optimizer: None where the schedule updates weights within the step.
+        schedulers: of the learning rate.
+        scaler: of losses of 16 bits: the pipeline's own.
+        clip: the most that the norm of all gradients may be.
+        accumulate: batches of an update.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
+        scaler: torch.amp.GradScaler | None, *, clip: float | None, accumulate: int,
+    ) -> None:  # fmt: skip
+        has_own = bool(pipe.optimizers)
+        name = pipe.schedule.name
+        if has_own and optimizer is not None:
+            raise UsageError(f"optimizer: {name} updates weights within the step, by pipe.optimizers; give None")
+        if has_own and (clip is not None or accumulate > 1 or scaler is not None):
+            raise UsageError(f"clip, accumulate, scaler: {name} updates weights within the step; leave them out")
+        if not has_own and not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer: give a torch.optim.Optimizer; given: {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("optimizer: LBFGS runs the model again within an update, which a pipeline's step does not")
+        if scaler is not None and scaler is not pipe.internals.scaler:
+            raise UsageError("scaler: give the one that the pipeline was given, or none: it is known from there")
+        self._pipe, self.optimizer, self.scaler = pipe, optimizer, pipe.internals.scaler
+        self._plateaus = [one for one in schedulers if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)]
+        self._schedulers = [one for one in schedulers if one not in self._plateaus]
+        self._clip, self.accumulate = clip, accumulate
+
+    @property
+    def has_plateau(self) -> bool:
+        """Whether a learning rate follows validation losses."""
+        return bool(self._plateaus)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All that change weights here."""
+        return list(self._pipe.optimizers.values()) if self.optimizer is None else [self.optimizer]
+
+    def run(self, batches: Sequence[tuple[Any, ...]], *, is_recorded: bool) -> Made:
+        """Run forward and backward of an update's batches, each (batch,) or (batch, target); clip the gradients."""
+        pipe, last, made, timeline = self._pipe, len(batches) - 1, [], None
+        for number, given in enumerate(batches):
+            with pipe.no_sync() if number < last else nullcontext():
+                if is_recorded and number == last:
+                    with pipe.record() as recording:
+                        made.append(pipe.step(*given, metrics=True))
+                    timeline = recording.timeline
+                else:
+                    made.append(pipe.step(*given, metrics=True))
+        losses, metrics = [loss for loss, _ in made], mean_metrics([(1, found) for _, found in made])
+        if self.optimizer is None:
+            return Made(_mean(losses), None, timeline, metrics)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if len(batches) > 1:
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(len(batches))
+        norm = pipe.clip_grad_norm_(math.inf if self._clip is None else self._clip)
+        return Made(_mean(losses), float(norm), timeline, metrics)
+
+    def update(self, before: Callable[[], None]) -> None:
+        """Change the weights, and then the learning rate; `before` is called first."""
+        before()
+        if self.optimizer is not None:
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        self.forget()
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def follow(self, loss: float) -> None:
+        """Let learning rates that follow validation losses know of one."""
+        for plateau in self._plateaus:
+            plateau.step(loss)
+
+    def drop(self) -> None:
+        """Make no update of what was run: drop the gradients, and what the scaler noted of them."""
+        if self.scaler is not None:
+            self.scaler.update()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        if self.optimizer is not None:
+            self._pipe.zero_grad()
+            self.optimizer.zero_grad()  # of the loss's own parameters too
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        """Return all that have gradients here: the pipeline's, and those of the loss that the optimizer has."""
+        others = [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {id(p): p for p in (*self._pipe.parameters(), *others)}.values()
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of all groups."""
+        return tuple(float(group["lr"]) for one in self.optimizers for group in one.param_groups if "lr" in group)
+
+
+def _mean(losses: Sequence[torch.Tensor]) -> float:
+    return math.fsum(float(loss) for loss in losses) / len(losses)
+
+
+def mean_metrics(found: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> dict[str, float]:
+    """Return the mean of each metric over the batches that have it, each batch by its weight.
+
+    >>> mean_metrics([(1, {"a": torch.tensor(1.0)}), (3, {"a": torch.tensor(2.0), "b": torch.tensor(4.0)})])
+    {'a': 1.75, 'b': 4.0}
+    """
+    means = {}
+    for name in dict.fromkeys(name for _, metrics in found for name in metrics):
+        rows = [(weight, float(metrics[name])) for weight, metrics in found if name in metrics]
+        means[name] = math.fsum(weight * value for weight, value in rows) / sum(weight for weight, _ in rows)
+    return means

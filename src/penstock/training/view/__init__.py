@@ -1,0 +1,1 @@
+"""View: a training as a terminal shows it."""

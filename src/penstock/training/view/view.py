@@ -1,0 +1,138 @@
+"""View: a callback that shows a training: a live picture in a terminal, plain lines elsewhere, a summary at the end."""
+
+# ruff: noqa: ARG002
+# (a callback is told more than it needs)
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.slow_lane_warning import Slowness
+from penstock.training.view.view_figures import Totals
+from penstock.training.view.view_lines import (
+    begin_line,
+    evaluate_line,
+    fault_line,
+    memory_kind,
+    recover_line,
+    save_line,
+    summary_lines,
+)
+from penstock.training.view.view_screen import Screen
+
+if TYPE_CHECKING:
+    from penstock.training.callbacks.progress import Reading, Summary
+    from penstock.training.trainer import Trainer
+
+__all__ = ["View"]
+
+
+class View(Callback):
+    """Shows a training in the first of its processes.
+
+    In a terminal a picture is drawn anew in its place: a bar with the time to go, the loss, samples or tokens a second,
+    the step's time, the measured bubble, the memory of each lane, and what the lanes did in the step recorded last.
+    Validations, checkpoints and faults are lines above it. Elsewhere, where NO_COLOR is set, and with `quiet` each log
+    is a line. A terminal that goes away ends nothing.
+
+    Args:
+        quiet: plain lines also in a terminal.
+        again: the command that goes on with the training, for the summary of one that ended early.
+        file: where to write; by default standard output.
+    """
+
+    def __init__(self, *, quiet: bool = False, again: str | None = None, file: TextIO | None = None) -> None:
+        self._quiet, self._again, self._file = quiet, again, file
+        self._screen: Screen | None = None
+        self._slowness = Slowness()
+        self._totals = Totals()
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Say what is trained, and open the picture."""
+        if not trainer.is_first:
+            return
+        self.close()
+        self._totals = Totals()
+        memory = memory_kind(trainer)
+        screen = Screen(trainer.asked.steps, step=trainer.step, memory=memory, quiet=self._quiet, file=self._file)
+        screen.line(begin_line(trainer), style="bold")
+        self._screen = screen.__enter__()
+
+    def on_step_end(self, trainer: Trainer, reading: Reading) -> None:
+        """Draw, if it is time to."""
+        if self._screen is None:
+            return
+        self._totals.add(reading)
+        self._screen.add(reading)
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Draw, or write a line."""
+        if self._screen is not None:
+            self._screen.log()
+
+    def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
+        """Say what the validation found."""
+        if self._screen is not None:
+            self._screen.picture.validation = figures["validation_loss"]
+            self._screen.line(evaluate_line(figures))
+
+    def on_record(self, trainer: Trainer, page: Path) -> None:
+        """Say once when a lane is slow."""
+        timeline = None if trainer.reading is None else trainer.reading.timeline
+        if self._screen is not None and timeline is not None:
+            for words in self._slowness.look(timeline):
+                self._screen.line(f"step {trainer.step}: {words}", style="yellow")
+
+    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
+        """Say where the checkpoint is."""
+        if self._screen is not None:
+            self._screen.line(save_line(step, folder))
+
+    def on_fault(self, trainer: Trainer, fault: Mapping[str, Any]) -> None:
+        """Say what went wrong; before an error that ends the training, leave the terminal as it was."""
+        if self._screen is None:
+            return
+        if fault.get("kind") == "error" or fault.get("policy") == "stop":
+            self._screen.close()
+        self._screen.line(fault_line(fault), style="bold red")
+
+    def on_recover(self, trainer: Trainer, step: int) -> None:
+        """Say where it goes on."""
+        if self._screen is not None:
+            self._screen.line(recover_line(step), style="yellow")
+
+    def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
+        """Say how it ended, and where everything is."""
+        if self._screen is None:
+            return
+        screen = self._screen
+        self.close()
+        events = trainer.folder.path / "events.jsonl"
+        lines = summary_lines(
+            summary,
+            first_loss=self._totals.first_loss,
+            speed=self._totals.speed_text,
+            events=events if events.exists() else None,
+            again=self._again,
+        )
+        screen.line(lines[0], style="bold green" if summary.is_done else "bold yellow")
+        for line in lines[1:]:
+            screen.line(line)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; for a training that ended with an error."""
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,154 @@
+"""Figures of a view: how fast a training goes now, and its loss in a line of bars."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.report.units import show_seconds
+
+if TYPE_CHECKING:
+    from penstock.training.callbacks.progress import Reading
+
+__all__ = ["Pace", "Spark", "Totals"]
+
+_RECENT = 20  # steps whose speed is that of now
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Pace:
+    """How fast a training goes: over its last steps, for one alone says little.
+
+    >>> from penstock.training.callbacks.progress import Reading
+    >>> pace = Pace()
+    >>> for step in (1, 2):
+    ...     pace.add(Reading(step, 10, 0, 1.0, 1.0, (0.1,), step / 10, 6, 60))
+    >>> round(pace.step_seconds, 3), round(pace.seconds_to_go, 3), pace.speed_text
+    (0.15, 1.2, '400 tokens/s')
+    """
+
+    def __init__(self, readings: Iterable[Reading] = ()) -> None:
+        self._recent: deque[Reading] = deque(maxlen=_RECENT)
+        for reading in readings:
+            self.add(reading)
+
+    def add(self, reading: Reading) -> None:
+        """Take a step in."""
+        if self._recent and reading.step <= self._recent[-1].step:
+            self._recent.clear()  # it was rewound
+        self._recent.append(reading)
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean of the last steps."""
+        return math.fsum(r.seconds for r in self._recent) / len(self._recent) if self._recent else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the last steps."""
+        return self._per_second(sum(reading.num_samples for reading in self._recent))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the last steps, where tokens are counted."""
+        counts = [reading.num_tokens for reading in self._recent]
+        return self._per_second(sum(filter(None, counts))) if counts and None not in counts else None
+
+    @property
+    def speed_text(self) -> str:
+        """Tokens a second, or samples where no tokens are counted."""
+        tokens = self.tokens_per_second
+        speed, what = (self.samples_per_second, "samples") if tokens is None else (tokens, "tokens")
+        return _speed(speed, what)
+
+    @property
+    def seconds_to_go(self) -> float | None:
+        """What is left, at the speed of now; None where nothing is known yet."""
+        if not self._recent:
+            return None
+        last = self._recent[-1]
+        return (last.steps - last.step) * self.step_seconds
+
+    def _per_second(self, count: int) -> float:
+        seconds = math.fsum(reading.seconds for reading in self._recent)
+        return count / seconds if seconds else 0.0
+
+
+class Totals:
+    """What all steps of this run came to.
+
+    Attributes:
+        first_loss: of the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.first_loss: float | None = None
+        self._num_steps, self._num_samples, self._num_tokens, self._seconds = 0, 0, 0, 0.0
+
+    def add(self, reading: Reading) -> None:
+        """Take a step in."""
+        if self.first_loss is None:
+            self.first_loss = reading.loss
+        self._num_steps += 1
+        self._num_samples += reading.num_samples
+        self._num_tokens += reading.num_tokens or 0
+        self._seconds += reading.seconds
+
+    @property
+    def speed_text(self) -> str:
+        """The speed over all steps; nothing where none was run."""
+        if not self._seconds:
+            return ""
+        count, what = (self._num_tokens, "tokens") if self._num_tokens else (self._num_samples, "samples")
+        seconds = show_seconds(self._seconds / self._num_steps, digits=3)
+        return f"{_speed(count / self._seconds, what)}, {seconds} a step"
+
+
+class Spark:
+    """A curve in a line of bars: all values so far, however many there are.
+
+    >>> spark = Spark(8)
+    >>> for value in (8, 7, 6, 5, 4, 3, 2, 1):
+    ...     spark.add(value)
+    >>> str(spark)
+    '█▇▆▅▄▃▂▁'
+
+    Args:
+        width: the most bars.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._bars: list[tuple[float, int]] = []  # the sum and the count of the values that a bar stands for
+        self._size = 1  # values of a bar
+
+    def add(self, value: float) -> None:
+        """Take a value in; what is not a number leaves no mark."""
+        if not math.isfinite(value):
+            return
+        if self._bars and self._bars[-1][1] < self._size:
+            total, count = self._bars[-1]
+            self._bars[-1] = (total + value, count + 1)
+            return
+        if len(self._bars) == self._width:  # two bars become one
+            halves = zip(self._bars[::2], self._bars[1::2], strict=False)
+            odd = self._bars[-1:] if self._width % 2 else []
+            self._bars = [(a + b, m + n) for (a, m), (b, n) in halves] + odd
+            self._size *= 2
+            self.add(value)
+            return
+        self._bars.append((value, 1))
+
+    def __str__(self) -> str:
+        means = [total / count for total, count in self._bars]
+        if len(means) < 2:
+            return ""
+        low, high = min(means), max(means)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _speed(speed: float, what: str) -> str:
+    return f"{speed:,.0f} {what}/s" if speed >= 100 else f"{speed:.3g} {what}/s"

@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine:  make demo  ·  make test
-# Both make their own virtual environment in .venv and are quick when nothing changed.
+# On a fresh machine, two commands are enough:  make demo  ·  make test
+# Both create the virtual environment .venv if necessary. They are quick if nothing has changed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,8 +9,8 @@ SAY := @printf '\033[1m%s\033[0m\n'
 .PHONY: help demo test test-all lint types tests browser docs images format clean
 .DEFAULT_GOAL := help
 
-help: ## show this
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.installed ## the main job: train a small GPT over two lanes, and see its timeline
 	@$(BIN)/penstock demo
@@ -18,35 +18,35 @@ demo: $(VENV)/.installed ## the main job: train a small GPT over two lanes, and 
 test: lint types tests ## all checks: lint, types, tests
 	$(SAY) "All checks passed."
 
-test-all: test ## the same, and thousands of random models (hours)
+test-all: test ## all checks and thousands of random models (hours)
 	$(SAY) "Random models"
 	@$(BIN)/python tests/fuzzing/run.py --cases 5000
 
-lint: $(VENV)/.installed-dev ## style, with ruff
+lint: $(VENV)/.installed-dev ## check the style with ruff
 	$(SAY) "Lint"
 	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --check .
 
-types: $(VENV)/.installed-dev ## types, strictly, with mypy
+types: $(VENV)/.installed-dev ## check the types with mypy (strict)
 	$(SAY) "Types"
 	@$(BIN)/mypy
 
-tests: $(VENV)/.installed-dev browser ## tests, on all cores
+tests: $(VENV)/.installed-dev browser ## run the tests on all cores
 	$(SAY) "Tests"
 	@$(BIN)/pytest -n auto --dist loadgroup -q
 
 browser: ## find or install Chromium, for the tests of the timeline page
 	@scripts/need_browser
 
-docs: $(VENV)/.installed-dev ## the site, in build/site; every warning is an error
+docs: $(VENV)/.installed-dev ## build the site in build/site; every warning is an error
 	$(SAY) "Site"
 	@$(BIN)/sphinx-build -q -W -n --keep-going -j auto -d build/doctrees -c docs . build/site
 	$(SAY) "Open build/site/docs/index.html"
 
-images: $(VENV)/.installed-dev browser ## the pictures of the README and the docs, anew
+images: $(VENV)/.installed-dev browser ## draw the pictures of the README and the docs again
 	@$(BIN)/python scripts/make_images
 
-format: $(VENV)/.installed-dev ## put the code into shape
+format: $(VENV)/.installed-dev ## format the code with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
@@ -55,15 +55,15 @@ clean: ## remove the virtual environment and caches
 
 $(BIN)/python:
 	@scripts/need_python $(PYTHON)
-	$(SAY) "Making the virtual environment $(VENV)"
+	$(SAY) "Creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(SAY) "Installing Penstock and what it needs into $(VENV) (a minute or two, once)"
+	$(SAY) "Installing Penstock and its dependencies into $(VENV) (one or two minutes, only once)"
 	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[hf]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(SAY) "Installing Penstock and its development tools into $(VENV) (a few minutes, once)"
+	$(SAY) "Installing Penstock and its development tools into $(VENV) (a few minutes, only once)"
 	@$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[dev,exact]'
 	@touch $@ $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""ResNet-50 in plain torch, with torchvision's names, so that its weights load here and these there."""
+"""ResNet-50 in plain torch. The names are those of torchvision, so weights can be exchanged in both directions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ResNet50"]
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, and a way round them."""
+    """Three convolutions with a skip connection around them."""
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's result."""
+        """Return the output of the block."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -32,7 +32,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """He et al. 2015, with the stride in the middle convolution, as everybody has it now."""
+    """He et al. 2015, with the stride in the middle convolution, as is common today."""
 
     def __init__(self, num_classes: int = 1000) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """ResNet-50 in two halves, without rewriting it.
 
     python examples/resnet50_halves.py                  # cut where both halves take the same time
-    python examples/resnet50_halves.py --cut layer3     # cut where the tutorials cut by hand
+    python examples/resnet50_halves.py --cut layer3     # cut where tutorials cut by hand
 
-The usual recipe makes a subclass that moves `conv1` … `layer2` to one device and `layer3` … `fc` to another, and writes
-`forward` anew so that one half works on a micro-batch while the other works on the next. Here the model stays as it is:
-Penstock finds the cut, runs the halves, and the backward too. On a machine with two GPUs it uses both; else two lanes
-of the CPU, with half of its cores each.
+The usual recipe is a subclass that moves `conv1` … `layer2` to one device and `layer3` … `fc` to another. It also needs
+a new `forward`, in which one half works on one micro-batch while the other half works on the next. Here the model stays
+unchanged: Penstock finds the cut and runs the forward and the backward of both halves. On a machine with two GPUs it
+uses both. Otherwise it uses two lanes on the CPU, each with half of the cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resnet import ResNet50
 
 
 def main() -> None:
-    """Say how the model is cut, then time a step in two halves beside one of the plain model."""
+    """Show how the model is cut. Then time a step in two halves and a step of the plain model."""
     options = read_options()
     torch.manual_seed(0)
     model, loss_of = ResNet50(), nn.CrossEntropyLoss()
@@ -47,7 +47,7 @@ def main() -> None:
         pieces = list(zip(images.chunk(options.micro_batches), labels.chunk(options.micro_batches), strict=True))
 
         def step_plain() -> Tensor:
-            """Train a step in micro-batches: batch norm sees each by itself, in a pipeline as here."""
+            """Train a step in micro-batches. As in a pipeline, batch norm sees one micro-batch at a time."""
             total = torch.zeros(())
             for x, y in pieces:
                 loss = loss_of(plain(x.to(device)), y.to(device)) * (len(x) / len(images))
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def train(step: Callable[[], Tensor], parameters: Iterable[nn.Parameter], count: int) -> tuple[list[float], float]:
-    """Train some steps; return their losses, and the seconds of the middle one."""
+    """Train `count` steps; return their losses and the median seconds of a step."""
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     optimizer.zero_grad()
     losses, seconds = [], []
@@ -87,15 +87,15 @@ def train(step: Callable[[], Tensor], parameters: Iterable[nn.Parameter], count:
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the command-line options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--size", type=int, default=64, help="pixels of an image's side; 224 is usual")
+    parser.add_argument("--size", type=int, default=64, help="width and height of an image in pixels; 224 is usual")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--cut", help="the module before which to cut, as layer3; by default Penstock chooses")
-    parser.add_argument("--html", help="where to put the timeline of a step")
+    parser.add_argument("--cut", help="cut before this module, for example layer3; by default Penstock chooses")
+    parser.add_argument("--html", help="write the timeline of a step to this file")
     return parser.parse_args()
 
 

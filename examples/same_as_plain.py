@@ -1,10 +1,10 @@
-"""Does a pipeline train to the same validation loss as a plain loop? Seed by seed, the same GPT both ways.
+"""Does a pipeline train to the same validation loss as a plain loop? Train the same GPT both ways, for several seeds.
 
-    python examples/same_as_plain.py                            # two lanes, a thread each, beside a plain loop
-    torchrun --nproc-per-node 2 examples/same_as_plain.py       # two lanes, a process each
+    python examples/same_as_plain.py                            # two lanes, one thread each, and a plain loop
+    torchrun --nproc-per-node 2 examples/same_as_plain.py       # two lanes, one process each
 
-The plain loop is a plain loop: one model, one device, nothing of Penstock's. Both start from the same weights and see
-the same batches; in float64 (`--dtype float32` for the other) what is left between them is rounding.
+The plain loop uses one model, one device and nothing of Penstock. Both start from the same weights and see the same
+batches. In float64, the remaining difference is rounding. `--dtype float32` trains in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH_SIZE, LENGTH, RATE = 32, 32, 4e-3
 
 
 class Batches:
-    """So many batches of a text's pieces, drawn by a generator of their own: each time anew, always the same."""
+    """`count` batches of pieces of a text. They come from a new generator each time, so they are always the same."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed, self.text = count, seed, load_text()
@@ -34,7 +34,7 @@ class Batches:
 
 
 def make_model(seed: int, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the GPT with weights that follow from the seed."""
+    """Return the GPT, with weights drawn from this seed."""
     torch.manual_seed(seed)
     return make_gpt(len(load_text().characters), length=LENGTH).to(dtype)
 
@@ -56,7 +56,7 @@ def train_plain(seed: int, steps: int, dtype: torch.dtype) -> float:
 
 
 def train_in_lanes(seed: int, steps: int, dtype: torch.dtype, schedule: str, folder: str) -> float:
-    """Train the same in a pipeline of two lanes; return the validation loss."""
+    """Train the same model in a pipeline of two lanes; return the validation loss."""
     batches = Batches(steps, seed)
     model = make_model(seed, dtype)
     with penstock.Pipeline(
@@ -80,14 +80,14 @@ def train_in_lanes(seed: int, steps: int, dtype: torch.dtype, schedule: str, fol
 
 
 def validation_of(seed: int) -> Batches:
-    """Return batches that the training has not drawn."""
+    """Return batches that the training does not use."""
     return Batches(4, seed + 1_000_000)
 
 
 def main() -> None:
     """Train both ways for each seed; print the losses side by side."""
     options = read_options()
-    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks for all
+    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun, only one process prints
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
     if is_first:
@@ -102,13 +102,13 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the command-line options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--schedule", default="1f1b", help="a schedule's name: penstock simulate --list")
+    parser.add_argument("--schedule", default="1f1b", help="name of a schedule; penstock simulate --list shows all")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
-    parser.add_argument("--folder", default="same-as-plain", help="where the runs go, one for each seed")
+    parser.add_argument("--folder", default="same-as-plain", help="folder for the run folders, one per seed")
     return parser.parse_args()
 
 

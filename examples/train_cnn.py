@@ -1,11 +1,11 @@
-"""Train the small CNN of many tutorials in a pipeline, on CIFAR-10 or on scikit-learn's digits.
+"""Train the small CNN of many tutorials in a pipeline, on CIFAR-10 or on the digits of scikit-learn.
 
-    python examples/train_cnn.py                                # digits, drawn as CIFAR-10's 3 × 32 × 32 pixels
+    python examples/train_cnn.py                                # digits, as images of 3 × 32 × 32 like CIFAR-10
     python examples/train_cnn.py --data cifar-10-batches-bin    # CIFAR-10, from its binary version
-    torchrun --nproc-per-node 2 examples/train_cnn.py           # a process a lane instead of a thread
+    torchrun --nproc-per-node 2 examples/train_cnn.py           # one process per lane instead of one thread
 
 CIFAR-10 comes as "python version" and as "binary version" (https://www.cs.toronto.edu/~kriz/cifar.html). The python
-version is made of pickles, and reading a pickle can run any code; so this reads the binary version, and only that.
+version consists of pickles, and reading a pickle can run any code. So this script reads only the binary version.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 
-RECORD_BYTES = 1 + 3 * 32 * 32  # a label, and the pixels
+RECORD_BYTES = 1 + 3 * 32 * 32  # one label and the pixels
 
 
 class CNN(nn.Module):
-    """Two convolutions and two linear layers, as the tutorials write them: nothing here knows of stages."""
+    """Two convolutions and two linear layers, as in the tutorials. Nothing here depends on stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class CNN(nn.Module):
 
 
 def main() -> None:
-    """Train, and say after each epoch how much of the rest is told right."""
+    """Train, and print the accuracy on the test images after each epoch."""
     options = read_options()
-    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks for all
+    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun, only one process prints
     torch.manual_seed(0)  # in every process: the same weights and the same batches
     train, test = load_cifar(options.data) if options.data else load_digits()
     loader = DataLoader(train, batch_size=options.batch_size, shuffle=True)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def share_right(pipe: penstock.Pipeline, test: TensorDataset) -> float:
-    """Return the share of images whose class gets the highest score."""
+    """Return the share of test images whose class has the highest score."""
     pipe.eval()
     right = sum(int((pipe.forward(images).argmax(1) == labels).sum()) for images, labels in DataLoader(test, 250))
     pipe.train()
@@ -80,7 +80,7 @@ def share_right(pipe: penstock.Pipeline, test: TensorDataset) -> float:
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, as if they were CIFAR-10's pictures."""
+    """Return scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, in the format of CIFAR-10 images."""
     try:
         from sklearn import datasets
     except ModuleNotFoundError:
@@ -95,7 +95,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """Return CIFAR-10's pictures from a folder of its binary version."""
+    """Return the images of CIFAR-10, from a folder with its binary version."""
     batches = sorted(folder.glob("data_batch_*.bin"))
     missing = [name for name in ("data_batch_1.bin", "test_batch.bin") if not (folder / name).is_file()]
     if missing:
@@ -107,7 +107,7 @@ def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 
 
 def read_records(paths: list[Path]) -> TensorDataset:
-    """Return the pictures of some files, from -1 to 1, and their classes."""
+    """Return the images in these files, scaled to -1 … 1, and their classes."""
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, contents, strict=True):
         if not content or len(content) % RECORD_BYTES:
@@ -122,11 +122,11 @@ def read_records(paths: list[Path]) -> TensorDataset:
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the command-line options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a folder with CIFAR-10's data_batch_*.bin and test_batch.bin")
+    parser.add_argument("--data", type=Path, help="folder with data_batch_*.bin and test_batch.bin of CIFAR-10")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of an epoch; by default all of its batches")
+    parser.add_argument("--steps", type=int, help="steps per epoch; by default one for each batch")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.02)
     return parser.parse_args()

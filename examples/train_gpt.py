@@ -1,9 +1,9 @@
-"""Train a small GPT in a pipeline, in a loop of one's own.
+"""Train a small GPT in a pipeline, in your own training loop.
 
-    python examples/train_gpt.py                         # two lanes, a thread each
-    torchrun --nproc-per-node 2 examples/train_gpt.py    # two lanes, a process each
+    python examples/train_gpt.py                         # two lanes, one thread each
+    torchrun --nproc-per-node 2 examples/train_gpt.py    # two lanes, one process each
 
-Both print the same losses. `--html step.html` writes the timeline of the last step, measured beside predicted.
+Both print the same losses. `--html step.html` writes the timeline of the last step, measured and predicted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 import penstock
 from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
 
-BATCH_SIZE, LENGTH = 32, 32  # samples of a step, and characters of a sample
-PROMPT = "The wheel does not care how much"  # as long as a sample
+BATCH_SIZE, LENGTH = 32, 32  # samples per step, and characters per sample
+PROMPT = "The wheel does not care how much"  # as long as one sample
 
 
 def main() -> None:
-    """Train, say how it goes, and let the model write."""
+    """Train, print the progress, and let the model write text."""
     options = read_options()
-    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process speaks for all
-    torch.set_num_threads(1)  # a thread for each lane: matrices as small as these are not worth more
-    torch.manual_seed(options.seed)  # in every process: all must start from the same weights
+    is_first = int(os.environ.get("RANK", "0")) == 0  # under torchrun, only one process prints
+    torch.set_num_threads(1)  # one thread per lane; more do not help with matrices this small
+    torch.manual_seed(options.seed)  # in every process, because all must start from the same weights
     random = torch.Generator().manual_seed(options.seed)
 
     text = load_text()
-    model = make_gpt(len(text.characters), length=LENGTH)  # plain torch, it knows of no pipeline
+    model = make_gpt(len(text.characters), length=LENGTH)  # plain torch, independent of pipelines
     batch, target = text.batch(BATCH_SIZE, LENGTH, random)
 
     with penstock.Pipeline(
@@ -44,7 +44,7 @@ def main() -> None:
         start = time.perf_counter()
         for step in range(1, options.steps + 1):
             loss = pipe.step(batch, target)  # forward and backward of all micro-batches
-            pipe.clip_grad_norm_(1.0)  # over all stages
+            pipe.clip_grad_norm_(1.0)  # the norm over all stages
             optimizer.step()
             optimizer.zero_grad()
             rate.step()
@@ -67,14 +67,14 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the command-line options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--schedule", default="1f1b", help="a schedule's name: penstock simulate --list")
+    parser.add_argument("--schedule", default="1f1b", help="name of a schedule; penstock simulate --list shows all")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--characters", type=int, default=200, help="to write at the end")
+    parser.add_argument("--characters", type=int, default=200, help="length of the text written at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--html", help="where to put the timeline of the last step")
+    parser.add_argument("--html", help="write the timeline of the last step to this file")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Train a GPT in two processes and write the page of one measured step: the median of eleven, by its time.
+"""Train a GPT in two processes, measure eleven steps, and write the page of the step with the median time.
 
 torchrun --standalone --nproc-per-node 2 scripts/measured_step.py PAGE
 """
@@ -17,8 +17,8 @@ BATCH_SIZE, LENGTH, STEPS = 32, 64, 11
 
 
 def main(path: str) -> None:
-    """Train, record eleven steps, and keep the one in the middle."""
-    torch.set_num_threads(1)  # a core for each process
+    """Train, record eleven steps, and write the page of the step with the median time."""
+    torch.set_num_threads(1)  # one core per process
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
     text = load_text()

@@ -1,6 +1,6 @@
-"""The pictures of docs/concepts.md: simulated steps, drawn as SVG that reads on light and on dark pages.
+"""Draw the pictures of docs/concepts.md: simulated steps, as SVG that is readable on light and on dark pages.
 
-`scripts/make_images` writes them; a test holds what is in docs/images against what the simulator says today.
+`scripts/make_images` writes them. A test compares docs/images with new drawings of the current simulator.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from html import escape
 import penstock
 from penstock.schedules import Kind
 
-WIDTH, LABEL, RIGHT = 760, 54, 84  # pixels: the picture, the names of lanes, and what stands behind the lanes
+WIDTH, LABEL, RIGHT = 760, 54, 84  # in pixels: the picture, the lane names on the left, the text on the right
 LANE, GAP, TITLE, FOOT, MEMORY = 22, 4, 26, 14, 58
-INK = "#727c8e"  # a grey that can be read on white and on black
+INK = "#727c8e"  # a grey that is readable on white and on black
 COLOURS = {
     Kind.F: "#4b7fe0",
     Kind.B: "#f0894a",
@@ -22,7 +22,7 @@ COLOURS = {
     Kind.W: "#46b08c",
     Kind.RECOMPUTE: "#6fb7e8",
 }
-SECOND = {Kind.F: "#9dbdf5", Kind.B: "#f8c19d", Kind.I: "#f8d79b", Kind.W: "#9fd8c4"}  # of a lane's second stage
+SECOND = {Kind.F: "#9dbdf5", Kind.B: "#f8c19d", Kind.I: "#f8d79b", Kind.W: "#9fd8c4"}  # for the second stage of a lane
 SENDS = {Kind.SEND_F: "#2c56a8", Kind.SEND_B: "#bf5a1c"}
 WORDS = {
     Kind.F: "F forward",
@@ -37,23 +37,23 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline of a picture: its title, and what to show beside the lanes."""
+    """One timeline of a picture: its title, and what to show with the lanes."""
 
     title: str
     timeline: penstock.Timeline
-    behind: tuple[str, ...] = ()  # a word behind each lane
-    has_memory: bool = False  # a curve of what the first lane holds
-    has_spans: bool = False  # brackets: the makespan, and the longest lane span
+    behind: tuple[str, ...] = ()  # a text to the right of each lane
+    has_memory: bool = False  # a curve of the memory of the first lane
+    has_spans: bool = False  # brackets for the makespan and the longest lane span
 
     @property
     def height(self) -> int:
-        """How many pixels it takes."""
+        """The height of the panel in pixels."""
         lanes = self.timeline.num_lanes * (LANE + GAP)
         return TITLE + lanes + FOOT + MEMORY * self.has_memory + 40 * self.has_spans
 
 
 def draw(panels: list[Panel]) -> str:
-    """Return a picture of some timelines, one below the other, on one scale of time."""
+    """Return a picture of these timelines, one below the other, with one time scale."""
     longest = max(panel.timeline.step_seconds for panel in panels)
     scale = (WIDTH - LABEL - RIGHT) / longest
     height = sum(panel.height for panel in panels) + 24
@@ -112,10 +112,10 @@ def _draw_span(span: object, x: float, wide: float, y: float, num_lanes: int) ->
 
 
 def _draw_memory(panel: Panel, top: float, scale: float, most: float) -> list[str]:
-    """Draw what lane 0 holds over time, as stairs."""
+    """Draw the memory of lane 0 over time, as a step curve."""
     memory, high = panel.timeline.memory[0], MEMORY - 22
     points, last = [f"{LABEL},{top + high:.1f}"], 0.0
-    steps = dict(zip(memory.seconds.tolist(), memory.held_bytes.tolist(), strict=True))  # the last of each moment
+    steps = dict(zip(memory.seconds.tolist(), memory.held_bytes.tolist(), strict=True))  # the last value of each moment
     for second, held in steps.items():
         x = LABEL + second * scale
         points += [f"{x:.1f},{top + high - last / most * high:.1f}", f"{x:.1f},{top + high - held / most * high:.1f}"]
@@ -167,7 +167,7 @@ def _text(x: float, y: float, text: str, *, weight: int = 400) -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" font-weight="{weight}" fill="{INK}">{escape(text)}</text>'
 
 
-# ---- what is drawn
+# ---- the pictures
 
 
 def _run(
@@ -191,7 +191,7 @@ def micro_batches() -> list[Panel]:
 
 
 def orders() -> list[Panel]:
-    """Show that the order decides what a lane must hold."""
+    """Show that the order of actions determines what a lane must hold."""
     found = {name: _run(name) for name in ("gpipe", "1f1b")}
     return [
         Panel(_told(name, line), line, behind=tuple(f"holds {held}" for held in line.peak_saved))
@@ -200,12 +200,12 @@ def orders() -> list[Panel]:
 
 
 def split_backward() -> list[Panel]:
-    """Show what splitting the backward wins."""
+    """Show what splitting the backward gains."""
     return [Panel(_told(name, line := _run(name)), line) for name in ("1f1b", "zb_h1")]
 
 
 def two_stages() -> list[Panel]:
-    """Show two stages a lane, of half the cost each."""
+    """Show two stages per lane, each with half the cost."""
     half = penstock.Costs(forward=0.5, backward=1.0)
     return [Panel(_told(name, line := _run(name, costs=half)), line) for name in ("interleaved_1f1b", "zb_v")]
 
@@ -221,7 +221,7 @@ def uneven() -> list[Panel]:
 
 
 def transfers() -> list[Panel]:
-    """Show values that take their time from lane to lane."""
+    """Show transfers between lanes that take time."""
     costs = penstock.Costs(forward=1.0, backward=2.0, transfer=0.5)
     free, slow = _run("1f1b"), _run("1f1b", costs=costs)
     return [
@@ -231,7 +231,7 @@ def transfers() -> list[Panel]:
 
 
 def keep() -> list[Panel]:
-    """Show what recompute takes and what it saves."""
+    """Show the time that recompute costs and the memory that it saves."""
     costs = penstock.Costs(forward=1.0, backward=2.0, saved_bytes=10.0, input_bytes=1.0)
     hold, again = (_run("1f1b", costs=costs, keep=policy) for policy in ("hold", "recompute"))
     return [
@@ -241,7 +241,7 @@ def keep() -> list[Panel]:
 
 
 def two_bubbles() -> list[Panel]:
-    """Show the two ways of counting idle time."""
+    """Show the two ways to count idle time."""
     line = _run("zb_h2", micro_batches=8)
     return [Panel("zb_h2", line, has_spans=True)]
 

@@ -1,9 +1,10 @@
-"""How far `auto` is from the best named schedule, and from a proven optimum, over random uneven cases.
+"""Compare `auto` with the best named schedule and with a proven optimum, on random uneven cases.
 
     .venv/bin/python benchmarks/auto/run.py [--quick]
 
-For every case: the step of 1f1b, of the best named schedule that fits the memory limit, of `auto` (weights once, so
-that the proof is about the same placement), the exact solver's best and its proven bound. Ratios are over the bound.
+For every case, the table shows the step time of 1f1b, of the best named schedule that fits the memory limit, of `auto`
+(one copy of the weights, so that the proof is about the same placement) and of the exact solver's best schedule, and
+the proven bound. Ratios are divided by the bound.
 """
 
 import statistics
@@ -23,7 +24,7 @@ TIME_LIMIT_SECONDS = 30.0
 
 
 def case(lanes: int, seed: int, spread: float) -> tuple[Costs, float]:
-    """Return costs and a memory limit, from plenty to tight; a large spread lets the slowest lane decide."""
+    """Return costs and a memory limit, from large to small. With a large spread, the slowest lane is the bottleneck."""
     rng = np.random.default_rng(seed)
     column = rng.uniform(1 - spread, 1 + spread, (3, lanes)).round(2)
     saved = rng.uniform(1.5 * (1 - spread), 1.5 * (1 + spread), lanes).round(2)
@@ -40,8 +41,8 @@ def case(lanes: int, seed: int, spread: float) -> tuple[Costs, float]:
 
 def main() -> None:
     seeds = range(1 if "--quick" in sys.argv else 4)
-    print("| lanes × micro-batches | spread | limit | 1f1b | best named that fits | auto | exact | ", end="")
-    print("proven bound | auto / bound | auto s |")
+    print("| lanes × micro-batches | spread | limit | 1f1b | best named schedule that fits | auto | exact | ", end="")
+    print("proven bound | auto ÷ bound | auto s |")
     print("|---" * 10 + "|")
     ratios = []
     for lanes, mbs in SIZES:
@@ -68,8 +69,8 @@ def main() -> None:
                 flush=True,
             )
     num_optimal = sum(ratio < 1 + 1e-9 for ratio in ratios)
-    print(f"\nauto over the proven bound: median {statistics.median(ratios):.4f}, worst {max(ratios):.4f}; ", end="")
-    print(f"as short as the bound in {num_optimal} of {len(ratios)} cases")
+    print(f"\nauto ÷ proven bound: median {statistics.median(ratios):.4f}, worst {max(ratios):.4f}; ", end="")
+    print(f"equal to the bound in {num_optimal} of {len(ratios)} cases")
 
 
 def show(best: str, named: dict[str, float]) -> str:
@@ -77,7 +78,7 @@ def show(best: str, named: dict[str, float]) -> str:
 
 
 def fitting(name: str, lanes: int, mbs: int, costs: Costs, limit: float) -> float | None:
-    """Return a named schedule's step, or None where it does not fit."""
+    """Return the step time of a named schedule, or None if the schedule does not fit."""
     try:
         schedule = schedules.build(name, lanes=lanes, micro_batches=mbs, costs=costs, memory_limit=limit)
     except PenstockError:

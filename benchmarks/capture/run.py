@@ -1,10 +1,10 @@
-"""What does it cost to run a model as stages, by export and by replay, over the plain model? And to capture it?
+"""Measure what it costs to capture a model and to run it as stages, by export and by replay.
 
     .venv/bin/python benchmarks/capture/run.py [--rounds 9] [--stages 4]
 
-Forward and backward of one micro-batch, all stages one after the other in one process, against the same call of the
-plain model; in each round all of them are timed in turn, so that a busy machine is busy for all. Medians, and from the
-lowest to the highest round in brackets.
+The script times forward and backward of one micro-batch, with all stages one after the other in one process. It
+compares this with the same call of the plain model. Each round times all contenders in turn, so that load on the
+machine affects all of them. Figures are medians; brackets show the lowest and the highest round.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, 1 thread, {given.stages} stages, medians of {given.rounds} rounds", end="\n\n")
-    print("| model | plain step | export: capture | step over plain", end=" ")
-    print("| replay: capture | step over plain | replay adds, a stage |")
+    print("| model | plain step | export: capture | step ÷ plain", end=" ")
+    print("| replay: capture | step ÷ plain | replay adds, per stage |")
     print("|---|---|---|---|---|---|---|")
     for name in MODELS:
         print(compare(name, given.stages, given.rounds), flush=True)

@@ -1,4 +1,4 @@
-"""How long does a save stop the training? Ours beside torch.distributed.checkpoint's save and async_save.
+"""Measure how long a save stops the training; compare with save and async_save of torch.distributed.checkpoint.
 
 python benchmarks/checkpoint/run.py --millions 4 --rounds 5
 """
@@ -33,14 +33,14 @@ from penstock.checkpoint.tensor_shards import bytes_of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--millions", type=float, default=16, help="parameters; AdamW holds three tensors of each")
-    parser.add_argument("--width", type=int, default=512, help="of each of its layers: how large tensors are")
+    parser.add_argument("--millions", type=float, default=16, help="millions of parameters; AdamW triples that")
+    parser.add_argument("--width", type=int, default=512, help="width of each layer, and so the size of the tensors")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; by default that of temporary files")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to test; by default a temporary folder")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    # async_save wants a group, also of one
+    # async_save needs a process group, even with one process
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     count = max(2, round(options.millions * 1e6 / options.width**2))
     model = nn.Sequential(*(nn.Linear(options.width, options.width) for _ in range(count)))
@@ -68,7 +68,7 @@ def main() -> None:
 def measure(
     pipe: penstock.Pipeline, model: nn.Module, optimizer: Optimizer, folder: Path, options: argparse.Namespace
 ) -> tuple[dict[str, list[float]], int]:
-    """Return the seconds of each kind, round by round: all kinds in turn, so that none has the quiet minutes."""
+    """Return the seconds of each kind in each round. Kinds run in turn, so that load on the machine affects all."""
     tensors = [*pipe.state_dict().values()]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     places = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
@@ -83,21 +83,21 @@ def measure(
             for place, tensor in zip(places, tensors, strict=True):
                 place.copy_(tensor, non_blocking=True)
             synchronize(options.device)
-            note("the copy alone", begin)
+            note("only the copy", begin)
             begin = time.perf_counter()
             for place in places:
                 xxhash.xxh3_128_digest(bytes_of(place))
-            note("hashing alone", begin)
+            note("only hashing", begin)
             begin = time.perf_counter()
             checkpoints.save(number)
-            note("ours: save() returns", begin)
+            note("Penstock: save() returns", begin)
             checkpoints.wait()
-            note("ours: on the disk", begin)
+            note("Penstock: on disk", begin)
             with without_checksums():
                 begin = time.perf_counter()
                 checkpoints.save(1000 + number)
                 checkpoints.wait()
-                note("ours: on the disk, if there were no checksums of tensors", begin)
+                note("Penstock: on disk, without checksums of tensors", begin)
             begin = time.perf_counter()
             save_plainly(model, optimizer, folder / f"dcp {number}")
             note("torch: save()", begin)
@@ -105,7 +105,7 @@ def measure(
             waiting = save_asynchronously(model, optimizer, folder / f"async {number}")
             note("torch: async_save() returns", begin)
             waiting.result()
-            note("torch: async_save on the disk", begin)
+            note("torch: async_save on disk", begin)
             for path in folder.iterdir():
                 if path.name != "ours":
                     shutil.rmtree(path)
@@ -150,13 +150,13 @@ def synchronize(device: str) -> None:
 def show(rows: dict[str, list[float]], num_bytes: int, options: argparse.Namespace) -> None:
     print(f"{num_bytes / 2**20:.0f} MiB on {options.device}, {options.rounds} rounds, torch {torch.__version__}, "
           f"{platform.machine()}, {torch.get_num_threads()} threads\n")  # fmt: skip
-    print("| | ms | spread | of the copy |\n|---|---|---|---|")
-    copy = statistics.median(rows["the copy alone"])
+    print("| | ms | lowest–highest | ÷ copy |\n|---|---|---|---|")
+    copy = statistics.median(rows["only the copy"])
     for name, times in rows.items():
         middle = statistics.median(times)
         print(f"| {name} | {middle * 1e3:.1f} | {min(times) * 1e3:.1f}–{max(times) * 1e3:.1f} | {middle / copy:.2f} |")
-    bare = rows["ours: on the disk, if there were no checksums of tensors"]
-    shares = [a / b - 1 for a, b in zip(rows["ours: on the disk"], bare, strict=True)]
+    bare = rows["Penstock: on disk, without checksums of tensors"]
+    shares = [a / b - 1 for a, b in zip(rows["Penstock: on disk"], bare, strict=True)]
     spread = f"{min(shares):+.1%} to {max(shares):+.1%}"
     print(f"\nChecksums make a save longer by {statistics.median(shares):+.1%} ({spread}).")
 

@@ -1,4 +1,4 @@
-"""Run a model and what was made of it on the same batch under the same seed, and say what differs."""
+"""Run a model and its captured form on the same batch with the same seed, and report the differences."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with; `dim` is the dimension of its samples."""
+    """The arguments of a call; `dim` is the dimension of the samples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dim: int = 0
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with every tensor changed."""
+        """Return a batch in which `change` was applied to every tensor."""
         return Batch(tuple(_mapped(x, change) for x in self.args), _mapped(self.kwargs, change), self.dim)
 
     def tensors(self) -> list[Tensor]:
@@ -51,24 +51,24 @@ class Batch:
         return found
 
     def rows(self, size: int, rows: Sequence[int]) -> Batch:
-        """Return some rows of a batch of a size."""
+        """Return these rows of a batch with `size` samples."""
         index = torch.tensor(list(rows))
         return self.mapped(
             lambda x: x.index_select(self.dim, index) if x.ndim > self.dim and x.shape[self.dim] == size else x
         )
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """Return a copy with every float in a precision."""
+        """Return a copy; floating-point tensors get the given dtype."""
         return self.mapped(lambda x: x.to(dtype) if x.is_floating_point() else x.clone())
 
     def resized(self, old: int, new: int) -> Batch:
-        """Return a batch of another size: rows are left out, or come again."""
+        """Return a batch of another size: it drops rows or repeats them."""
         return self.rows(old, [row % old for row in range(new)])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward and backward left behind."""
+    """The results of one forward and backward."""
 
     shape: str
     own_loss: str
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def as_batch(example: Any, dim: int = 0) -> Batch:  # noqa: ANN401
-    """Return an example in one form, whichever it came in."""
+    """Return a tensor, a tuple or a dict as a Batch."""
     if isinstance(example, dict):
         return Batch((), dict(example), dim)
     return Batch(example if isinstance(example, tuple) else (example,), {}, dim)
@@ -114,7 +114,7 @@ def tensors_of(x: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Te
 
 
 def shape_of(x: Any) -> str:  # noqa: ANN401
-    """Return what a structure is made of: its types and keys, and the values that are no tensors."""
+    """Return a text with the types and keys of a structure and its values that are not tensors."""
     if isinstance(x, Tensor):
         return "tensor"
     name = type(x).__name__
@@ -136,7 +136,7 @@ def own_loss(out: Any) -> str:  # noqa: ANN401
 
 
 def weighted(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a weighted sum of all that has a gradient, so that no gradient is zero by chance."""
+    """Return a weighted sum of all tensors that have a gradient, so that no gradient is zero by chance."""
     generator = torch.Generator().manual_seed(SEED)
     total = torch.zeros((), dtype=torch.float64)
     for x in tensors:
@@ -148,14 +148,14 @@ def weighted(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def seed_all() -> None:
-    """Seed all that a model may draw from."""
+    """Seed all random generators that a model may use."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
 
 
 def run(call: Callable[..., Any], batch: Batch, owner: nn.Module, stages: Sequence[nn.Module] = ()) -> Outcome:
-    """Return what one forward and backward of a callable leaves in the model that owns the parameters."""
+    """Run forward and backward of a callable; return the results, with the gradients and buffers of `owner`."""
     for parameter in (*owner.parameters(), *(p for stage in stages for p in stage.parameters())):
         parameter.grad = None
     batch = batch.mapped(torch.clone)
@@ -174,7 +174,7 @@ def run(call: Callable[..., Any], batch: Batch, owner: nn.Module, stages: Sequen
 
 
 def named_buffers(owner: nn.Module, stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's buffers; where a stage has one of the same name, its own counts."""
+    """Yield the buffers of the model. If a stage has a buffer of the same name, yield that one instead."""
     found = dict(owner.named_buffers())
     for stage in stages:
         found.update((name, x) for name, x in stage.named_buffers() if name in found)
@@ -188,14 +188,14 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put back what a snapshot holds, in place, where names agree."""
+    """Restore a snapshot in place, for all names that the model has."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if name in saved and x.shape == saved[name].shape:
             x.copy_(saved[name])
 
 
 def difference(ours: Outcome, plain: Outcome, dtype: torch.dtype) -> str:
-    """Return the first thing that differs, or an empty string."""
+    """Return the first difference, or an empty string."""
     if ours.shape != plain.shape:
         return f"output is {ours.shape[:150]}, not {plain.shape[:150]}"
     for what in ("outputs", "gradients", "buffers"):

@@ -1,4 +1,4 @@
-"""More habits that are hard to capture: control flow over data, randomness in Python, hooks, compiled parts, loops."""
+"""Patterns that are hard to capture: control flow that depends on data, random Python, hooks, compiled parts, loops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The transformers models of this benchmark, by group, and all that can be built small.
+"""The transformers models of this benchmark, by group, and a list of all that can be built small.
 
-Each is a model type of transformers 5.22, built by `penstock.model.small_models.named_models.load` with random weights.
+Each name is a model type of transformers 5.22. `penstock.model.small_models.named_models.load` builds it with random
+weights.
 """
 
 
@@ -58,7 +59,7 @@ GROUPS: dict[str, list[str]] = {
     """),
 }
 
-# left out: no model of its own, packages beyond torch, seconds for a step, or seeds of its own (reformer)
+# left out: types without their own model, types that need more packages or seconds per step, and reformer (own seeds)
 ALL = names("""
     EvollaModel afmoe aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model align_vision_model
     altclip altclip_text_model altclip_vision_model apertus arcee aria_text audio-spectrogram-transformer

@@ -17,7 +17,7 @@ def conv_block(inside: int, outside: int) -> nn.Sequential:
 
 @model("plain")
 def unet() -> Built:
-    """A U-Net with long skips."""
+    """Return a U-Net with long skips."""
 
     class UNet(nn.Module):
         def __init__(self) -> None:
@@ -46,7 +46,7 @@ def unet() -> Built:
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block of three convolutions."""
+    """The block of ResNet with three convolutions."""
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Bottleneck(nn.Module):
 
 @model("plain")
 def resnet50() -> Built:
-    """ResNet-50 as torchvision writes it, an eighth as wide."""
+    """Return ResNet-50 as in torchvision, with an eighth of the width."""
 
     class ResNet(nn.Module):
         def __init__(self) -> None:
@@ -94,7 +94,7 @@ def resnet50() -> Built:
 
 @model("plain")
 def cifar_cnn() -> Built:
-    """The small CNN for CIFAR-10 of many tutorials, with its view(-1, …)."""
+    """Return the small CNN for CIFAR-10 of many tutorials, with its view(-1, …)."""
 
     class CNN(nn.Module):
         def __init__(self) -> None:
@@ -117,7 +117,7 @@ def cifar_cnn() -> Built:
 
 @model("plain")
 def vgg() -> Built:
-    """A VGG-like nn.Sequential with dropout."""
+    """Return a VGG-like nn.Sequential with dropout."""
     layers: list[nn.Module] = []
     inside = 3
     for width in (8, 8, 16, 16, 32):
@@ -129,7 +129,7 @@ def vgg() -> Built:
 
 @model("plain")
 def mixer() -> Built:
-    """An MLP-mixer: one MLP over positions, one over channels."""
+    """Return an MLP-mixer: one MLP over positions, one over channels."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -157,7 +157,7 @@ def mixer() -> Built:
 
 @model("plain")
 def densenet() -> Built:
-    """Dense blocks: every layer reads all earlier ones."""
+    """Return dense blocks: every layer reads all earlier ones."""
 
     class Dense(nn.Module):
         def __init__(self, inside: int, count: int, growth: int) -> None:
@@ -177,7 +177,7 @@ def densenet() -> Built:
 
 @model("plain")
 def wavenet() -> Built:
-    """Gated dilated convolutions whose skips are all summed at the end."""
+    """Return gated dilated convolutions; all skips are summed at the end."""
 
     class Layer(nn.Module):
         def __init__(self, dilation: int) -> None:
@@ -209,7 +209,7 @@ def wavenet() -> Built:
 
 @model("plain")
 def diffusion_unet() -> Built:
-    """A denoiser: a time step as an integer tensor, conditioning in every block, attention in the middle."""
+    """Return a denoiser: a time step as an integer tensor, conditioning in every block, attention in the middle."""
 
     class Res(nn.Module):
         def __init__(self, inside: int, outside: int) -> None:

@@ -1,4 +1,4 @@
-"""All models of this benchmark that need nothing but torch; importing their files registers them."""
+"""All models of this benchmark that need only torch; importing their files registers them."""
 
 import control  # noqa: F401
 import images  # noqa: F401

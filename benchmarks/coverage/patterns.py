@@ -1,4 +1,4 @@
-"""Habits that are hard to capture, each in a small model: what goes in and what comes out."""
+"""Patterns that are hard to capture, each in a small model: kinds of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linears(count: int = 4) -> nn.ModuleList:
 
 
 class Layers(nn.Module):
-    """Four linear layers, for models that differ in how they use them."""
+    """Four linear layers; the models differ in how they use them."""
 
     def __init__(self, count: int = 4) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Layers(nn.Module):
         return x
 
 
-# what comes out
+# outputs
 
 
 @model("pattern")
@@ -54,7 +54,7 @@ def dict_output() -> Built:
 
 @dataclass
 class Result:
-    """A plain dataclass that nobody registered anywhere."""
+    """A plain dataclass that is not registered as a pytree."""
 
     loss: Tensor
     logits: Tensor | None = None
@@ -72,7 +72,7 @@ def dataclass_output() -> Built:
 
 
 class Pair(NamedTuple):
-    """A named tuple with a hole."""
+    """A named tuple in which one value may be None."""
 
     first: Tensor
     second: Tensor | None
@@ -101,7 +101,7 @@ def input_returned() -> Built:
     class Model(Layers):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             y = super().forward(x)
-            return y, x, y  # the same tensor twice, and an input as it came
+            return y, x, y  # the same tensor twice, and an unchanged input
 
     return Model(), rows()
 
@@ -167,7 +167,7 @@ def aux_losses_in_a_list() -> Built:
     return Model(), rows()
 
 
-# what goes in
+# inputs
 
 
 @model("pattern")

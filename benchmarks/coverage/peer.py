@@ -1,8 +1,7 @@
-"""The same models through torch.distributed.pipelining.pipeline(), as they are, cut between even layers.
+"""Run the unchanged models with torch.distributed.pipelining.pipeline(), cut between evenly spaced layers.
 
-Its stages run in order in this process. Where it gives a reader a choice we take the generous one: outputs are compared
-without their structure, which it does not keep, and a parameter that it copied into several stages gets the sum of the
-copies' gradients.
+The stages run in order in this process. The comparison favours the peer. It ignores the structure of outputs, which
+pipeline() does not keep. If pipeline() copies a parameter into several stages, the gradients of the copies are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["layers_of", "run_peer"]
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers to cut between: children of lists of modules, else the model's own children."""
+    """Return the names of the layers to cut between: children of lists of modules, or else the model's own children."""
     found: list[str] = []
 
     def walk(module: nn.Module, path: str) -> None:
@@ -36,7 +35,7 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 def run_peer(model: nn.Module, batch: Batch, stages: int, plain: Outcome) -> Outcome:
-    """Return what torch's own pipeline of a model makes of a batch."""
+    """Return the results of torch's own pipeline of a model for a batch."""
     layers = layers_of(model)
     if len(layers) < stages:
         raise ValueError(f"{len(layers)} layers to cut between, {stages} stages")

@@ -1,6 +1,6 @@
-"""Models of timm and torchvision, one of each family: the smallest, on small pictures.
+"""Models of timm and torchvision: the smallest of each family, on small images.
 
-Neither package is a dependency of Penstock: `pip install timm torchvision` for these.
+Penstock does not depend on these packages. Install them with `pip install timm torchvision`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LARGE", "TIMM", "TORCHVISION", "build_picture", "declare_operations"
 SIZES = (64, 96, 128, 160, 192, 224, 256, 299, 384)
 FILM_SIZES, FRAMES = (32, 64, 112, 224), (4, 8, 16)  # convolutions in three dimensions are slow in float64
 
-# a small one of each file of timm 1.0.31, as far as there is one
+# one small model from each file of timm 1.0.31, if the file has one
 TIMM = names("""
     halonet_h1 test_byobnet cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32 test_convnext cpubone_nano
     crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny deit_tiny_patch16_224 densenet121 dla46x_c
@@ -42,7 +42,7 @@ TORCHVISION = names("""
 
 
 def build_picture(name: str, batch_size: int) -> tuple[nn.Module, Any]:
-    """Return a model named `timm:…` or `torchvision:…`, and pictures of the smallest size that it takes."""
+    """Return a model named `timm:…` or `torchvision:…`, and images of the smallest size that it accepts."""
     package, _, kind = name.partition(":")
     sizes = [(size, frames) for size in FILM_SIZES for frames in FRAMES] if kind in _FILMS else [(n, 0) for n in SIZES]
     for size, frames in sizes:
@@ -58,9 +58,9 @@ def build_picture(name: str, batch_size: int) -> tuple[nn.Module, Any]:
     raise ValueError(f"{name} takes pictures of none of these sizes: {SIZES}")
 
 
-# in float64 a batch of 16 takes more memory or time than two cores with 24 GiB have: they get one of 4
+# these get a batch of 4: in float64, a batch of 16 is too much for two cores with 24 GiB
 LARGE = ("timm:halonet_h1", "torchvision:maxvit_t", "torchvision:s3d")
-_FILMS = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d")  # models of videos
+_FILMS = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d")  # video models
 
 
 def _made(package: str, kind: str, options: dict[str, Any]) -> nn.Module:
@@ -76,10 +76,10 @@ def _made(package: str, kind: str, options: dict[str, Any]) -> nn.Module:
 
 @cache
 def declare_operations() -> list[torch.library.Library]:
-    """Declare torchvision's own operations, so that it can be imported beside a torch without CUDA.
+    """Declare torchvision's own operations, so that it can be imported with a torch without CUDA.
 
-    Its wheel holds operations for CUDA, which such a torch does not load, and then the import fails. None of these
-    models use them.
+    The wheel of torchvision has operations for CUDA. A torch without CUDA does not load them, and then the import
+    fails. The models of this benchmark do not use these operations.
     """
     if torch.version.cuda:
         return []

@@ -19,7 +19,7 @@ def tokens(*, length: int = LENGTH) -> Tensor:
 
 @model("plain")
 def transformer() -> Built:
-    """nn.Transformer, encoder and decoder, with masks and dropout."""
+    """Return nn.Transformer, encoder and decoder, with masks and dropout."""
 
     class Translate(nn.Module):
         def __init__(self) -> None:
@@ -38,7 +38,7 @@ def transformer() -> Built:
 
 @model("plain")
 def transformer_encoder() -> Built:
-    """nn.TransformerEncoder with a class token and a learned position."""
+    """Return nn.TransformerEncoder with a class token and a learned position."""
 
     class Classify(nn.Module):
         def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 @model("plain")
 def nano_gpt() -> Built:
-    """A small GPT with tied embeddings and its own loss."""
+    """Return a small GPT with tied embeddings and its own loss."""
 
     class Gpt(nn.Module):
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def nano_gpt() -> Built:
 
 @model("plain")
 def lstm_language_model() -> Built:
-    """Stacked LSTMs with tied weights and the state among the outputs."""
+    """Return stacked LSTMs with tied weights; the outputs include the state."""
 
     class Lstm(nn.Module):
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def lstm_language_model() -> Built:
 
 @model("plain")
 def gru_seq2seq() -> Built:
-    """A GRU encoder and a decoder of GRU cells with attention, unrolled in Python."""
+    """Return a GRU encoder, and a decoder of GRU cells with attention, unrolled in Python."""
 
     class Seq2Seq(nn.Module):
         def __init__(self) -> None:
@@ -150,14 +150,14 @@ def gru_seq2seq() -> Built:
 
 @model("plain")
 def mlp() -> Built:
-    """A nn.Sequential of linear layers."""
+    """Return an nn.Sequential of linear layers."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(BATCH, WIDTH)
 
 
 @model("plain")
 def two_tower() -> Built:
-    """Two towers that meet in a contrastive loss over the batch."""
+    """Return two towers with a contrastive loss over the batch."""
 
     class Towers(nn.Module):
         def __init__(self) -> None:
@@ -178,7 +178,7 @@ def two_tower() -> Built:
 
 @model("plain")
 def mixture_of_experts() -> Built:
-    """Top-2 routing with nonzero and index_add_, and a balance loss."""
+    """Return a mixture of experts: top-2 routing with nonzero and index_add_, and a balance loss."""
 
     class Moe(nn.Module):
         def __init__(self) -> None:
@@ -216,7 +216,7 @@ def mixture_of_experts() -> Built:
 
 @model("plain")
 def graph_net() -> Built:
-    """Message passing along edges that do not depend on the batch."""
+    """Return message passing along edges that do not depend on the batch."""
 
     class Pass(nn.Module):
         def __init__(self) -> None:
@@ -247,7 +247,7 @@ def graph_net() -> Built:
 
 @model("plain")
 def vae() -> Built:
-    """A variational auto-encoder: noise is drawn in the middle."""
+    """Return a variational auto-encoder, which draws noise in the middle."""
 
     class Vae(nn.Module):
         def __init__(self) -> None:
@@ -269,7 +269,7 @@ def vae() -> Built:
 
 @model("plain")
 def dlrm() -> Built:
-    """A recommender: many embedding tables, their products, and a deep net."""
+    """Return a recommender: many embedding tables, their products, and a deep net."""
 
     class Dlrm(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The models of this benchmark that need nothing but torch: a name, a group and a function that builds it."""
+"""The registry of models that need only torch: each has a name, a group and a function that builds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 __all__ = ["BATCH", "ENTRIES", "Entry", "model"]
 
-BATCH = 4  # the batch size of every example; no other leading dimension may be that long
+BATCH = 4  # the batch size of every example; no other leading dimension may have this size
 
 Builder = Callable[[], tuple[nn.Module, Any]]
 
@@ -21,8 +21,8 @@ class Entry:
 
     Attributes:
         build: returns the model and an example: a tensor, a tuple of arguments or a dict of keyword arguments.
-        group: "plain" for architectures, "pattern" for a habit that is hard to capture.
-        is_single: compared in float32, because in float64 the habit would not show (autocast).
+        group: "plain" for architectures, "pattern" for a pattern that is hard to capture.
+        is_single: compared in float32, because the pattern does not appear in float64 (autocast).
         batch_dim: the dimension of the samples in every input.
     """
 

@@ -1,12 +1,12 @@
-"""How many models come out right by the user's path, `Pipeline(model, example=…)` and `step`?
+"""Count the models that train correctly on the user's path: `Pipeline(model, example=…)`, then `step`.
 
     .venv/bin/python benchmarks/coverage/run.py [NAME|GROUP ...] [--what ours,peer] [--jobs 2] [--timeout 300]
-    .venv/bin/python benchmarks/coverage/run.py gpt2 --timeout 60      # one model, in a process of its own
-    .venv/bin/python benchmarks/coverage/run.py --again refused,wrong  # what came out so in results.csv
+    .venv/bin/python benchmarks/coverage/run.py gpt2 --timeout 60      # one model, in its own process
+    .venv/bin/python benchmarks/coverage/run.py --again refused,wrong  # models with these outcomes in results.csv
 
 A group is plain, pattern, torch.nn, timm, torchvision, hf or all-hf, or one of the groups of hf.py. Each model runs in
-a process of its own, so that a crash or a hang costs one model. results.csv keeps the newest row of each model; it is
-written after each.
+its own process, so that a crash or a hang affects only one model. results.csv keeps the newest row of each model. The
+script writes it after each model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# processes are forked from one that has imported everything, so that a model costs its own time and no imports
+# workers are forked from a process that has imported everything, so that they spend no time on imports
 CONTEXT = multiprocessing.get_context("forkserver")
 FIELDS = ("model", "group", "dtype", "path", "nodes", "outcome", "option", "why", "note", "seconds", "stages", "peer")
 Report = dict[str, Any]
@@ -48,7 +48,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def chosen(words: list[str]) -> list[str]:
-    """Return the models that names and groups stand for, each once."""
+    """Return the models for these names and groups, each once."""
     import hf
 
     known = groups()
@@ -64,7 +64,7 @@ def chosen(words: list[str]) -> list[str]:
 
 
 def attempt(name: str, what: str, timeout: float) -> Report:
-    """Run one worker in a process of its own and return its report, or what became of it."""
+    """Run one worker in a new process; return its report, or a report of its crash or hang."""
     here, there = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_work, args=(there, name, what), daemon=True)
     process.start()
@@ -91,7 +91,7 @@ def _work(connection: Connection, name: str, what: str) -> None:
 
 
 def summary(what: str, report: Report) -> Row:
-    """Return the cells of a row that a report fills."""
+    """Return the cells of a row that come from a report."""
     if what == "ours":
         if "outcome" not in report:
             report = report | {"outcome": "not built", "why": report.get("error", "")}
@@ -104,7 +104,7 @@ def summary(what: str, report: Report) -> Row:
 
 
 def run_all(names: list[str], whats: list[str], jobs: int, timeout: float, results: dict[str, Row], out: Path) -> None:
-    """Run models side by side and keep a row for each."""
+    """Run several models at once and keep a row for each."""
     group_of = {name: group for group, of_group in groups().items() for name in of_group}
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, name, what, timeout): (name, what) for name in names for what in whats}
@@ -130,7 +130,7 @@ def read(path: Path) -> dict[str, Row]:
 
 
 def write(results: dict[str, Row], path: Path) -> None:
-    """Write all rows, sorted by model, in place of the file."""
+    """Replace the file with all rows, sorted by model."""
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
@@ -140,7 +140,7 @@ def write(results: dict[str, Row], path: Path) -> None:
 
 
 def table(results: dict[str, Row]) -> str:
-    """Return the counts of each group in Markdown; models that cannot be built or compared are left out."""
+    """Return the counts of each group in Markdown, without models that cannot be built or compared."""
     rows: dict[str, list[Row]] = {}
     for row in results.values():
         if row.get("outcome") not in ("not built", "not comparable", "", None):
@@ -163,11 +163,11 @@ def table(results: dict[str, Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="models or groups; all groups if none is given")
-    parser.add_argument("--what", default="ours", help="ours, stages, peer, with commas between")
+    parser.add_argument("--what", default="ours", help="ours, stages, peer; separated by commas")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one model")
-    parser.add_argument("--out", type=Path, default=HERE / "results.csv", help="the rows of other models are kept")
-    parser.add_argument("--again", default="", help="only models with one of these outcomes, with commas between")
+    parser.add_argument("--out", type=Path, default=HERE / "results.csv", help="rows of other models stay in this file")
+    parser.add_argument("--again", default="", help="only models with one of these outcomes, separated by commas")
     parser.add_argument("--missing", action="store_true", help="only models that have no outcome")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

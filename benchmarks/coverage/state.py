@@ -1,4 +1,4 @@
-"""More habits that are hard to capture: buffers and other state, parameters that are shared, derived or frozen."""
+"""Patterns that are hard to capture: buffers and other state, parameters that are shared, derived or frozen."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def transposed_use() -> Built:
     class Model(Layers):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            for layer in reversed(self.layers):  # an auto-encoder that decodes with the encoder's own weights
+            for layer in reversed(self.layers):  # an auto-encoder whose decoder uses the weights of the encoder
                 y = torch.tanh(y @ layer.weight)
             return y
 

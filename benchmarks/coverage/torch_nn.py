@@ -1,4 +1,4 @@
-"""The modules of torch.nn, each as it comes, in a model of a few layers."""
+"""The modules of torch.nn, unchanged, each in a model of a few layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def features(*shape: int, dim: int = 0) -> Tensor:
 
 
 class Around(nn.Module):
-    """A layer between two linear ones; of a tuple that it returns the first is used."""
+    """A layer between two linear layers. If it returns a tuple, the first value is used."""
 
     def __init__(self, layer: nn.Module, width: int = WIDTH) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Around(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention of a sequence to itself."""
+    """Self-attention of a sequence."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         super().__init__()
@@ -52,7 +52,7 @@ class Attending(nn.Module):
 
 
 class Cells(nn.Module):
-    """A cell that is called once for every step of a sequence."""
+    """A recurrent cell that is called once for every step of a sequence."""
 
     def __init__(self, kind: type[nn.RNNCellBase]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Cells(nn.Module):
 
 
 class Unpooled(nn.Module):
-    """Pooling that keeps its indices, undone by them."""
+    """Pooling that keeps its indices, and unpooling with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Unpooled(nn.Module):
 
 
 class Translating(nn.Module):
-    """nn.Transformer of a source and a target."""
+    """nn.Transformer with a source and a target."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         super().__init__()
@@ -116,7 +116,7 @@ class Bags(nn.Module):
 
 
 class Paired(nn.Module):
-    """nn.Bilinear, distances and similarities of two inputs."""
+    """nn.Bilinear, and distances and similarities of two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Folding(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights that are computed from others: weight norm, spectral norm, orthogonal."""
+    """Weights that are computed from other parameters: weight norm, spectral norm, orthogonal."""
 
     def __init__(self) -> None:
         super().__init__()

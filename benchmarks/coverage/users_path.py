@@ -1,10 +1,10 @@
 """The user's path: `Pipeline(model, example=…)` with its defaults, then `step`, compared with the plain model.
 
-Lanes draw random numbers of their own, so nothing may be random: dropout is 0 in modules and configs, and functions of
-torch that draw return their mean (`nothing_random`). Models of transformers call `.float()` on logits; that keeps
-float64 here, else rounding would hide what is wrong. Batch norm sees micro-batches by design: a model with batch norm
-is compared with the plain model called on one micro-batch after the other. So is a model that computes in float32, in
-part or as a whole, for rounding follows the size of the batch.
+Lanes draw their own random numbers, so nothing may be random here: dropout is 0 in modules and configs, and torch's
+random functions return their mean (`nothing_random`). Models of transformers call `.float()` on logits. Here that call
+keeps float64; otherwise rounding could hide errors. Batch norm sees micro-batches by design, so a model with batch norm
+is compared with the plain model called on one micro-batch after the other. The same holds for a model that computes in
+float32, in part or as a whole, because its rounding depends on the size of the batch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["nothing_random", "run_pipeline", "without_dropout"]
 
 
 class SampleLoss:
-    """A mean over samples of a weighted sum of all outputs, each sample times its target.
+    """The mean over samples of a weighted sum of all outputs. Each sample is multiplied by its target.
 
     Args:
-        dim_of: for each output the dimension of its samples; None where it has none.
+        dim_of: for each output, the dimension of its samples; None if it has none.
     """
 
     def __init__(self, dim_of: dict[str, int | None]) -> None:
@@ -57,14 +57,14 @@ class SampleLoss:
 
 
 class CoupledLoss(SampleLoss):
-    """A loss that couples samples, as a contrastive one: the spread of a number for each sample."""
+    """A loss that couples samples, as a contrastive loss does: the spread of one number per sample."""
 
     def __call__(self, out: Any, target: Tensor) -> Tensor:  # noqa: ANN401
         count = target.shape[0]
         total = torch.zeros(count, dtype=target.dtype)
         for path, x in tensors_of(out):
             dim = self._dim_of.get(path)
-            is_square = x.dim() == 2 and x.shape[0] == x.shape[1] == count  # each sample with each: not per sample
+            is_square = x.dim() == 2 and x.shape[0] == x.shape[1] == count  # one value per pair of samples
             if dim is None or is_square or not x.requires_grad or not x.is_floating_point():
                 continue
             rows = x.movedim(dim, 0).reshape(count, -1)
@@ -89,14 +89,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
                 is_rate = "drop" in key or (key == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))
                 if is_rate and isinstance(value, float):
                     setattr(owner, key, 0.0)
-                elif key in ("apply_spec_augment", "mask_time_prob"):  # drawn by numpy
+                elif key in ("apply_spec_augment", "mask_time_prob"):  # uses numpy's random numbers
                     owner.apply_spec_augment = False
     return model
 
 
 @contextlib.contextmanager
 def nothing_random() -> Iterator[None]:
-    """Let torch's random functions return their mean, and `.float()` keep float64."""
+    """Make torch's random functions return their mean, and make `.float()` keep float64."""
     to_float = Tensor.float
 
     def same(x: Tensor, *_: object, **__: object) -> Tensor:
@@ -151,13 +151,11 @@ def _own_loss(out: Any) -> Tensor:  # noqa: ANN401
 
 
 def _dims(model: nn.Module, batch: Batch, size: int) -> dict[str, int | None]:
-    """Return for each output the dimension that follows the batch size."""
+    """Return, for each output, the dimension that grows with the batch size."""
     whole = {path: x.shape for path, x in tensors_of(_call(model, batch))}
     try:
         half = {path: x.shape for path, x in tensors_of(_call(model, batch.resized(size, size // 2)))}
-    except (
-        Exception
-    ):  # the batch is no plain stack, as patches of pictures in one list: rows come in the samples' order
+    except Exception:  # the batch is no stack of samples (image patches in one list): rows follow the samples' order
         return {path: 0 if shape and shape[0] % size == 0 else None for path, shape in whole.items()}
     found: dict[str, int | None] = {}
     for path, shape in whole.items():
@@ -175,15 +173,15 @@ def _plain(
     sizes: Sequence[int],
     shares: Sequence[float] = (1.0,),
 ) -> Outcome:
-    """Return what the plain model leaves behind, called on one piece of the batch after the other.
+    """Call the plain model on one piece of the batch after the other; return the results.
 
     Args:
-        model: the plain one.
-        batch: what it is called with.
-        target: of the loss.
-        loss: of the model's output; None where that is, or has, its own.
-        sizes: of the pieces.
-        shares: what the loss of each counts.
+        model: the plain model.
+        batch: the arguments of the call.
+        target: the target of the loss.
+        loss: a function of the model's output and the target; None if the output is or has a loss.
+        sizes: the number of samples in each piece.
+        shares: the weight of the loss of each piece.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -207,19 +205,19 @@ def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
 
 
 def _without_empty(outcome: Outcome) -> Outcome:
-    """Return an outcome in which a gradient of zeros is none: a pipeline may add up zeros where the model adds none."""
+    """Return an outcome in which all-zero gradients are None, because a pipeline may add zeros to no gradient."""
     gradients = {name: None if g is None or not g.to_dense().any() else g for name, g in outcome.gradients.items()}
     return Outcome(outcome.shape, outcome.own_loss, outcome.outputs, gradients, outcome.buffers)
 
 
 def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what came of a model: right, refused, wrong, crashed or not comparable, and why.
+    """Return the outcome for a model (right, refused, wrong, crashed or not comparable) and the reason.
 
     Args:
-        model: without dropout.
-        batch: what it is called with.
-        size: samples of the batch.
-        dtype: that both are in.
+        model: a model without dropout.
+        batch: the arguments of the call.
+        size: the number of samples in the batch.
+        dtype: the dtype of the model and the batch.
     """
     model.train()
     with nothing_random():
@@ -239,7 +237,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
         said = report["why"]
         if report["outcome"] == "refused" and "couples samples" in report["why"]:
             option = "loss_over='batch'"
-            if loss is None:  # as the message says: the model returns its outputs, and the loss is given
+            if loss is None:  # follow the message: let the model return its outputs, and pass a loss
                 kwargs = {name: thing for name, thing in batch.kwargs.items() if name != "return_loss"}
                 batch, option = Batch(batch.args, kwargs, batch.dim), f"{option} and loss="
                 loss, target = CoupledLoss(_dims(model, batch, size)), torch.linspace(0.5, 1.5, size, dtype=dtype)
@@ -256,7 +254,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
             return report
         ours, sizes, shares = (report.pop(key) for key in ("ours", "sizes", "shares"))
         off = difference(_without_empty(ours), _without_empty(expected), dtype)
-        # running averages see micro-batches by design: of batch norm, or of ranges of numbers as in ibert
+        # running averages see micro-batches by design: in batch norm, and for ranges of numbers in ibert
         has_norm = any("BatchNorm" in type(m).__name__ for m in model.modules()) or " buffers differ" in off
         is_rounding = bool(off) and not difference(_without_empty(ours), _without_empty(expected), torch.float32)
         if off and (has_norm or is_rounding or dtype == torch.float32):
@@ -277,7 +275,7 @@ def run_pipeline(model: nn.Module, batch: Batch, size: int, dtype: torch.dtype) 
 
 
 class _Float32(TorchFunctionMode):
-    """Sees whether gradients go through float32."""
+    """Detects whether gradients pass through float32."""
 
     is_seen = False
 
@@ -302,7 +300,7 @@ def _computes_in_float32(model: nn.Module, batch: Batch) -> bool:
 
 
 def _with_norms_in_parts(model: nn.Module, sizes: Sequence[int]) -> nn.Module:
-    """Return a copy whose batch norms see one micro-batch after the other."""
+    """Return a copy of the model whose batch norms see one micro-batch after the other."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if "BatchNorm" in type(module).__name__:
@@ -314,7 +312,7 @@ def _with_norms_in_parts(model: nn.Module, sizes: Sequence[int]) -> nn.Module:
 def _tried(
     model: nn.Module, batch: Batch, loss: Callable[..., Tensor] | None, target: Tensor | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make a pipeline and run a step; return what came of it."""
+    """Make a pipeline and run a step; return the outcome."""
     for parameter in model.parameters():
         parameter.grad = None
     if batch.dim:

@@ -1,4 +1,4 @@
-"""More habits that are hard to capture: values changed in place, views, regions, dropout, functions of one's own."""
+"""Patterns that are hard to capture: in-place changes, views, regions, dropout, custom autograd functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def view_changed_later() -> Built:
             base = self.layers[0](x)
             left, right = base[:, : WIDTH // 2], base[:, WIDTH // 2 :]
             y = self.layers[1](base.clone())
-            left.mul_(2)  # changes base too
+            left.mul_(2)  # also changes base
             right += y[:, : WIDTH // 2]
             return self.layers[3](torch.tanh(self.layers[2](base)) + base)
 
@@ -196,7 +196,7 @@ def checkpointing() -> Built:
 
 
 class Round(torch.autograd.Function):
-    """Round forward, pass straight through backward."""
+    """Round in the forward; pass the gradient through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401, ARG004
@@ -208,7 +208,7 @@ class Round(torch.autograd.Function):
 
 
 class ScaleGrad(torch.autograd.Function):
-    """Identity forward, a third of the gradient backward, through a saved tensor."""
+    """Identity in the forward; return a third of the gradient, through a saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # noqa: ANN401

@@ -1,11 +1,11 @@
-"""Take one model through Penstock, or through the peer, and print one JSON line of what came out.
+"""Run one model with Penstock or with the peer, and print the result as one line of JSON.
 
     .venv/bin/python benchmarks/coverage/worker.py NAME [--what ours|stages|peer|plain]
 
-NAME is one of models.py, timm:NAME, torchvision:NAME, or a model type of transformers. `ours` is the user's path:
-`Pipeline(model, example=…)`, then `step` (users_path.py). `stages` runs captured stages in order: 2 and 4 of them, in
-training (dropout on, same seed) and evaluation, for two batch sizes. Loss, every gradient and every buffer must agree
-with the plain model, in float64 to 1e-10.
+NAME is a name in models.py, timm:NAME, torchvision:NAME, or a model type of transformers. `ours` is the user's path:
+`Pipeline(model, example=…)`, then `step` (users_path.py). `stages` runs 2 and 4 captured stages in order, in training
+(with dropout and the same seed) and in evaluation, for two batch sizes. Loss, every gradient and every buffer must
+agree with the plain model, in float64 to 1e-10.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ USERS_BATCH = 4 * BATCH  # eight micro-batches of two samples, by default
 
 
 def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
-    """Return a model and a batch, the same ones every time."""
-    declare_operations()  # models of transformers import torchvision where it is there
+    """Return a model and a batch, always the same for a name."""
+    declare_operations()  # models of transformers import torchvision if it is installed
     torch.manual_seed(0)
     if ":" in name:
         model, example = build_picture(name, batch_size)
@@ -52,7 +52,7 @@ def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
 
 
 def _joined(entry: Entry, batch_size: int) -> Batch:
-    """Return a batch of several examples, each with random numbers of its own."""
+    """Return a batch of several examples, each with its own random numbers."""
     examples = []
     for seed in range(-(-batch_size // BATCH)):
         torch.manual_seed(seed)
@@ -68,9 +68,9 @@ def _joined(entry: Entry, batch_size: int) -> Batch:
 
 
 def even_cuts(graph: Graph, stages: int) -> list[int]:
-    """Return cuts near equal shares of the parameters' bytes, where cuts may lie.
+    """Return allowed cuts that divide the bytes of the parameters about equally.
 
-    A parameter counts where it is first used; every node counts a little, so that models without parameters have cuts.
+    A parameter counts at its first use. Every node counts a little, so that models without parameters get cuts too.
     """
     seen: set[str] = set()
     weights = []
@@ -93,7 +93,7 @@ def even_cuts(graph: Graph, stages: int) -> list[int]:
 
 
 def where(error: BaseException) -> str:
-    """Return an error in one line: its type, message, the last line of it all and the last one of Penstock."""
+    """Return an error in one line: its type, its message, the last source line, and the last one in Penstock."""
     frames = traceback.extract_tb(error.__traceback__)
     short = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in frames]
     own = [s for s, frame in zip(short, frames, strict=True) if "/penstock/" in frame.filename]
@@ -103,7 +103,7 @@ def where(error: BaseException) -> str:
 
 
 class Plain:
-    """The model as it is: what every case must agree with, each run once."""
+    """The results of the plain model, which every case must match. Each case runs once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -114,7 +114,7 @@ class Plain:
         self.outcomes: dict[tuple[bool, int], Outcome | str] = {}
         self._run_all()
         if self.dtype == torch.float64 and isinstance(self.outcomes[True, BATCH], str):
-            self.dtype = torch.float32  # a precision written into the model
+            self.dtype = torch.float32  # the model requires float32
             self._run_all()
 
     def _run_all(self) -> None:
@@ -129,14 +129,14 @@ class Plain:
                     self.outcomes[is_training, size] = where(error)
 
     def fresh(self) -> nn.Module:
-        """Return the model anew, with the same parameters."""
+        """Return a new model with the same parameters."""
         return build(self.name, BATCH)[0].to(self.dtype)
 
     def batch(self, size: int) -> Batch:
         return self.batches[size].to(self.dtype)
 
     def cases(self, attempt: Callable[[bool, int], Outcome], *, only_first: bool = False) -> dict[str, str]:
-        """Return "ok" or what is wrong, for both modes and each batch size, or only for the first of these."""
+        """Return "ok" or the difference, for both modes and each batch size, or only for the first of these cases."""
         results = {}
         for (is_training, size), expected in list(self.outcomes.items())[: 1 if only_first else None]:
             key = f"{'train' if is_training else 'eval'}/{size}"
@@ -151,7 +151,7 @@ class Plain:
 
 
 def ours(name: str) -> dict[str, Any]:
-    """Take a model through `Pipeline` and `step`, in float64, or in float32 where it is written into the model."""
+    """Run a model with `Pipeline` and `step`, in float64, or in float32 if the model requires it."""
     from users_path import run_pipeline, without_dropout
 
     entry = ENTRIES.get(name)
@@ -162,7 +162,7 @@ def ours(name: str) -> dict[str, Any]:
         model = without_dropout(model.to(dtype))
         try:
             report = run_pipeline(model, batch.to(dtype), size, dtype)
-        except Exception as error:  # the plain model's
+        except Exception as error:  # an error of the plain model
             if dtype == dtypes[-1]:
                 raise
             del error
@@ -214,7 +214,7 @@ def peer(it: Plain) -> dict[str, Any]:
             expected = it.outcomes[is_training, size]
             return run_peer(it.fresh().train(is_training), it.batch(size), stages, expected)
 
-        # each case is a capture of its own, so only the example's batch in training is asked of it
+        # each case captures the model again, so the peer runs only the batch of the example in training
         results |= {f"{stages}/{key}": text for key, text in it.cases(attempt, only_first=True).items()}
         if any(text != "ok" and not text.startswith("skip") for text in results.values()):
             break
@@ -233,7 +233,7 @@ def only_plain(it: Plain) -> dict[str, Any]:
 
 
 def report_of(name: str, what: str) -> dict[str, Any]:
-    """Take one model through one of the four and return what came out."""
+    """Run one model with `what` and return the report."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     report: dict[str, Any] = {"model": name, "what": what}

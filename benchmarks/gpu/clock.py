@@ -1,4 +1,4 @@
-"""Times on a GPU: device events around each of many runs, after some to warm up; medians, and the spread."""
+"""Time runs on a GPU with device events around each run, after warm-up runs; format medians and the spread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def milliseconds(run: Callable[[], object], *, repeats: int = 10, warm: int = 3) -> list[float]:
-    """Return the milliseconds of each run, from when the GPU comes to it to when it is done."""
+    """Return the milliseconds of each run, from when the GPU reaches it until it is done."""
     for _ in range(warm):
         run()
     torch.cuda.synchronize()

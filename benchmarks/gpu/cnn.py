@@ -1,4 +1,4 @@
-"""The small CNN of the tutorials, batch 128, its whole training loop: through Penstock, and in plain PyTorch."""
+"""Time the whole training loop of the tutorials' small CNN, batch 128: with Penstock, and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made_before() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Batches:
-    """Host batches, made before: a loader that costs nothing."""
+    """Host batches made in advance, so that the loader costs no time."""
 
     def __init__(self, count: int) -> None:
         self._made, self._count = made_before(), count
@@ -42,7 +42,7 @@ class Batches:
 
 
 def plain(steps: int, *, reads_loss: bool) -> Callable[[], None]:
-    """Return the loop as tutorials write it; the running loss is read in every step, or in none."""
+    """Return the training loop of the tutorials; it reads the running loss in every step, or never."""
     torch.manual_seed(0)
     model, loss_of = CNN().cuda(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
@@ -61,7 +61,7 @@ def plain(steps: int, *, reads_loss: bool) -> Callable[[], None]:
 
 
 def ours(steps: int, *, is_fed: bool = True, thread: bool | Literal["auto"] = "auto") -> Callable[[], None]:
-    """Return the loop through Penstock; with host batches by `feed`, or with batches that are on the GPU already."""
+    """Return the training loop with Penstock: host batches come through `feed`, or batches are on the GPU already."""
     torch.manual_seed(0)
     example, _ = next(iter(Batches(1)))
     pipe = penstock.Pipeline(
@@ -87,7 +87,10 @@ def ours(steps: int, *, is_fed: bool = True, thread: bool | Literal["auto"] = "a
 
 
 def run(repeats: int = 10, steps: int = 200) -> dict[str, float]:
-    """Time whole epochs, all contenders in turn, wall clock, the GPU done at both ends; return milliseconds a step."""
+    """Time whole epochs by the wall clock, all contenders in turn; return milliseconds per step.
+
+    The GPU is synchronised before and after each epoch.
+    """
     found: dict[str, list[float]] = {}
     contenders = {
         "plain loop": plain(steps, reads_loss=True),

@@ -1,4 +1,4 @@
-"""ResNet-50, batch 256: host data through `penstock.feed`, beside data on the GPU already, and the naive way."""
+"""Time ResNet-50, batch 256: host data through `penstock.feed`, data that is on the GPU, and naive copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 
 BATCH, SIZE, CLASSES = 256, 224, 1000
-POOL = 4  # batches, made before: the loader itself costs nothing
+POOL = 4  # batches made in advance, so that the loader itself costs no time
 BAR = 1.01
 DTYPE = torch.bfloat16
 
@@ -24,7 +24,7 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def resnet50() -> nn.Module:
-    """Return torchvision's, or the one of the examples, which is the same."""
+    """Return the ResNet-50 of torchvision, or the equal one of the examples."""
     try:
         from torchvision.models import resnet50 as make
     except ImportError:
@@ -36,7 +36,7 @@ def resnet50() -> nn.Module:
 
 
 def pool(batch: int, size: int) -> list[Pair]:
-    """Return batches in pageable memory, as a DataLoader without pin_memory gives them."""
+    """Return batches in pageable memory, as a DataLoader without pin_memory returns them."""
     generator = torch.Generator().manual_seed(0)
     return [
         (
@@ -52,7 +52,7 @@ def optimizer_of(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def step_milliseconds(step: Step, batches: Iterator[Pair], *, steps: int, warm: int) -> float:
-    """Return what a step takes on the GPU's clock, in the midst of a loop that runs on."""
+    """Return the mean time of a step by the clock of the GPU, without pauses between steps."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for number, (x, y) in enumerate(itertools.islice(batches, warm + steps)):
         if number == warm:
@@ -64,7 +64,7 @@ def step_milliseconds(step: Step, batches: Iterator[Pair], *, steps: int, warm: 
 
 
 class Ours:
-    """The model in a pipeline of one lane, whose steps are CUDA graphs."""
+    """The model in a pipeline with one lane; its steps run as CUDA graphs."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.pipe = penstock.Pipeline(
@@ -81,7 +81,7 @@ class Ours:
 
 
 class Naive:
-    """As tutorials do it: copies from pageable memory, and the loss asked for in every step."""
+    """The loop of the tutorials: it copies from pageable memory and reads the loss in every step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.loss_of = model, nn.CrossEntropyLoss()
@@ -100,7 +100,7 @@ class Naive:
 def run(
     repeats: int = 10, *, steps: int = 15, warm: int = 5, batch: int = BATCH, size: int = SIZE
 ) -> dict[str, object]:
-    """Time the three in turn, so that a GPU which changes its clock changes it for all."""
+    """Time the three contenders in turn, so that a change of the GPU's clock rate affects all of them."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     host = pool(batch, size)
@@ -115,11 +115,11 @@ def run(
         "pageable, .item()": (naive.step, lambda: itertools.cycle(host)),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):  # the first warms up: graphs, kernels, pinned memory
+    for repeat in range(repeats + 1):  # the first repeat warms up graphs, kernels and pinned memory
         for name, (step, batches_of) in contenders.items():
             batches = batches_of()
             took = step_milliseconds(step, batches, steps=steps, warm=warm)
-            del batches  # an iteration over a feed ends with its loop
+            del batches  # deleting the iterator ends the iteration over the feed
             if repeat:
                 times[name].append(took)
     for name, found in times.items():

@@ -1,4 +1,4 @@
-"""What it costs to seed random generators before a replay: 64 dropouts in a graph, 1 to 64 generators. Needs a GPU.
+"""Time the seeding of random generators before a replay: a graph with 64 dropouts and 1 to 64 generators. Needs a GPU.
 
 `python benchmarks/gpu/generators.py`
 """
@@ -13,7 +13,7 @@ DROPOUTS, REPLAYS = 64, 200
 
 
 def microseconds_of(count: int) -> tuple[float, float]:
-    """Return the time of the host, and the whole time, of one replay with so many generators, in microseconds."""
+    """Return the host time and the total time of one replay with `count` generators, in microseconds."""
     generators = [torch.Generator("cuda") for _ in range(count)]
     x = torch.ones(1024, device="cuda")
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Limits: the matrix products and attentions of a job alone, with nothing between them and nobody to wait for.
+"""Limits: only the matrix products and attentions of a job, without gaps and without waiting.
 
-Each stage's, or each tower's, are on a stream of its own, all in one CUDA graph. What is done besides (norms,
-activations, the loss, adding up gradients, handing on) would have to be free, or hidden behind these, to reach it.
+Each stage or tower has its own stream; all are in one CUDA graph. To reach this limit, everything else (norms,
+activations, the loss, gradient accumulation, transfers) would have to take no time or run in parallel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 
 class Limit:
-    """A step without its small kernels; it computes nothing of use."""
+    """A step without its small kernels. Its results have no meaning."""
 
     def __init__(
         self, micro_batches: int, *, stages: int, batch: int, depth: int = 24, width: int = 1024, length: int = 1024,
@@ -57,9 +57,9 @@ class Limit:
 
 
 class TowersLimit:
-    """Two towers without their small kernels; it computes nothing of use.
+    """Two towers without their small kernels. The results have no meaning.
 
-    Of the last block only what all tokens are needed for: the results are those of one token.
+    The output uses one token, so the last block has only the operations that need all tokens.
     """
 
     def __init__(self, towers: list[tuple[int, int, int]], batch: int, *, depth: int = 12) -> None:
@@ -85,7 +85,7 @@ class TowersLimit:
 
 
 def _beside(works: list[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of works that run beside each other, each on a stream of its own."""
+    """Return a CUDA graph in which all `works` run in parallel, each on its own stream."""
     streams = [torch.cuda.Stream() for _ in works]
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What is run on the GPU; plain torch, knows no pipeline library."""
+"""The GPT of the GPU benchmarks, in plain torch, independent of all pipeline libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
 
 
 def gpt(depth: int = 24, width: int = 1024, length: int = 1024, vocabulary: int = 32768, heads: int = 16) -> nn.Module:
-    """Return a GPT as a chain of blocks, with a head that is not tied."""
+    """Return a GPT as a chain of blocks; the head is not tied to the embedding."""
     blocks = [Block(width, heads) for _ in range(depth)]
     return nn.Sequential(
         Embedding(vocabulary, length, width), *blocks, nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))

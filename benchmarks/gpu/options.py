@@ -1,6 +1,6 @@
-"""What options of Inductor win over plain `compile=True`: the GPT at 8 micro-batches, and the towers at batch 1 and 32.
+"""Compare options of Inductor with plain `compile=True`: the GPT with 8 micro-batches, the towers at batch 1 and 32.
 
-Not among the sections that run by default, for it compiles for minutes: `python benchmarks/gpu/run.py options`.
+This section compiles for minutes, so it does not run by default. Run it with `python benchmarks/gpu/run.py options`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.compile.options import Compile
 from penstock.infer import Graph
 from training import BATCH, MIXED, Ours
 
-ROUNDS = 4  # in turn, for the GPU changes its clock
+ROUNDS = 4  # options run in turn, because the clock rate of the GPU changes
 OPTIONS: dict[str, Compile] = {
     "not compiled": False,
     "compiled": True,
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Compile] = {
 
 
 def compare(name: str, make: Callable[[Compile], Callable[[], object]]) -> None:
-    """Time a job with all options in turn; print medians, and what each is over the one that is not compiled."""
+    """Time a job with all options in turn; print the medians, and their ratios to the job without compilation."""
     runs: dict[str, Callable[[], object]] = {}
     for options, given in OPTIONS.items():
         begin = time.perf_counter()
@@ -38,7 +38,7 @@ def compare(name: str, make: Callable[[Compile], Callable[[], object]]) -> None:
             for _ in range(3):
                 runs[options]()
             torch.cuda.synchronize()
-        except Exception as error:  # an option that this torch does not have, or cannot do
+        except Exception as error:  # this torch does not have the option, or it fails
             runs.pop(options, None)
             print(f"  {name}: {options:<20} {type(error).__name__}: {str(error)[:80]}", flush=True)
             continue
@@ -54,7 +54,7 @@ def compare(name: str, make: Callable[[Compile], Callable[[], object]]) -> None:
 
 
 def run() -> None:
-    """Compare all."""
+    """Compare all options in all jobs."""
     torch.manual_seed(0)
     batch, target = words(BATCH, 1024)
     model = gpt().cuda().bfloat16()

@@ -1,6 +1,6 @@
-"""A convolution over patches as cuDNN does it, and the same as a product of matrices: microseconds, within CUDA graphs.
+"""Time a convolution over patches in cuDNN and the same as a matrix product: microseconds, inside CUDA graphs.
 
-Not among the sections that run by default: `python benchmarks/gpu/run.py patches`.
+This section does not run by default. Run it with `python benchmarks/gpu/run.py patches`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BATCHES = (1, 8, 32, 128)
-# channels in, size, patch, channels out; the last two have more channels than `infer` makes products for
+# input channels, size, patch, output channels; for the last two, `infer` makes no products: too many channels
 SHAPES = (
     (3, 224, 32, 768),
     (3, 224, 16, 768),
@@ -26,7 +26,7 @@ SHAPES = (
     (384, 14, 2, 768),
 )
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-TIMES = 10  # within one graph
+TIMES = 10  # calls inside one graph
 
 
 def as_product(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def as_product(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def microseconds(call: Callable[[], Tensor]) -> float:
-    """Return what one call takes, by graphs of several."""
+    """Return the microseconds of one call, from a graph with several calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -52,7 +52,7 @@ def microseconds(call: Callable[[], Tensor]) -> float:
 
 @torch.no_grad()
 def run() -> None:
-    """Print for each type and shape, and each batch size, both times and their ratio."""
+    """Print both times and their ratio, for each dtype, shape and batch size."""
     for dtype in TYPES:
         for channels, size, patch, out in SHAPES:
             weight = torch.randn(out, channels, patch, patch, device="cuda", dtype=dtype)

@@ -1,10 +1,10 @@
-"""Does the GPU stay full? Ours, the peer and the limit side by side, on one GPU.
+"""Does the GPU stay full? Compare Penstock, torch.distributed.pipelining and the limit on one GPU.
 
     python benchmarks/gpu/run.py [training] [cnn] [feeding] [towers] [wrong_timing] [patches] [options] [--only NAMES]
-    python benchmarks/gpu/run.py training|towers --compile-only      so that compiling takes less time then
+    python benchmarks/gpu/run.py training|towers --compile-only      only compile, to make the next run faster
 
-All sections but patches and options by default. Medians, and in brackets from the quickest to the slowest run; at the
-end one table of bars.
+By default, all sections run except patches and options. Figures are medians; brackets show the fastest and the slowest
+run. A table at the end of the section training compares the figures with their goals.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SECTIONS = (*USUAL, "patches", "options")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
-    parser.add_argument("--only", default="", help="contenders of training, by parts of their names, with commas")
+    parser.add_argument("--only", default="", help="contenders of training: parts of their names, separated by commas")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--micro-batches", default="8,32")
-    parser.add_argument("--compile-only", action="store_true", help="fill torch's cache of compiled code, time nothing")
+    parser.add_argument("--compile-only", action="store_true", help="only fill torch's cache of compiled code")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")

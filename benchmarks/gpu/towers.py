@@ -1,12 +1,15 @@
-"""Two towers as in CLIP, for inference: eager, eager on two streams, one CUDA graph captured by hand, and ours: on one
-stream, with parallel branches, and with branches that are compiled. Beside them their matrix products and attentions
-alone, which no way to run these kernels can be quicker than.
+"""Two towers as in CLIP, for inference.
 
-In bf16: an image tower of 12 × 768 on patches of 32 × 32 of a 224 × 224 image, a text tower of 12 × 512 on 77 words.
-Each contender is called with data that is on the GPU; by how much its results are off is told against the same weights
-in float64. They are cosines of vectors that have nothing to do with each other, so rounding to bf16 shows.
+Contenders: eager, eager on two streams, one CUDA graph captured by hand, and Penstock's graph: on one stream, with
+parallel branches, and with compiled branches. The limit is their matrix products and attentions alone; no way to run
+these kernels can be faster.
 
-Last come transformers' own CLIPModel (ViT-B/32, random weights), unchanged: eager and ours, called as users call it.
+All run in bf16: an image tower of 12 × 768 on 32 × 32 patches of a 224 × 224 image, and a text tower of 12 × 512 on 77
+words. The data is on the GPU. The error of each contender is measured against the same weights in float64. The results
+are cosines of unrelated vectors, so they are small and rounding to bf16 is visible.
+
+The last contender is transformers' own CLIPModel (ViT-B/32, random weights), unchanged: eager, and with Penstock,
+called as users call it.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from penstock.infer import Graph
 BATCHES = (1, 8, 32)
 WORDS, VOCABULARY = 77, 49408
 SHAPES = [(768, 12, (224 // 32) ** 2 + 1), (512, 8, WORDS)]  # width, heads and tokens of the towers
-OVER_EAGER = {1: 10.0, 8: 5.0, 32: 4.0}  # what ours is to reach
-CLIP_OVER_EAGER = {1: 8.0}  # what ours is to reach with transformers' own CLIPModel
+OVER_EAGER = {1: 10.0, 8: 5.0, 32: 4.0}  # goals: eager time ÷ Penstock's time, by batch size
+CLIP_OVER_EAGER = {1: 8.0}  # the same goal for transformers' own CLIPModel
 OVER_ONE_STREAM = {1: 1.5, 8: 1.25, 32: 1.15}
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -101,7 +104,7 @@ class Eager:
 
 
 class TwoStreams:
-    """The towers on a stream each, written by hand."""
+    """Hand-written: one stream per tower."""
 
     def __init__(self, model: Towers) -> None:
         self.model, self.side = model, torch.cuda.Stream()
@@ -119,7 +122,7 @@ class TwoStreams:
 
 
 class ByHand:
-    """The whole model as one CUDA graph on one stream, written by hand."""
+    """Hand-written: the whole model as one CUDA graph on one stream."""
 
     def __init__(self, model: Towers, example: tuple[Tensor, Tensor]) -> None:
         self.given = [tensor.clone() for tensor in example]
@@ -141,7 +144,7 @@ class ByHand:
 
 
 def compile_only(batches: tuple[int, ...] = BATCHES) -> None:
-    """Compile what is compiled here, and leave it to torch's cache on the disk."""
+    """Compile all compiled contenders, to fill torch's cache on disk."""
     model = Towers().cuda().bfloat16().eval()
     for batch in batches:
         example = data_of(batch)
@@ -154,7 +157,7 @@ def data_of(batch: int) -> tuple[Tensor, Tensor]:
 
 
 def contenders(model: Towers, example: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Run]]:
-    """Return who takes part, and how each is made."""
+    """Return the contenders by name, each as a function that makes it."""
     return {
         "eager": lambda: Eager(model),
         "eager, two streams": lambda: TwoStreams(model),
@@ -166,7 +169,7 @@ def contenders(model: Towers, example: tuple[Tensor, Tensor]) -> dict[str, Calla
 
 
 def run(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> dict[int, dict[str, list[float]]]:
-    """Time everybody for each batch size; return the milliseconds of each run."""
+    """Time all contenders for each batch size; return the milliseconds of each run."""
     torch.manual_seed(0)
     model = Towers().cuda().bfloat16().eval()
     exact = copy.deepcopy(model).double()
@@ -200,7 +203,7 @@ def run(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> dict[int, dict
 
 
 def run_clip(repeats: int = 20, batches: tuple[int, ...] = BATCHES) -> None:
-    """Time transformers' CLIPModel, as it is: eager and ours."""
+    """Time the unchanged CLIPModel of transformers: eager, and with Penstock."""
     try:
         import transformers
     except ImportError:
@@ -234,7 +237,7 @@ def _similarity(model: Callable[..., Any], images: Tensor, words: Tensor) -> Ten
 def _times(
     made: Run, data: list[tuple[Tensor, Tensor]], wanted: list[Tensor], repeats: int
 ) -> tuple[list[float], float]:
-    """Return the milliseconds of each run, and by how much the results are off what they should be."""
+    """Return the milliseconds of each run, and the largest relative error of the results."""
     at = 0
 
     def once() -> Tensor:

@@ -1,4 +1,7 @@
-"""A GPT of 24 × 1024, batch 32 × 1024, in 4 stages on one GPU: ours, a plain loop, one captured by hand, the peer."""
+"""Train a GPT of 24 × 1024, batch 32 × 1024, in 4 stages on one GPU.
+
+Contenders: Penstock, a plain loop, a loop captured by hand, and torch.distributed.pipelining (the peer).
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ import penstock
 
 STAGES = 4
 BATCH = 32
-# Inductor adds up a norm's gradients for the input and for its weights in one kernel, but in large batches only
+# lets Inductor reduce a norm's gradients for input and weights in one kernel; by default only in large batches
 MIXED = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 @dataclass
 class Found:
-    """What one contender measured."""
+    """The measurements of one contender."""
 
     times: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    error: float = 0.0  # of the gradients, by norm, off those of the plain loop
-    num_syncs: int = -1  # of the host with the GPU, in a step
+    error: float = 0.0  # largest relative error of a gradient, by norm, compared with the plain loop
+    num_syncs: int = -1  # how often the host waits for the GPU in a step
     note: str = ""
 
     @property
@@ -58,7 +61,7 @@ class Plain:
 
 
 class HandCaptured:
-    """The same loop as one CUDA graph, written by hand: gradients are cleared within it."""
+    """Hand-written: the same loop as one CUDA graph. The graph also clears the gradients."""
 
     def __init__(self, model: nn.Module, micro_batches: int, batch: torch.Tensor, target: torch.Tensor) -> None:
         plain = Plain(model, micro_batches)
@@ -124,7 +127,7 @@ class Peer:
 
 
 def syncs_of(step: Callable[[], object]) -> int:
-    """Return how often the host waits for the GPU in a step, as torch itself tells."""
+    """Return how often the host waits for the GPU in a step, as torch's sync debug mode reports."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -137,7 +140,7 @@ def syncs_of(step: Callable[[], object]) -> int:
 
 
 def contenders(micro_batches: int) -> dict[str, Callable[..., object]]:
-    """Return who takes part: from the model and a batch to something with a step."""
+    """Return the contenders by name, each as a function of the model and a batch that returns an object with `step`."""
     m = micro_batches
     found: dict[str, Callable[..., object]] = {
         "plain loop": lambda model, x, y: Plain(model, m),
@@ -158,7 +161,7 @@ def contenders(micro_batches: int) -> dict[str, Callable[..., object]]:
 
 
 def compile_only() -> None:
-    """Compile what is compiled here, and leave it to torch's cache on the disk."""
+    """Compile all compiled contenders, to fill torch's cache on disk."""
     model, (batch, target) = gpt().cuda().bfloat16(), words(BATCH, 1024)
     for options in (True, MIXED):
         ours = Ours(model, 8, batch, schedule="1f1b", compile=options, graphs=False)
@@ -167,7 +170,7 @@ def compile_only() -> None:
 
 
 def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> dict[str, Found]:
-    """Time everybody; each first trains a step whose gradients must be those of the plain loop, by norm."""
+    """Time all contenders. Each first trains a step, whose gradients are compared with those of the plain loop."""
     torch.manual_seed(0)
     length = shape.get("length", 1024)
     model = gpt(**shape).cuda().bfloat16()
@@ -187,7 +190,7 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
         result = found[name] = Found()
         try:
             made = make(own, *batches[0])
-            clears = not isinstance(made, HandCaptured)  # that one does so itself
+            clears = not isinstance(made, HandCaptured)  # that one clears gradients itself
 
             def step(own: nn.Module = own, made: object = made, clears: bool = clears) -> object:
                 nonlocal at
@@ -196,7 +199,7 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
                     own.zero_grad(set_to_none=True)
                 return made.step(*batches[at % len(batches)])
 
-            # graphs are captured in the second step; a peer takes seconds for each
+            # Penstock captures graphs in the second step; the peer takes seconds per step
             for _ in range(1 if isinstance(made, Peer) else 3):
                 step()
             if clears:
@@ -208,10 +211,10 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
                 )
             result.num_syncs = syncs_of(step)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what making it took
+            torch.cuda.empty_cache()  # releases memory that only the construction needed
             torch.cuda.reset_peak_memory_stats()
             result.times = milliseconds(step, repeats=repeats, warm=1)
-            # of graphs, the pool they run in: what they use of it is no longer told
+            # for graphs, this is their memory pool: torch does not report how much of it they use
             result.peak_bytes = max(0, torch.cuda.max_memory_reserved() - before)
             if hasattr(made, "close"):
                 made.close()
@@ -229,7 +232,7 @@ def run(micro_batches: int, only: str = "", repeats: int = 10, **shape: int) -> 
 
 
 def verdict(at: dict[int, dict[str, Found]]) -> list[tuple[str, float, str]]:
-    """Return each bar: what is compared, the ratio that was measured, and what it is to be."""
+    """Return each goal: what is compared, the measured ratio, and the goal."""
 
     def over(count: int, one: str, other: str) -> float:
         found = at.get(count, {})

@@ -1,8 +1,8 @@
-"""What a clock shows that is read the wrong way: a large matmul and a tiny kernel, wrong and right side by side.
+"""Time a large matmul and a tiny kernel in wrong ways and in right ways.
 
     python benchmarks/gpu/run.py wrong_timing
 
-Prints the table of docs/howto/timing.md.
+The script prints the table of docs/howto/timing.md.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ WORK = {"matmul, 4096 × 4096, bf16": matmul, "a + 1, 1,024 elements": tiny}
 
 
 def without_synchronize(call: Call, count: int = 20) -> Measurement:
-    """Reads the clock when the host has asked for the work, not when it is done."""
+    """Read the clock when the host has launched the work, not when the work is done."""
     _warmed(call)
     times = []
     for _ in range(count):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-        torch.cuda.synchronize()  # or the queue fills up and some calls wait
+        torch.cuda.synchronize()  # otherwise the queue fills up and some calls wait
     return Measurement(tuple(times))
 
 
 def first_run(name: str) -> Measurement:
-    """In a new process: kernels are loaded, libraries set up, memory found."""
+    """Time the first run in a new process, which also loads kernels, initialises libraries and allocates memory."""
     done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True)
     return Measurement((float(done.stdout.split()[-1]),))
 
 
 def one_run(call: Call, count: int = 50) -> Measurement:
-    """With synchronize at both ends: right, but with what the host does in it; any of these might be the one."""
+    """Synchronise before and after one run. This is correct, but includes host time, and single runs vary."""
     _warmed(call)
     times = []
     for _ in range(count):
@@ -70,7 +70,7 @@ def one_run(call: Call, count: int = 50) -> Measurement:
 
 
 def item_in_the_loop(call: Call, count: int = 50) -> Measurement:
-    """Waits in each run, so that launches are not hidden behind work; and reads the result too."""
+    """Wait in each run, so that no launch overlaps with work; the time also includes reading the result."""
     _warmed(call)
     times = []
     for _ in range(5):
@@ -82,7 +82,7 @@ def item_in_the_loop(call: Call, count: int = 50) -> Measurement:
 
 
 def events_alone(call: Call, count: int = 50) -> Measurement:
-    """Events around a call with nothing queued before: the GPU comes to the first one, and waits for the launch."""
+    """Put events around a call with an empty queue: the GPU reaches the first event and then waits for the launch."""
     _warmed(call)
     times = []
     for _ in range(count):
@@ -102,7 +102,7 @@ def _warmed(call: Call) -> None:
 
 
 def run() -> dict[str, dict[str, Measurement]]:
-    """Print the table; return its figures, in seconds, by what was timed and how."""
+    """Print the table; return its measurements by work and by method."""
     found: dict[str, dict[str, Measurement]] = {}
     for name, make in WORK.items():
         call = make()

@@ -1,9 +1,9 @@
-"""How long the timeline page takes to redraw with 100,000 spans, in a headless Chromium.
+"""Measure how long the timeline page takes to redraw 100,000 spans, in a headless Chromium.
 
     .venv/bin/python benchmarks/page/run.py
 
-Pans at several zooms; the time is that of a whole redraw, with the canvases read back so that drawing is really done.
-16.7 ms is a frame of a 60 Hz screen: the limit for being smooth.
+The script pans the page at several zoom levels and times whole redraws. It reads the canvases back, so that the drawing
+is complete when the clock stops. A frame of a 60 Hz screen lasts 16.7 ms; a longer redraw is not smooth.
 """
 
 import shutil
@@ -42,7 +42,7 @@ def main() -> None:
         opened = time.perf_counter() - begin
         size = path.stat().st_size / 1e6
         print(f"{len(timeline):,} spans; file {size:.1f} MB, written in {written:.2f} s, opened in {opened:.2f} s\n")
-        print("| zoom | redraw ms, median | slowest | over a frame |")
+        print("| zoom | redraw ms, median | slowest | median ÷ frame |")
         print("|---|---|---|---|")
         for zoom in (1, 4, 16, 64, 256, 2000):
             times = page.evaluate(REDRAW, [zoom, REPEATS])
@@ -51,7 +51,7 @@ def main() -> None:
         chromium.close()
 
 
-# zoom in on the middle, then pan a little for each redraw
+# zoom into the middle, then pan a little for each redraw
 REDRAW = """([zoom, repeats]) => {
   const {view, draw} = window.penstock;
   const whole = {start: 0, end: view.extent};

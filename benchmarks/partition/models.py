@@ -1,14 +1,14 @@
-"""Models as nn.Sequential, a child a layer or block: what torchgpipe's balancing takes."""
+"""Models as nn.Sequential with one child per layer or block, the form that the balancing of torchgpipe needs."""
 
 import torch
 from torch import nn
 
-Model = tuple[nn.Sequential, torch.Tensor]  # and what to call it with
+Model = tuple[nn.Sequential, torch.Tensor]  # the model and its input
 Tensors = tuple[torch.Tensor, ...]
 
 
 def vgg16() -> Model:
-    """VGG-16 with batch norm, every layer a child; 64 × 64 images."""
+    """Return VGG-16 with batch norm, with one child per layer; 64 × 64 images."""
     layers, width = [], 3
     for size in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
         if not size:
@@ -39,7 +39,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> Model:
-    """ResNet-50 as a sequence of blocks; 96 × 96 images."""
+    """Return ResNet-50 as a sequence of blocks; 96 × 96 images."""
     layers = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     width = 64
     for inner, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -67,14 +67,14 @@ class Block(nn.Module):
 
 
 def gpt(vocabulary: int = 16_000, width: int = 256, blocks: int = 16) -> Model:
-    """A GPT: embedding, blocks, norm and a head that is as long as several blocks."""
+    """Return a GPT: embedding, blocks, norm, and a head that takes as long as several blocks."""
     layers = [nn.Embedding(vocabulary, width), *(Block(width, 4) for _ in range(blocks))]
     layers += [nn.LayerNorm(width), nn.Linear(width, vocabulary)]
     return nn.Sequential(*layers), torch.randint(vocabulary, (2, 128))
 
 
 class Down(nn.Module):
-    """A step down of a U-Net: what skips travels along in the tuple, as torchgpipe's own models did at first."""
+    """A step down of a U-Net. Skip values travel in the tuple, as in the first models of torchgpipe itself."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A step up of a U-Net: takes the latest skip off the tuple."""
+    """A step up of a U-Net. It takes the newest skip value from the tuple."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Up(nn.Module):
 
 
 def unet() -> Model:
-    """A U-Net of five steps down and up; 64 × 64 images."""
+    """Return a U-Net with five steps down and five up; 64 × 64 images."""
     sizes = (32, 48, 64, 96, 128)
     downs = [Down(a, b) for a, b in zip((3, *sizes), sizes, strict=False)]
     ups = [Up(a + b, b) for a, b in zip((sizes[-1], *sizes[::-1]), sizes[::-1], strict=False)]

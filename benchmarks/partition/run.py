@@ -1,10 +1,10 @@
-"""How long partitioning takes, and how much shorter the slowest stage is than with torchgpipe's balance.
+"""Measure how long partitioning takes, and compare the slowest stage with that of torchgpipe's balance.
 
     .venv/bin/python benchmarks/partition/run.py [--quick]
 
-torchgpipe comes from PyPI into benchmarks/partition/.peers, without its dependencies: it then runs on the torch that is
-there. Its part runs in a process of its own; its profiler measures the layers, its solver balances them, and both cuts
-are priced with the same times, and with times measured anew.
+The script installs torchgpipe from PyPI into benchmarks/partition/.peers, without its dependencies, so that it runs on
+the installed torch. torchgpipe runs in its own process: its profiler measures the layers and its solver balances them.
+The cuts of both are compared twice: with the same times, and with times measured again.
 """
 
 import json
@@ -30,7 +30,7 @@ SEED = 7
 
 
 def graph_of(n: int, rng: np.random.Generator) -> Graph:
-    """A random model: skips over up to 20 nodes, a parameter at every third node, two that are tied."""
+    """Return a random model: skips over up to 20 nodes, a parameter at about every third node, two tied parameters."""
     values, nodes = [Value("in", -1, (Size(0, 8),), "float32", 4)], []
     params = {"tied": Parameter("tied", 50_000_000), "mask": Parameter("mask", 1_000_000, False, True)}
     for i in range(n):
@@ -57,7 +57,7 @@ def random_profile(n: int, seed: int, *, heavy: bool = False) -> Profile:
 
 
 def scale_cases(quick: bool) -> list[tuple[str, int, int, str, dict[str, Any]]]:
-    """(words, nodes, lanes, schedule, options) of what is timed."""
+    """Return the cases to time, each as (label, nodes, lanes, schedule, options)."""
     mixed, limited = {"mixed": True}, {"mixed": True, "memory": 0.7}
     cases = [
         ("one speed", 1_000, 16, "1f1b", {}),
@@ -67,10 +67,10 @@ def scale_cases(quick: bool) -> list[tuple[str, int, int, str, dict[str, Any]]]:
         ("mixed, memory limit, tied parameters", 10_000, 64, "1f1b", limited),
         ("the same, recomputed", 10_000, 64, "1f1b", {**limited, "memory": 0.3, "keep": "recompute"}),
         ("the same, one node as long as three stages", 10_000, 64, "1f1b", {**limited, "heavy": True}),
-        ("two stages a lane", 10_000, 32, "interleaved_1f1b", {}),
-        ("two stages a lane, V", 10_000, 32, "zb_v", {}),
-        ("two stages a lane", 24, 4, "interleaved_1f1b", {}),
-        ("two stages a lane", 100, 4, "interleaved_1f1b", {}),
+        ("two stages per lane", 10_000, 32, "interleaved_1f1b", {}),
+        ("two stages per lane, V", 10_000, 32, "zb_v", {}),
+        ("two stages per lane", 24, 4, "interleaved_1f1b", {}),
+        ("two stages per lane", 100, 4, "interleaved_1f1b", {}),
     ]
     return cases[:5] if quick else [*cases, ("mixed, memory limit", 100_000, 64, "1f1b", limited)]
 
@@ -86,7 +86,7 @@ def time_scale(words: str, n: int, lanes: int, name: str, options: dict[str, Any
         asked["memory_limit"] = options["memory"] * max(free.lane_bytes)
     seconds = []
     for _ in range(repeats):
-        profile = random_profile(n, SEED, heavy="heavy" in options)  # anew: nothing is kept from the run before
+        profile = random_profile(n, SEED, heavy="heavy" in options)  # a new one each time, so that nothing is cached
         begin = time.perf_counter()
         found = partition(profile, **asked)
         seconds.append(time.perf_counter() - begin)
@@ -116,7 +116,7 @@ def get_peer() -> None:
 
 
 def theirs(name: str, counts: list[int], timeout: float) -> dict[str, Any]:
-    """Measure a model with torchgpipe's profiler and balance it with its solver; in a process that has it."""
+    """Measure a model with torchgpipe's profiler and balance it with its solver; needs a process that has it."""
     import torch
     from models import MODELS
     from torchgpipe.balance import balance_cost
@@ -131,7 +131,7 @@ def theirs(name: str, counts: list[int], timeout: float) -> dict[str, Any]:
 
 
 def balance_ours(times: list[int], stages: int) -> tuple[list[int], bool]:
-    """The same times as a profile, cut by us; returns how many layers each stage has, and whether that is proved."""
+    """Cut with Penstock, from the same times; return the layers of each stage and whether the cut is proved optimal."""
     n = len(times)
     values = [Value(f"v{i}", i - 1, (Size(0, 1),), "uint8", 1, has_grad=True) for i in range(n + 1)]
     nodes = [Node(f"n{i}", "layer", "", (i,), (i + 1,)) for i in range(n)]
@@ -174,8 +174,8 @@ def main() -> None:
     for case in scale_cases(quick):
         time_scale(*case, repeats=repeats)
     get_peer()
-    print("\ntorchgpipe's slowest stage over ours; above 1 ours is quicker\n")
-    print("| model | layers | stages | the times both were given | times measured anew | ours proved |")
+    print("\ntorchgpipe's slowest stage divided by Penstock's; above 1, Penstock is faster\n")
+    print("| model | layers | stages | same times | times measured again | Penstock's cut proved optimal |")
     print("|---" * 6 + "|")
     for name in ("vgg16", "resnet50", "gpt", "unet"):
         compare(name, (2, 4, 8), repeats=repeats, timeout=0.5 if quick else 2.0)

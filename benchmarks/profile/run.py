@@ -1,13 +1,18 @@
-"""How long profiling takes, beside profilers that repeat the whole model, and how well the nodes' sum meets the model.
+"""Measure how long a profile takes and how well the sum of its nodes predicts the model; compare with other profilers.
 
     .venv/bin/python benchmarks/profile/run.py [--quick] [--device cuda] [--threads 1] [--only WORD]
 
-For every model: seconds for `measure` and `analytic`; for seven passes over the whole model that time each node's
-forward and backward once (what torchgpipe's `balance_by_time` does until its timeout); and, computed, for a run of the
-model per node and repeat. Then the sum of the nodes' seconds over the seconds of the plain model, forward and backward,
-for `measure` and for the passes, each the median of several rounds in which all are taken in turn. With one thread on
-the CPU the plain model is timed in CPU seconds: other work on the machine stretches a long step, but falls between the
-short calls of a profile.
+For every model, the table shows the seconds of
+
+- `measure` and `analytic`;
+- seven passes over the whole model that time the forward and the backward of every node once (torchgpipe's
+  `balance_by_time` does this until its timeout);
+- one run of the model for each repeat of each node (computed, not measured).
+
+Then it shows, for `measure` and for the passes, the sum of the nodes' seconds divided by the seconds of the plain
+model, forward and backward. Each figure is the median of several rounds; each round runs all methods in turn. With one
+thread on the CPU, the plain model is timed in CPU seconds: other work on the machine lengthens a long step, but mostly
+falls between the short calls of a profile.
 """
 
 import argparse
@@ -24,7 +29,7 @@ from penstock.model.profiling.analytic import analytic
 from penstock.model.profiling.measure import measure
 from penstock.model.visit import RunNode
 
-PASSES = 7  # as many as `measure` takes bursts of a node
+PASSES = 7  # `measure` times as many bursts of each node
 STEPS = 7
 
 
@@ -71,7 +76,7 @@ def gpt2(num_layers: int, width: int) -> nn.Module:
 def cases(is_gpu: bool) -> dict:
     width, batch = (1024, 4096) if is_gpu else (256, 64)
     ids = torch.randint(0, 8000, (16, 1024) if is_gpu else (2, 128))
-    # capture tells the batch size from widths by a prime that divides none of them: leave it one
+    # capture needs a prime that divides no width, to tell the batch size from widths: leave 23 free
     uneven = [width for width in range(256 if is_gpu else 64, 2048, 2 if is_gpu else 1) if width % 23][:501]
     return {
         "MLP, 500 equal layers": (
@@ -103,7 +108,7 @@ def loss_of(model: nn.Module, example: object) -> torch.Tensor:
 
 
 def model_seconds(model: nn.Module, example: object, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of forward and of backward, with gradients added to those there are."""
+    """Return the median seconds of forward and of backward; gradients are added to the existing ones."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     forward, backward = [], []
@@ -121,7 +126,7 @@ def model_seconds(model: nn.Module, example: object, device: torch.device) -> tu
 
 
 def whole_passes(captured: Captured, device: torch.device) -> tuple[float, float, float]:
-    """Time each node's forward and backward once in each of some passes over the whole model.
+    """Time the forward and the backward of each node once in each of several passes over the whole model.
 
     Returns:
         The seconds of all passes, and the sums of the nodes' medians, forward and backward.
@@ -167,7 +172,7 @@ def run_case(name: str, model: nn.Module, example: object, device: torch.device,
     model = model.to(device)
     example = {k: v.to(device) for k, v in example.items()} if isinstance(example, dict) else example.to(device)
     begin = time.perf_counter()
-    captured = capture(model, example, path="export")  # operations as nodes, also of sequences
+    captured = capture(model, example, path="export")  # makes operations the nodes, also for nn.Sequential
     capture_seconds = time.perf_counter() - begin
     taken, counted, ours, theirs, steps, passes = [], [], ([], []), ([], []), [], []
     for _ in range(rounds):
@@ -195,8 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; its own choice by default")
-    parser.add_argument("--only", default="", help="models with this word in their name")
+    parser.add_argument("--threads", type=int, default=0, help="number of torch threads; by default torch chooses")
+    parser.add_argument("--only", default="", help="only models whose name contains this word")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -208,9 +213,10 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, {where}\n")
     print(
-        "| model | nodes | capture s | measure s | analytic s | 7 whole passes s | run per node and repeat s ", end=""
+        "| model | nodes | capture s | measure s | analytic s | 7 whole passes s | one run per node and repeat s ",
+        end="",
     )
-    print("| step ms | sum of nodes / model: forward | backward | 7 passes / model: forward | backward |")
+    print("| step ms | sum of nodes ÷ model: forward | backward | 7 passes ÷ model: forward | backward |")
     print("|---" * 12 + "|", flush=True)
     for name, (model, example) in cases(device.type == "cuda").items():
         if options.only in name:

@@ -1,8 +1,8 @@
-"""Measured against published: the bubbles of the zero-bubble paper's tables 5 and 8, and ours for the same inputs.
+"""Compare Penstock's bubbles with those in tables 5 and 8 of the zero-bubble paper, for the same inputs.
 
     .venv/bin/python benchmarks/published/run.py [--quick]
 
-`=` ours is the published value, `<` ours is lower (the searched schedules, at the same memory limit).
+`=`: Penstock's bubble equals the published one. `<`: it is smaller (searched schedules, with the same memory limit).
 """
 
 import csv
@@ -22,7 +22,7 @@ def pending_share(row: dict[str, str]) -> float:
 
 
 def costs_of(row: dict[str, str], stages_per_lane: int = 1) -> Costs:
-    """Return a row's costs a stage, with bytes in units of what a lane saves for a micro-batch."""
+    """Return the costs of a row per stage; the unit of bytes is what a lane saves for one micro-batch."""
     share = 1 / stages_per_lane
     return Costs(
         forward=int(row["F"]) * share,
@@ -35,7 +35,7 @@ def costs_of(row: dict[str, str], stages_per_lane: int = 1) -> Costs:
 
 
 def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
-    """Return the bubble over the longest lane span, the peak in 1f1b's unit, and the seconds it took to build."""
+    """Return the bubble of the longest lane span, the peak in the unit of `costs_of`, and the seconds to build."""
     costs = costs_of(row, 2 if name == "zb_v" else 1)
     begin = time.perf_counter()
     schedule = schedules.build(name, lanes=int(row["lanes"]), micro_batches=int(row["micro_batches"]), costs=costs)
@@ -45,7 +45,7 @@ def measure(name: str, row: dict[str, str]) -> tuple[float, float, float]:
 
 
 def read_rows(table: str) -> list[dict[str, str]]:
-    """Return the rows of a table: inputs, and published bubbles where there are any."""
+    """Return the rows of a table: the inputs, and the published bubbles if the paper has them."""
     with (FOLDER / f"{table}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -55,7 +55,7 @@ def main() -> None:
     for table in ("table5", "table8"):
         rows = read_rows(table)
         names = [name for name in rows[0] if name.startswith(("1f1b", "zb_")) and any(row[name] for row in rows)]
-        print(f"\n{table}: published → ours; for searched schedules the peak over the limit, and seconds to build\n")
+        print(f"\n{table}: published → Penstock; for searched schedules, peak ÷ limit, and the seconds to build\n")
         print("| lanes × micro-batches | F, I, W, transfer (µs) | " + " | ".join(names) + " |")
         print("|---" * (len(names) + 2) + "|")
         for row in rows:

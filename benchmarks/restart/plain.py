@@ -1,4 +1,4 @@
-"""What torchrun restarts at the least: a process that imports torch, meets the others, adds one number, and waits."""
+"""The smallest script for torchrun: import torch, join the process group, add one number, and wait."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How long after a kill -9 does a training go on? Ours, with and without spares, beside the least that torchrun takes.
+"""Measure how soon a training continues after kill -9, with and without spares; compare with the minimum for torchrun.
 
 python benchmarks/restart/run.py --rounds 5
 """
@@ -28,11 +28,11 @@ SECONDS = 120.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=20.0, help="seconds between a restart and the next kill")
+    parser.add_argument("--pause", type=float, default=20.0, help="seconds of training before the kill")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: dict[str, list[float]] = {}
-    for number in range(options.rounds):  # in turn, so that none has the quiet minutes; the first kill of each run
+    for number in range(options.rounds):  # in turn, so that load on the machine affects all; one kill per run
         with tempfile.TemporaryDirectory() as folder:
             of_torchrun(Path(folder), options.pause, rows)
         for spares in (True, False):
@@ -65,13 +65,13 @@ def of_ours(folder: Path, pause: float, rows: dict[str, list[float]], *, spares:
         step = events(run, "log")[-1]["step"]
         begin = kill(max(workers(process.pid), key=resident_bytes))
         wait_for(lambda: any(event["time"] > begin and event["step"] > step for event in events(run, "log")))
-        name = "ours, with spares" if spares else "ours, without"
+        name = "Penstock, with spares" if spares else "Penstock, without"
         faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
         noticed = next(fault["time"] for fault in faults if fault["kind"] == "restart")
         again = next(event for event in events(run, "log") if event["time"] > begin)
-        rows.setdefault(f"{name}: kill to the decision to start again", []).append(noticed - begin)
-        rows.setdefault(f"{name}: kill to the next step's end", []).append(again["time"] - begin)
-        rows.setdefault(f"{name}: steps made again", []).append(step - again["step"] + 1)
+        rows.setdefault(f"{name}: kill to the decision to restart", []).append(noticed - begin)
+        rows.setdefault(f"{name}: kill to the end of the next step", []).append(again["time"] - begin)
+        rows.setdefault(f"{name}: repeated steps", []).append(step - again["step"] + 1)
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def events(run: Path, kind: str) -> list[dict]:
 
 
 def workers(pid: int) -> list[int]:
-    """Return the processes that a launcher has started; spares among them, which are smaller."""
+    """Return the processes that a launcher has started. They include spares, which use less memory."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text().split()]
@@ -128,7 +128,7 @@ def show(rows: dict[str, list[float]], options: argparse.Namespace) -> None:
     print(f"{options.rounds} rounds, two processes, torch {torch.__version__}, {platform.machine()}, "
           f"{os.cpu_count()} cores\n")  # fmt: skip
     least = statistics.median(rows["torchrun: kill to the first collective"])
-    print("| | median | spread | of torchrun's |\n|---|---|---|---|")
+    print("| | median | lowest–highest | ÷ torchrun |\n|---|---|---|---|")
     for name, values in rows.items():
         middle, unit = statistics.median(values), "" if "steps" in name else " s"
         ratio = "" if "steps" in name else f"{middle / least:.2f}"

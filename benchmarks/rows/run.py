@@ -1,10 +1,10 @@
-"""What leaving out rows saves that a model does not ask for: its program as it is, and with fewer rows.
+"""Measure the time saved by not computing rows that a model does not use: its program with all rows and with fewer.
 
     python benchmarks/rows/run.py [--batch 8] [--repeats 9]
 
-On a CPU the program of a Graph runs one operation after the other; on a GPU it is the Graph itself. Beside it the model
-as torch.compile compiles it. FLOPs are torch's own count of products and attentions, over that of the model as it is:
-what is left of them is the limit of what is left of the time.
+On a CPU, the script runs the program of a Graph one operation after the other. On a GPU, it runs the Graph itself. Both
+are compared with the model compiled by torch.compile. FLOPs are torch's own count of matrix products and attentions,
+divided by the count for all rows. This share is the lower limit for the share of the time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LENGTH = 128
 
 
 class NextWord(nn.Module):
-    """A language model asked for one word: as one writes it who does not think of the rest."""
+    """A language model in the simplest code: it computes the logits of all positions and returns those of the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def models(batch: int, device: str) -> dict[str, tuple[nn.Module, tuple[Tensor, 
 
 
 def made(model: nn.Module, example: tuple[Tensor, ...], *, leaves_out: bool) -> Callable[[], object]:
-    """Return what runs the model's program once."""
+    """Return a function that runs the program of the model once."""
     rule = reading.for_fewer_rows
     if not leaves_out:
         reading.for_fewer_rows = lambda graph, shown: 0
@@ -72,7 +72,7 @@ def made(model: nn.Module, example: tuple[Tensor, ...], *, leaves_out: bool) -> 
 
 
 def compiled(model: nn.Module, example: tuple[Tensor, ...]) -> Callable[[], object]:
-    """Return what runs the model as torch compiles it."""
+    """Return a function that runs the model compiled by torch."""
     quick = torch.compile(model, dynamic=False)
     return lambda: (quick(*example), torch.cuda.synchronize() if example[0].is_cuda else None)
 
@@ -93,9 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, {where}, float32, batch {given.batch}, medians of {given.repeats} in turn")
-    print(
-        "| model | all rows, ms | torch.compile, ms | rows asked for, ms | over all rows | over torch.compile | FLOPs |"
-    )
+    print("| model | all rows, ms | torch.compile, ms | used rows, ms | ÷ all rows | ÷ torch.compile | FLOPs |")
     print("|---|---|---|---|---|---|---|")
     for name, (model, example) in models(given.batch, device).items():
         runs = [
@@ -104,7 +102,7 @@ def main() -> None:
             made(model, example, leaves_out=True),
         ]
         times: list[list[float]] = [[], [], []]
-        for repeat in range(given.repeats + 1):  # the first warms up
+        for repeat in range(given.repeats + 1):  # the first repeat warms up
             for run, found in zip(runs, times, strict=True):
                 begin = time.perf_counter()
                 run()

@@ -1,6 +1,6 @@
-"""Run contenders side by side in the same processes, in turn, so that a busy machine is busy for all of them."""
+"""Run contenders in the same processes, in turn, so that load on the machine affects all of them."""
 
-# ruff: noqa: ANN401 - tensors, but torch is imported in the workers only
+# ruff: noqa: ANN401 - tensors, but only the workers import torch
 from __future__ import annotations
 
 import gc
@@ -23,19 +23,19 @@ from typing import Any, Protocol
 from tasks import Case, Task, count_saved, forget, make
 
 Lane = list[tuple[str, int, int]]
-MOST_SECONDS = 120  # without news, before a job's processes are stopped
-TOLERANCE = 1e-4  # of float32 gradients, over the largest of the plain model's
+MOST_SECONDS = 120  # the longest time without a message; then the processes of a job are stopped
+TOLERANCE = 1e-4  # for float32 gradients, relative to the largest of the plain model
 
 
 class Contender(Protocol):
     """Something that trains a case's model in stages."""
 
     def step(self, batch: Any, target: Any) -> Any:
-        """Run forward and backward; return the loss where it is known."""
+        """Run forward and backward; return the loss if this process knows it."""
         ...
 
     def gradients(self) -> dict[str, Any]:
-        """Return the gradients that are here, by stage and name."""
+        """Return the gradients in this process, by stage and name."""
         ...
 
     def forget(self) -> None: ...
@@ -45,14 +45,14 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """A case, the order of its actions, and who runs it how often."""
+    """A case, the order of its actions, its contenders and the number of rounds."""
 
     case: Case
     lanes: list[Lane]
     lane_of: list[int]
     contenders: tuple[str, ...]
     rounds: int
-    is_predicted: bool = False  # also from a profile, made while all processes make one
+    is_predicted: bool = False  # also predict the step, from a profile that all processes make at once
 
     @property
     def num_processes(self) -> int:
@@ -65,20 +65,20 @@ class Job:
 
 @dataclass
 class Result:
-    """What was measured: for each contender one number a round."""
+    """The measurements: one number per round for each contender."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)  # of all processes together
-    errors: dict[str, float] = field(default_factory=dict)  # off the plain model's loss and gradients, relative
-    orders: dict[str, list[str]] = field(default_factory=dict)  # of contenders that make their own
-    saved_bytes: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)  # a stage alone; peak a lane
-    predicted_seconds: list[float] = field(default_factory=list)  # one a round, from a profile made in that round
-    nap_seconds: float = 0.0  # of one, where all lanes do nothing but sleep: what is over 10 ms is the machine's
+    errors: dict[str, float] = field(default_factory=dict)  # relative to the plain model's loss and gradients
+    orders: dict[str, list[str]] = field(default_factory=dict)  # for contenders that make their own order
+    saved_bytes: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)  # stages alone; peak per lane
+    predicted_seconds: list[float] = field(default_factory=list)  # one per round, from a profile made in that round
+    nap_seconds: float = 0.0  # of one nap, while all lanes only sleep; the part above 10 ms is due to the machine
     failures: dict[str, str] = field(default_factory=dict)
 
 
 def run(job: Job) -> Result:
-    """Run a job in processes of its own; a contender that fails is named, and the others run without it."""
+    """Run a job in new processes. If a contender fails, note it and run the others without it."""
     failures: dict[str, str] = {}
     while True:
         left = tuple(name for name in job.contenders if name not in failures)
@@ -127,7 +127,10 @@ def _attempt(job: Job) -> Result | tuple[str, str]:
 
 
 def _first_answer(workers: list[Any], answers: Any) -> Result | tuple[str, str]:
-    """Wait for the result, or for who failed and why; what rank 0 was at tells who, where nobody says."""
+    """Return the result, or the contender that failed and why.
+
+    If no process names the contender, it is the one that rank 0 worked on.
+    """
     at, end = "", time.monotonic() + MOST_SECONDS
     while time.monotonic() < end:
         try:
@@ -144,7 +147,7 @@ def _first_answer(workers: list[Any], answers: Any) -> Result | tuple[str, str]:
 
 
 def _work(job: Job, rank: int, store: Path, answers: Any) -> None:
-    """Be one process of a job."""
+    """Run one process of a job."""
     at, code = "", 0
 
     def tell(name: str) -> None:
@@ -159,13 +162,13 @@ def _work(job: Job, rank: int, store: Path, answers: Any) -> None:
             answers.put(("done", result))
     except BaseException as error:
         code, text = 1, "".join(traceback.format_exception(error))
-        if "Connection closed by peer" not in text:  # whoever failed first tells more
+        if "Connection closed by peer" not in text:  # the process that failed first gives a better message
             answers.put(("failed", (at, text)))
         time.sleep(1.0)
     finally:
         answers.close()
         answers.join_thread()
-        os._exit(code)  # threads that a failed contender left behind do not hold the process
+        os._exit(code)  # exit even if a failed contender left threads behind
 
 
 class _Worker:
@@ -186,7 +189,7 @@ class _Worker:
 
     def run(self, tell: Any) -> Result:
         self.tasks: dict[str, Task] = {}
-        self.empty: Any = None  # a pipeline of the same schedule that has next to nothing to do
+        self.empty: Any = None  # a pipeline with the same schedule and almost no work
         self.contenders: dict[str, Contender] = {}
         result = Result()
         expected = self._expect()
@@ -202,8 +205,8 @@ class _Worker:
                 gc.collect()
                 result.saved_bytes[name] = alone, []
                 for count in task.counts:
-                    count.peak_bytes = 0  # a first step may have dry runs
-        for turn in range(self.job.rounds + 1):  # one to warm up
+                    count.peak_bytes = 0  # a first step may include dry runs
+        for turn in range(self.job.rounds + 1):  # the first round warms up
             names = list(self.job.contenders)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 tell(name)
@@ -255,14 +258,14 @@ class _Worker:
         return Plain(task, job.case.micro_batches if name == "plain" else 1)
 
     def _expect(self) -> tuple[float, dict[str, Any]]:
-        """Return the plain model's loss and gradients."""
+        """Return the loss and the gradients of the plain model."""
         task = make(self.job.case.without_sleep())
         if self.job.case.is_counted:
-            count_saved(task, self.job.lane_of)  # for the names
+            count_saved(task, self.job.lane_of)  # so that parameters have the same names
         return float(task.plain()), task.gradients()
 
     def _check(self, name: str, expected: tuple[float, dict[str, Any]]) -> float:
-        """Train a step without sleep; return how far its loss and gradients are off, and raise where that is far."""
+        """Train a step without sleep; return the largest error of its loss and gradients. Raise if it is too large."""
         task, contender = self.tasks[name], self.contenders[name]
         seconds, task.nap.seconds = task.nap.seconds, 0.0
         loss = contender.step(task.batch, task.target)
@@ -280,12 +283,12 @@ class _Worker:
         return worst
 
     def _peaks(self, task: Task) -> list[int]:
-        """Return the most bytes that each lane held at a time."""
+        """Return the peak of the bytes that each lane held."""
         assert task.counts is not None
         return [max(peaks) for peaks in zip(*self._gather([c.peak_bytes for c in task.counts]), strict=True)]
 
     def _nap(self) -> float:
-        """Return the mean of many naps, in all lanes at once."""
+        """Return the mean time of many naps, while all lanes sleep at once."""
         nap, count = next(iter(self.tasks.values())).nap, 20
         if not nap.seconds:
             return 0.0
@@ -304,7 +307,7 @@ class _Worker:
         return self.job.case.lanes if self.world == 1 else 1
 
     def _predict(self) -> float:
-        """Return the step that is predicted, from what is measured now, in all processes at once."""
+        """Return the predicted step time, from costs measured now in all processes at once."""
         from ours import Ours, hand_over_seconds, predict, runtime_seconds
 
         case = self.job.case
@@ -319,7 +322,7 @@ class _Worker:
         return predict(case, task, latency, statistics.median(added))
 
     def _time(self, name: str) -> tuple[float, float]:
-        """Return seconds of a step, from a start that all agree on to when the last is done; and CPU seconds of all."""
+        """Return the seconds of a step, from the common start to the end of the last process, and all CPU seconds."""
         task, contender = self.tasks[name], self.contenders[name]
         self._meet()
         begin = self._start()
@@ -331,7 +334,7 @@ class _Worker:
         return max(end for end, _ in everyone) - begin, sum(cpu for _, cpu in everyone)
 
     def _start(self) -> float:
-        """Return a moment that all processes begin at: their clock is the machine's."""
+        """Wait for a common start and return its time; all processes share the clock of the machine."""
         if self.world == 1:
             return time.perf_counter()
         at = self.torch.tensor([time.perf_counter() + 0.01], dtype=self.torch.float64)
@@ -353,7 +356,7 @@ class _Worker:
 
 
 class Plain:
-    """The whole model in every process, without a pipeline: with both cores busy."""
+    """The whole model in every process, without a pipeline, so that all cores are busy."""
 
     def __init__(self, task: Task, micro_batches: int) -> None:
         self.task, self.micro_batches = task, micro_batches
@@ -372,6 +375,6 @@ class Plain:
 
 
 if __name__ == "__main__":
-    from contest import run as run_as_module  # so that what is pickled is known by the same name on both sides
+    from contest import run as run_as_module  # so that pickled classes have the same module name on both sides
 
     Path(sys.argv[2]).write_bytes(pickle.dumps(run_as_module(pickle.loads(Path(sys.argv[1]).read_bytes()))))

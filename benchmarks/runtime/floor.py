@@ -1,11 +1,11 @@
-"""The floor: the least code that runs a schedule's lane on isend and irecv. No library, no checks.
+"""The floor: the smallest code that runs a lane of a schedule on isend and irecv. No library, no checks.
 
-One tensor goes from stage to stage. A lane is a list of (kind, stage, micro-batch). The next receive of every stream is
-posted as soon as the one before is taken; sends are kept until they are done. Weight gradients are deferred by a linear
-layer that queues them.
+One tensor goes from stage to stage. A lane is a list of (kind, stage, micro-batch). The floor posts the next receive of
+a stream as soon as the one before has arrived. It keeps sends until they are done. A linear layer queues its weight
+gradient, so that it can be computed later.
 """
 
-# ruff: noqa: ANN401 - what autograd hands a function is of no type
+# ruff: noqa: ANN401 - arguments from autograd have no type
 from __future__ import annotations
 
 from collections import deque
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Lane = list[tuple[str, int, int]]
-Stream = tuple[str, int]  # F or B, and the stage that receives
+Stream = tuple[str, int]  # F or B, and the receiving stage
 
 
 class _Queued(torch.autograd.Function):
-    """A linear layer whose weight gradient is put into a queue instead of being computed."""
+    """A linear layer that puts its weight gradient into a queue instead of computing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, later: tuple[Tensor, list[Any]]) -> Tensor:
-        weight, ctx.queue = later  # in a tuple autograd does not see it, and does not walk behind it
+        weight, ctx.queue = later  # autograd does not look into the tuple, so it does not track the weight
         ctx.weight, ctx.has_bias = weight, bias is not None
         ctx.save_for_backward(x)
         return functional.linear(x, weight, bias)
@@ -51,7 +51,7 @@ def _queue_weights(stage: nn.Module) -> list[Any]:
 
 
 def _call_queued(module: Linear, x: Tensor, queue: list[Any]) -> Tensor:
-    x = x if x.requires_grad else x.detach().requires_grad_()  # else the backward would not come here to queue
+    x = x if x.requires_grad else x.detach().requires_grad_()  # otherwise autograd would not call this backward
     return _Queued.apply(x, module.bias, (module.used_weight(), queue))
 
 
@@ -156,7 +156,7 @@ class Floor:
     # Transfers
 
     def _source(self, stream: Stream) -> int | None:
-        """Return the lane that a stream comes from, None where it is this one or there is none."""
+        """Return the lane that sends a stream; None if it is this lane or if there is none."""
         kind, s = stream
         before = s - 1 if kind == "F" else s + 1
         return self.lane_of[before] if 0 <= before <= self.last and self.lane_of[before] != self.rank else None

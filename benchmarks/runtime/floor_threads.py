@@ -1,4 +1,4 @@
-"""The floor in threads: the same loop as floor.py, with a thread a lane and a queue a lane. No library, no checks."""
+"""The floor in threads: the loop of floor.py with one thread and one queue per lane. No library, no checks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Box = queue.SimpleQueue[tuple[tuple[str, int, int], Tensor]]
 
 
 class _LaneOfThread(Floor):
-    """One lane; values come out of its own queue and go into those of others."""
+    """One lane. It takes values from its own queue and puts values into the queues of others."""
 
     def __init__(self, task: Task, lanes: list[Lane], lane_of: list[int], micro_batches: int, **where: object) -> None:
         self.boxes: list[Box] = where["boxes"]
         super().__init__(task, lanes, lane_of, micro_batches, rank=where["rank"])
         self.streams, self.here = {}, {}
 
-    def _source(self, stream: Stream) -> int | None:  # noqa: ARG002 - nothing is posted
+    def _source(self, stream: Stream) -> int | None:  # noqa: ARG002 - threads post no receives
         return None
 
     def _take(self, kind: str, s: int, mb: int) -> Tensor:

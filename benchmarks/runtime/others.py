@@ -1,4 +1,4 @@
-"""Peers from PyPI, which run in an environment of their own (see peers_env): torchgpipe, fairscale and DeepSpeed."""
+"""Peers from PyPI in their own environment (see peers_env): torchgpipe, fairscale and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class GPipes:
-    """torchgpipe's GPipe and fairscale's Pipe, which is made of it: a thread a device, fill and drain.
+    """torchgpipe's GPipe, and fairscale's Pipe, which is derived from it: one thread per device, fill and drain.
 
-    All CPU "devices" are one to both, so one thread runs all stages in turn.
+    Both treat all CPU "devices" as one, so one thread runs all stages in turn.
     """
 
     def __init__(self, name: str, case: Case, task: Task) -> None:
@@ -47,13 +47,13 @@ class GPipes:
         pass
 
 
-_RATE = 1024.0  # a large power of two: what weights are rounded by is small beside the step
+_RATE = 1024.0  # a large power of two: the rounding of weights is small compared with the update
 
 
 class DeepSpeed:
-    """DeepSpeed's pipeline engine, on gloo: 1F1B with sends that block. A step of an optimizer is part of its step.
+    """DeepSpeed's pipeline engine, on gloo: 1F1B with blocking sends. Its step includes a step of the optimizer.
 
-    It drops gradients within its step, so they are read off how far a plain step moved the weights.
+    DeepSpeed drops gradients within its step. They are computed from how far plain SGD moved the weights.
     """
 
     def __init__(self, case: Case, task: Task, lane_of: list[int]) -> None:
@@ -91,7 +91,7 @@ class DeepSpeed:
 
     @torch.no_grad()
     def forget(self) -> None:
-        if self.optimizer.param_groups[0]["lr"]:  # once the gradients were read
+        if self.optimizer.param_groups[0]["lr"]:  # only once, after the gradients were read
             for name, parameter in self._named():
                 parameter.copy_(self.before[name])
             self.optimizer.param_groups[0]["lr"] = 0.0

@@ -1,4 +1,4 @@
-"""Penstock itself: the stage modules as they are, in threads or in the processes that are there."""
+"""Penstock: the unchanged stage modules, in threads or in the existing processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import penstock
 
 
 class Ours:
-    """A pipeline of a case's stages; all of it in one process, this process's lane otherwise."""
+    """A pipeline of the stages of a case: all lanes in a single process, or the lane of this process."""
 
     def __init__(self, case: Case, task: Task, *, transport: str = "auto", is_recorded: bool = False) -> None:
         self.case = case
@@ -51,21 +51,21 @@ class Ours:
 
 
 def hand_over_seconds(pipe: penstock.Pipeline, task: Task, rounds: int = 30) -> float:
-    """Return what a value between stages takes from one process to the next: lanes 0 and 1 hand each other one."""
+    """Return the seconds to send a value from one process to the next; lanes 0 and 1 exchange one."""
     if pipe.lanes[0] > 1:
         return 0.0
     value, times = torch.zeros(task.boundary), []
     for number in range(rounds):
         begin = time.perf_counter()
-        pipe._lane_group.exchange((1 << 30) + number, [value], (0, 1))
+        pipe._lane_group.values.exchange((1 << 30) + number, [value], (0, 1))
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
 def runtime_seconds(ours: Ours, task: Task, rounds: int = 15) -> float:
-    """Return what the runtime adds to an action: of a step of stages with next to nothing to do, a share an action.
+    """Return the seconds that the runtime adds to an action, from a step of stages with almost no work.
 
-    What those stages do take is a profile's, and is not counted.
+    The time that these stages themselves take is predicted from a profile and subtracted.
     """
     case, times = ours.case, []
     for _ in range(rounds):
@@ -80,9 +80,9 @@ def runtime_seconds(ours: Ours, task: Task, rounds: int = 15) -> float:
 
 
 def predict(case: Case, task: Task, latency_seconds: float, action_seconds: float) -> float:
-    """Return the step that is predicted from a profile of the stages, of a hand-over and of the runtime.
+    """Return the step time predicted from a profile of the stages and the costs of a hand-over and of the runtime.
 
-    The loss, which no stage has, is not in it.
+    The prediction excludes the loss, because it belongs to no stage.
     """
     link = penstock.Link(latency_seconds=latency_seconds)
     found = penstock.explain(

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: its stages and schedules, as its documentation uses them."""
+"""torch.distributed.pipelining: its stages and schedules, used as in its documentation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ONE_STAGE = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
 MORE_STAGES = {
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "looped_bfs": pipelining.ScheduleLoopedBFS,
-    "zb_h1": pipelining.ScheduleInterleavedZeroBubble,  # with one stage a lane: zero-bubble's ZB1P
+    "zb_h1": pipelining.ScheduleInterleavedZeroBubble,  # with one stage per lane: ZB1P of the zero-bubble paper
     "zb_v": pipelining.ScheduleZBVZeroBubble,
 }
 HAS = frozenset(ONE_STAGE) | frozenset(MORE_STAGES)
 
 
 class Peer:
-    """One rank of a pipeline. With `lanes` its runtime runs that order; without, its own of the schedule's name."""
+    """One rank of a pipeline. It runs the order `lanes` if given, and otherwise its own schedule of that name."""
 
     def __init__(self, case: Case, task: Task, lane_of: list[int], lanes: list[Lane] | None = None) -> None:
         self.rank = torch.distributed.get_rank()
@@ -44,7 +44,7 @@ class Peer:
         return torch.stack(losses).mean().detach() if losses else None
 
     def order(self) -> list[str] | None:
-        """Return all lanes as text, where the schedule is a list; None where it is a loop."""
+        """Return all lanes as text if the schedule is a list of actions; None if it is a loop."""
         lanes = getattr(self.schedule, "pipeline_order", None)
         if not isinstance(self.schedule, theirs._PipelineScheduleRuntime) or lanes is None:
             return None
@@ -61,7 +61,7 @@ class Peer:
 
 
 def _with_order(stages: list[Any], case: Case, task: Task, lanes: list[Lane]) -> Any:  # noqa: ANN401
-    """Return its runtime with a given order of actions: the part of it that reads a list is private."""
+    """Return the peer's runtime with a given order of actions. The part of the peer that reads a list is private."""
     runtime = theirs._PipelineScheduleRuntime(stages, case.micro_batches, loss_fn=task.loss)
     order = {
         rank: [theirs._Action.from_str(f"{s}{kind}{mb}") for kind, s, mb in lane] for rank, lane in enumerate(lanes)

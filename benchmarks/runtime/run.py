@@ -1,11 +1,12 @@
-"""How much time does the runtime add to a schedule? Ours, the peers, and a hand-written loop, side by side.
+"""How much time does the runtime add to a schedule? Compare Penstock, other libraries and a hand-written loop.
 
     .venv/bin/python benchmarks/runtime/run.py [sleeping] [compute] [actions] [memory] [prediction] [recording]
         [--quick]
 
-All sections by default. Medians, and in brackets from the lowest to the highest round. Every contender first trains one
-step whose loss and gradients must be those of the plain model. Writes results.csv and results.md; sections that are not
-run stay as they are there. Peers from PyPI run if `benchmarks/runtime/peers_env` has been run.
+By default, all sections run. Figures are medians; brackets show the lowest and the highest round. Every contender first
+trains one step; its loss and gradients must be those of the plain model. The script writes results.csv and results.md
+and keeps the sections there that it did not run. To include the other libraries from PyPI, first run
+`benchmarks/runtime/peers_env`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ TWO_A_LANE = ("interleaved_1f1b", "zb_v")
 
 @dataclass(frozen=True)
 class Setting:
-    """How much is run."""
+    """How much the script runs."""
 
     is_quick: bool
     rounds: int
-    only: tuple[str, ...]  # contenders; all if empty
+    only: tuple[str, ...]  # names of contenders; empty means all
 
     def pick(self, *names: str) -> tuple[str, ...]:
         return tuple(name for name in names if not self.only or name.partition(",")[0] in self.only)
@@ -62,14 +63,14 @@ def job_of(case: Case, contenders: tuple[str, ...], rounds: int, *, is_predicted
 
 
 def equal_costs(num_stages: int, action_seconds: float, *, first_has_input: bool) -> Costs:
-    """F, I and W as long as each other; but nobody asks for the gradient of what a first stage without layers gets."""
+    """Return costs with equal F, I and W. I of the first stage is 0 unless `first_has_input`."""
     first = action_seconds if first_has_input else 0.0
     input_grad = [first] + [action_seconds] * (num_stages - 1)
     return Costs(forward=action_seconds, input_grad=input_grad, weight_grad=action_seconds)
 
 
 def rows_of(section: str, case: Case, result: Result, costs: Costs | None, num_actions: int) -> Iterator[Row]:
-    """Return a row a contender; its schedule's own time is that of the order it runs, or 0 where there are no costs."""
+    """Return one row per contender. Its own time is the simulated time of the order it runs, or 0 without costs."""
     ours = build(case)
 
     def own(name: str) -> float:
@@ -97,12 +98,12 @@ def _shorten(why: str) -> str:
 
 
 def _read(lanes: list[str], case: Case) -> Schedule:
-    """Return a peer's own order as a schedule; its stages live where ours do."""
+    """Return a peer's own order as a schedule; its stages are on the same lanes as Penstock's."""
     return replace(build(case), lanes=tuple(map(schedules.Lane.of, lanes)), name="peer")
 
 
 def tell(case: Case, result: Result, began: float) -> None:
-    """Say what came out, while the rest still runs."""
+    """Print the result of one case while the others still have to run."""
     found = ", ".join(f"{name} {spread(times)}" for name, times in result.seconds.items())
     failed = "".join(f"; {name} failed" for name in result.failures)
     where = f"{case.lanes} {'threads' if case.threads else 'processes'}"
@@ -114,7 +115,7 @@ def tell(case: Case, result: Result, began: float) -> None:
 def contest(
     section: str, case: Case, names: tuple[str, ...], setting: Setting, costs: Costs | None, *, elsewhere: bool = False
 ) -> list[Row]:
-    """Run contenders in a case; with the peers' interpreter where they live in another environment."""
+    """Run contenders in a case; with `elsewhere`, use the interpreter of the peers' environment."""
     if not names or (elsewhere and not PEERS.exists()):
         return []
     began, job = time.monotonic(), job_of(case, names, setting.rounds)
@@ -163,7 +164,7 @@ def compute(setting: Setting) -> list[Row]:
         began, job = time.monotonic(), job_of(case, ("plain", *setting.pick(*names[1:])), setting.rounds)
         result = run(job)
         tell(case, result, began)
-        # t is what one process with one thread takes, in the same micro-batches, while the other does the same
+        # t: the time of one process with one thread, in the same micro-batches, while the other process does the same
         plain = statistics.median(result.seconds["plain"])
         costs = equal_costs(case.num_stages, plain / 3 / 8 / case.num_stages, first_has_input=True)
         rows += rows_of("compute", case, result, costs, job.num_actions)
@@ -173,7 +174,7 @@ def compute(setting: Setting) -> list[Row]:
 
 
 def actions(setting: Setting) -> list[Row]:
-    """Each contender alone, in several pairs of processes in turn: gloo costs more in some pairs than in others."""
+    """Time each contender alone, in several pairs of processes: gloo costs more in some pairs than in others."""
     case, rounds = case_of("linear", "1f1b", 2, 64), 5 if setting.is_quick else 15  # a step takes 50 ms
     pooled: dict[str, Result] = {}
     for _ in range(setting.rounds):
@@ -193,7 +194,7 @@ def actions(setting: Setting) -> list[Row]:
 
 
 def memory(setting: Setting) -> list[Row]:
-    """Count what autograd saves, in a small GPT; the costs of the simulation are what each stage saves by itself."""
+    """Count the bytes that autograd saves in a small GPT; the simulation uses the bytes that each stage saves alone."""
     rows = []
     for schedule, lanes in (("gpipe", 2), ("1f1b", 2), ("1f1b", 4), ("interleaved_1f1b", 2)):
         case = case_of("gpt", schedule, lanes, 8, batch=16, length=32, width=64, vocabulary=256, is_counted=True)
@@ -226,7 +227,7 @@ def prediction(setting: Setting) -> list[Row]:
 
 
 def recording(setting: Setting) -> list[Row]:
-    """What `pipe.record()` costs: with work in the actions, and, at worst, with next to none."""
+    """Time `pipe.record()`: with work in the actions and, as the worst case, with almost none."""
     rows = []
     batch = {"batch": 16, "length": 64} if setting.is_quick else {}
     for case in (case_of("gpt", "1f1b", 2, 8, **batch), case_of("linear", "1f1b", 2, 64)):
@@ -247,8 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="few cases, two rounds, a smaller batch; writes no files")
-    parser.add_argument("--rounds", type=int, help="5 by default, 2 if quick")
-    parser.add_argument("--only", default="", help="contenders, with commas: ours,floor,peer,deepspeed,torchgpipe,…")
+    parser.add_argument("--rounds", type=int, help="5 by default, 2 with --quick")
+    parser.add_argument("--only", default="", help="contenders, separated by commas: ours,floor,peer,deepspeed,…")
     given = parser.parse_args()
     if wrong := [name for name in given.sections if name not in SECTIONS]:
         parser.error(f"no such section: {', '.join(wrong)}")
@@ -258,7 +259,7 @@ def main() -> None:
     machine += f"; Python {platform.python_version()}, torch {version('torch')}; {setting.rounds} rounds"
     print(machine, flush=True)
     if not PEERS.exists():
-        print("peers from PyPI are not there: run benchmarks/runtime/peers_env", flush=True)
+        print("peers from PyPI are not installed: run benchmarks/runtime/peers_env", flush=True)
     for name in given.sections or SECTIONS:
         print(f"\n{HEADS[name]}", flush=True)
         rows = SECTIONS[name](setting)

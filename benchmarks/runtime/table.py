@@ -1,4 +1,4 @@
-"""Results as rows of a CSV file, and tables made from them."""
+"""Store results as rows of a CSV file, and make tables from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one contender measured in one case; lists have a number a round."""
+    """The measurements of one contender in one case. Lists are texts with one number per round."""
 
     section: str
     model: str
@@ -35,8 +35,8 @@ class Row:
     seconds: str = ""
     cpu_seconds: str = ""
     num_actions: int = 0
-    nap_seconds: float = 0.0  # what 10 ms of sleep take where all lanes only sleep
-    error: float = 0.0  # off the plain model, relative
+    nap_seconds: float = 0.0  # how long a sleep of 10 ms takes if all lanes only sleep
+    error: float = 0.0  # relative, compared with the plain model
     value: float = 0.0  # bytes
     expected: float = 0.0  # simulated bytes
     note: str = ""
@@ -71,7 +71,7 @@ def spread(values: list[float], unit: str = "") -> str:
 
 
 def ratio(above: list[float], below: list[float], *, in_turn: bool = True) -> str:
-    """Return the ratio: within rounds, where both were timed in turn; of the medians, where they were not."""
+    """Return the ratio: within rounds if both were timed in turn, otherwise of the medians."""
     if not above or not below:
         return "–"
     if not in_turn:
@@ -80,7 +80,7 @@ def ratio(above: list[float], below: list[float], *, in_turn: bool = True) -> st
 
 
 def save(path: Path, rows: list[Row]) -> list[Row]:
-    """Put rows in place of those of their sections; return all that the file has now."""
+    """Replace the rows of the same sections in the file; return all rows of the file."""
     fresh = {row.section for row in rows}
     everything = [row for row in load(path) if row.section not in fresh] + rows
     everything.sort(key=lambda row: list(HEADS).index(row.section))
@@ -100,7 +100,7 @@ def load(path: Path) -> list[Row]:
 
 
 def render(section: str, rows: list[Row]) -> str:
-    """Return a section's table, as markdown."""
+    """Return the table of a section as Markdown."""
     cases: dict[tuple[str, str, str, int, int], dict[str, Row]] = {}
     for row in rows:
         if row.section == section:
@@ -118,7 +118,7 @@ def render(section: str, rows: list[Row]) -> str:
 
 
 Named = dict[str, Row]
-ELSEWHERE = ("deepspeed", "torchgpipe", "fairscale")  # these run in an environment and in processes of their own
+ELSEWHERE = ("deepspeed", "torchgpipe", "fairscale")  # these run in their own environment and their own processes
 
 
 def _times(case: Named, name: str) -> list[float]:
@@ -126,7 +126,7 @@ def _times(case: Named, name: str) -> list[float]:
 
 
 def _over_own(case: Named, name: str) -> str:
-    """Return seconds, and how often the schedule's own time they are."""
+    """Return the seconds, and the seconds divided by the schedule's own time."""
     if not (times := _times(case, name)):
         return "–"
     own = case[name].own_seconds
@@ -148,7 +148,7 @@ def _sleeping(case: Named) -> list[list[str]]:
 def _compute(case: Named) -> list[list[str]]:
     row = next(iter(case.values()))
     plain = _times(case, "plain")
-    over = row.own_seconds / statistics.median(plain)  # of the ideal over t: the ideal of a round is from its own t
+    over = row.own_seconds / statistics.median(plain)  # ideal ÷ t; the ideal of a round follows from t of that round
     cells = [row.schedule, spread(plain), f"{row.own_seconds:.3f}"]
     for name in ("ours", "floor", "peer", "peer, same order", "deepspeed"):
         times = _times(case, name)

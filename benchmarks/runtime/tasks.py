@@ -1,6 +1,6 @@
-"""What is trained: stages that sleep, a GPT, and stages with next to nothing to do. Knows no pipeline library."""
+"""The models: stages that sleep, a GPT, and stages with almost no work. Independent of all pipeline libraries."""
 
-# ruff: noqa: ANN401 - what autograd hands a function is of no type
+# ruff: noqa: ANN401 - arguments from autograd have no type
 from __future__ import annotations
 
 import time
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SEED = 7
-COLUMNS = 8  # of an activation that sleeping stages compute with; the rest is only carried
+COLUMNS = 8  # sleeping stages compute with these columns of an activation and only pass on the others
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table: a model, cut for a schedule. Plain data, the same for all contenders."""
+    """One row of a table: a model that is cut for a schedule. Plain data, the same for all contenders."""
 
     model: str  # "sleeping", "gpt" or "linear"
     schedule: str
     lanes: int
     micro_batches: int
     stages_per_lane: int = 1
-    threads: bool = False  # one process, a thread a lane; else a process a lane
-    mib: int = 1  # of a micro-batch's activation, of sleeping stages
-    batch: int = 32  # samples of a GPT's step
-    length: int = 128  # tokens of a GPT's sample
+    threads: bool = False  # one process with one thread per lane; otherwise one process per lane
+    mib: int = 1  # size of a micro-batch's activation, for sleeping stages
+    batch: int = 32  # samples per step, for a GPT
+    length: int = 128  # tokens per sample, for a GPT
     width: int = 512
     vocabulary: int = 4096
     nap_seconds: float = 0.01
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass
 class Task:
-    """What a case trains: the stages in order, a batch, and how the loss is taken."""
+    """The training of a case: the stages in order, a batch and the loss function."""
 
     stages: list[nn.Module]
     batch: Tensor
@@ -52,10 +52,10 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor]
     boundary: tuple[int, ...]  # the shape of a micro-batch's activation between stages
     nap: Nap
-    counts: list[Count] | None = None  # one a lane
+    counts: list[Count] | None = None  # one per lane
 
     def plain(self, micro_batches: int = 1) -> Tensor:
-        """Train a step without any pipeline; gradients are added to the stages' parameters."""
+        """Train a step without a pipeline; add the gradients to the parameters of the stages."""
         total = torch.zeros(())
         for x, y in zip(self.batch.chunk(micro_batches), self.target.chunk(micro_batches), strict=True):
             value = x
@@ -83,23 +83,23 @@ def forget(stages: list[nn.Module]) -> None:
 
 
 def make(case: Case) -> Task:
-    """Make a case's model and batch; the same numbers in every process."""
+    """Make the model and the batch of a case, with the same numbers in every process."""
     torch.manual_seed(SEED)
     return {"sleeping": _sleeping, "gpt": _gpt, "linear": _linear}[case.model](case)
 
 
 class Count:
-    """The bytes that autograd holds for the stages of a lane, now and at most. Parameters do not count."""
+    """The bytes that autograd holds for the stages of a lane: now, and the peak. Parameters do not count."""
 
     def __init__(self) -> None:
         self.now_bytes = self.peak_bytes = 0
 
 
 class _Held:
-    """A saved tensor; when it goes, its bytes are counted off."""
+    """A saved tensor. When it is freed, its bytes are subtracted."""
 
     def __init__(self, tensor: Tensor, count: Count, uses: dict[tuple[int, int], int]) -> None:
-        # Detached: else an output holds the node that holds it, and without a backward neither ever goes.
+        # Detached: otherwise an output and its autograd node hold each other, and without a backward neither is freed.
         self.tensor = tensor.detach()
         self.count, self.uses, self.size = count, uses, tensor.numel() * tensor.element_size()
         self.key = tensor.data_ptr(), self.size
@@ -115,7 +115,7 @@ class _Held:
 
 
 class _Counted(nn.Module):
-    """A stage whose saved tensors are counted."""
+    """A stage that counts the bytes of its saved tensors."""
 
     def __init__(self, stage: nn.Module, count: Count) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class _Counted(nn.Module):
 
 
 def count_saved(task: Task, lane_of: list[int]) -> list[float]:
-    """Make a task count what its stages save; return what each saves of one micro-batch, by itself."""
+    """Make the stages of a task count the bytes they save; return the bytes that each saves alone for a micro-batch."""
     counts = [Count() for _ in range(max(lane_of) + 1)]
     alone, x = [], task.batch[: task.boundary[0]]
     for s, stage in enumerate(task.stages):
@@ -150,9 +150,9 @@ def count_saved(task: Task, lane_of: list[int]) -> list[float]:
     return alone
 
 
-# Stages that sleep. A micro-batch's activation has many columns. A stage reads the first few, multiplies them by an
-# 8 × 8 weight, and writes them into a new tensor whose other columns are left as the allocator gave them: they are
-# sent, like any activation, but nothing computes with them, so that the clock shows sleep and what the runtime adds.
+# Stages that sleep. A micro-batch's activation has many columns. A stage reads the first 8, multiplies them by an
+# 8 × 8 weight, and writes them into a new tensor, whose other columns stay uninitialised. These columns are sent like
+# any activation, but nothing computes with them. So the clock shows only sleep and the time that the runtime adds.
 #
 #   x ──Read──► 8 columns ──linear──► 8 columns ──Write──► y      forward sleeps in Read
 #    (sleeps: input gradient)  ▲                                  backward sleeps in Read, and in Weigh
@@ -160,7 +160,7 @@ def count_saved(task: Task, lane_of: list[int]) -> list[float]:
 
 
 class Nap:
-    """Sleep for a time, less what this machine oversleeps at best."""
+    """Sleep for a given time, minus the smallest time by which this machine oversleeps."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -219,7 +219,7 @@ class _Weigh(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """A linear layer that says which tensor it multiplies by, so that a hand-written loop can defer its gradient."""
+    """A linear layer that exposes the tensor it multiplies by, so that a hand-written loop can defer its gradient."""
 
     def used_weight(self) -> Tensor:
         return self.weight
@@ -262,7 +262,7 @@ def _sleeping(case: Case) -> Task:
 
 
 def _linear(case: Case) -> Task:
-    """Next to nothing to do: what is left is the cost of an action."""
+    """Return stages with almost no work, so that a step shows the cost of its actions."""
     stages: list[nn.Module] = [Linear(8, 8) for _ in range(case.num_stages)]
     batch, target = torch.randn(case.micro_batches * 8, 8), torch.randn(case.micro_batches * 8, 8)
     return Task(stages, batch, target, functional.mse_loss, (8, 8), Nap(0))
@@ -300,15 +300,15 @@ class _Embedding(nn.Module):
         return self.token(ids) + self.place.weight
 
 
-# Half-blocks in each stage, so that lanes weigh the same. In units of width²: attention 4, feed-forward 8, a head of
-# 8 × width words 8; 104 in all. Two stages have 52 each; four have 28, 24, 24, 28, for lanes 0 1 0 1; in a V, for lanes
-# 0 1 1 0, they have 24, 28, 24, 28.
+# The number of half-blocks in each stage, so that all lanes have the same work. In units of width²: attention 4,
+# feed-forward 8, a head of 8 × width words 8; 104 in total. Two stages have 52 each. Four stages have 28, 24, 24, 28
+# for lanes 0 1 0 1. In a V, for lanes 0 1 1 0, they have 24, 28, 24, 28.
 _GPT_HALVES = {2: (9, 7), 4: (5, 4, 4, 3)}
 _GPT_HALVES_IN_A_V = (4, 5, 4, 3)
 
 
 def _gpt(case: Case) -> Task:
-    """A GPT of 8 blocks, with an untied head; stages end between halves of blocks, so that they weigh the same."""
+    """Return a GPT of 8 blocks with an untied head. Stages end between half-blocks, so that lanes have equal work."""
     width = case.width
     halves = [half for _ in range(8) for half in (_Attention(width, 8), _Mlp(width))]
     stages, at = [], 0

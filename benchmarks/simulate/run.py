@@ -1,10 +1,10 @@
-"""How long it takes to build, verify and simulate a schedule, with torch's own dry run of the same schedules beside it.
+"""Measure the time to build, verify and simulate a schedule, and compare it with torch's dry run of the same schedule.
 
     .venv/bin/python benchmarks/simulate/run.py [--quick]
 
-Every measurement is a process of its own, repeated; the table shows the median and the spread. torch's dry run
-(torch.distributed.pipelining 2.13, `_simulate_comms_compute`) gets our schedule with torch's own transfers added,
-and counts steps of equal length; ours has costs, memory and links.
+Every measurement runs in its own process and is repeated. The table shows the median and the spread. torch's dry run
+(torch.distributed.pipelining 2.13, `_simulate_comms_compute`) gets Penstock's schedule, with torch's own transfers
+added. It counts steps of equal length; Penstock's simulation has costs, memory and links.
 """
 
 import json
@@ -43,7 +43,7 @@ def ours(name: str, lanes: int, mbs: int) -> dict[str, float]:
 
 
 def theirs(name: str, lanes: int, mbs: int) -> dict[str, float]:
-    """Run torch's dry run of the same schedule once in this process; building and lowering are not counted."""
+    """Run torch's dry run of the same schedule once in this process. The time excludes building and lowering."""
     from torch.distributed.pipelining import schedules as torchs
 
     import penstock
@@ -57,7 +57,7 @@ def theirs(name: str, lanes: int, mbs: int) -> dict[str, float]:
 
 
 def measure(what: str, case: tuple[str, int, int], *, repeats: int, limit: float) -> list[dict[str, float]] | None:
-    """Run a case in processes of its own; None when one takes longer than the limit."""
+    """Run a case several times, each in a new process; return None if a process takes longer than the limit."""
     found = []
     for _ in range(repeats):
         command = [sys.executable, __file__, what, json.dumps(case)]
@@ -78,7 +78,7 @@ def main() -> None:
     quick = "--quick" in sys.argv
     repeats = 1 if quick else REPEATS
     print("| schedule | lanes × micro-batches | actions | build s | verify s | simulate s | ", end="")
-    print("together s | µs an action | peak GiB |")
+    print("together s | µs per action | peak GiB |")
     print("|---" * 9 + "|")
     cases = [("zb_h1", 64, mbs) for mbs in (128, 256, 512, 1024, 2048)]
     cases += [("1f1b", 64, 1024), ("1f1b", 256, 1024)] + ([] if quick else [("1f1b", 1024, 4096)])
@@ -89,8 +89,8 @@ def main() -> None:
         columns = [show(runs, key) for key in ("build", "verify", "simulate", "total")]
         print(f"| {case[0]} | {case[1]} × {case[2]} | {runs[0]['actions']:,.0f} | " + " | ".join(columns), end="")
         print(f" | {each:.2f} | {max(run['gib'] for run in runs):.2f} |", flush=True)
-    print("\ntorch's dry run beside ours (verify and simulate); the ratio is torch's time over ours\n")
-    print("| schedule | lanes × micro-batches | actions | torch s | ours s | ratio |")
+    print("\ntorch's dry run compared with Penstock (verify and simulate); the ratio is torch ÷ Penstock\n")
+    print("| schedule | lanes × micro-batches | actions | torch s | Penstock s | ratio |")
     print("|---" * 6 + "|")
     for case in [
         (n, p, m) for n in ("1f1b", "zb_h1") for p, m in ((8, 32), (16, 64), (32, 128), (64, 256), (64, 1024))

@@ -1,4 +1,4 @@
-"""What the soak trains: a small model in float64, and batches that take their time."""
+"""The training of the soak: a small model in float64, and batches that arrive slowly."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDTH, SAMPLES = 32, 512
 
 
 def model() -> nn.Module:
-    """Return a chain of blocks with dropout: the random numbers must come back too."""
+    """Return a chain of blocks with dropout, so that a resume must restore the random numbers too."""
     blocks = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs that follow from their number."""
+    """Input and target pairs; each depends only on its index."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -35,7 +35,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Slow:
-    """Batches, each after a pause, so that faults come in the midst of few steps rather than of thousands."""
+    """Batches with a pause before each, so that a fault hits a run of few steps instead of thousands."""
 
     def __init__(self, seconds: float) -> None:
         self.loader, self.seconds = DataLoader(Samples(), batch_size=32, shuffle=True), seconds
@@ -48,5 +48,5 @@ class Slow:
 
 
 def data() -> Slow:
-    """Return shuffled batches; SOAK_PAUSE says how long each takes."""
+    """Return shuffled batches; SOAK_PAUSE is the pause before each, in seconds."""
     return Slow(float(os.environ.get("SOAK_PAUSE", "0")))

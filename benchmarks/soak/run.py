@@ -1,10 +1,10 @@
-"""Train for half an hour with a fault a minute; are the weights in the end those of an undisturbed run?
+"""Train for half an hour with one fault per minute, and compare the final weights with those of an undisturbed run.
 
     .venv/bin/python benchmarks/soak/run.py [--minutes 30] [--every 60] [--seed 0]
 
-`penstock train` with two processes is killed, stopped, interrupted and lied to at random moments; where it ends, it is
-started again, as a person or a cluster would. Then the same is trained undisturbed, in threads, to the same step.
-Writes results.md.
+At random moments, the script kills, stops or interrupts `penstock train` with two processes, or damages a checkpoint.
+If the training ends, the script starts it again, as a person or a cluster would. Afterwards it trains the same model
+without faults, in threads, to the same step. A run of 30 minutes or more writes results.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 HERE = Path(__file__).parent
-PAUSE_SECONDS = 0.15  # a batch, in the run with faults
-PATIENCE_SECONDS = 120  # for a run that was told to end, or to go on
+PAUSE_SECONDS = 0.15  # before each batch, in the run with faults
+PATIENCE_SECONDS = 120  # the longest wait for a run to end, or to continue
 CONFIG = """
 model = "{here}/job.py:model"
 data = "{here}/job.py:data"
@@ -54,8 +54,8 @@ class Soak:
     """A run under faults.
 
     Attributes:
-        folder: of the run.
-        notes: what was done, and what came of it.
+        folder: the run folder.
+        notes: the faults, and the result of each.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Soak:
     launcher: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the training, as a person would after whatever happened."""
+        """Start the training, always with the same command."""
         config = self.folder.parent / "soak.toml"
         config.write_text(CONFIG.format(here=HERE, folder=self.folder, lanes="nproc = 2", steps=10**7))
         log = (self.folder.parent / "soak.log").open("ab")
@@ -79,7 +79,7 @@ class Soak:
         return [int(pid) for pid in found.stdout.split() if _is_worker(int(pid))]
 
     def step(self) -> int:
-        """Return the newest step that the journal tells of."""
+        """Return the newest step in the journal."""
         try:
             lines = (self.folder / "events.jsonl").read_text().splitlines()
         except OSError:
@@ -88,7 +88,7 @@ class Soak:
         return max((step for step in steps if isinstance(step, int)), default=0)
 
     def wait_for_steps(self) -> bool:
-        """Wait until it trains again; return whether it did."""
+        """Wait until the training continues; return False if it does not."""
         before, end = _num_logs(self.folder / "events.jsonl"), time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
             if _num_logs(self.folder / "events.jsonl") > before:
@@ -100,7 +100,7 @@ class Soak:
         return False
 
     def end(self, number: int) -> int | None:
-        """Tell the launcher to end; return its exit code."""
+        """Send a signal to the launcher; return its exit code."""
         assert self.launcher is not None
         self.launcher.send_signal(number)
         try:
@@ -114,21 +114,21 @@ class Soak:
 
 
 def kill(soak: Soak) -> str:
-    """kill -9 of a lane."""
+    """Send SIGKILL to the process of a lane."""
     pid = soak.random.choice(soak.workers())
     os.kill(pid, signal.SIGKILL)
     return "one process killed"
 
 
 def stop(soak: Soak) -> str:
-    """SIGSTOP of a lane: it hangs."""
+    """Send SIGSTOP to the process of a lane: it hangs."""
     pid = soak.random.choice(soak.workers())
     os.kill(pid, signal.SIGSTOP)
     return "one process stopped"
 
 
 def kill_in_a_save(soak: Soak) -> str:
-    """kill -9 of a lane while a checkpoint is being written."""
+    """Send SIGKILL to the process of a lane while a checkpoint is being written."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         if any(soak.folder.glob("tmp-*")):
@@ -140,7 +140,7 @@ def kill_in_a_save(soak: Soak) -> str:
 
 
 def kill_launcher(soak: Soak) -> str:
-    """kill -9 of the launcher: nobody may be left."""
+    """Send SIGKILL to the launcher; none of its processes may survive."""
     workers = soak.workers()
     assert soak.launcher is not None
     soak.launcher.kill()
@@ -153,17 +153,17 @@ def kill_launcher(soak: Soak) -> str:
 
 
 def terminate(soak: Soak) -> str:
-    """SIGTERM, as a cluster does."""
+    """Send SIGTERM, as a cluster does."""
     return f"SIGTERM: exit code {soak.end(signal.SIGTERM)}"
 
 
 def interrupt(soak: Soak) -> str:
-    """Ctrl-C."""
+    """Send SIGINT, as Ctrl-C does."""
     return f"Ctrl-C: exit code {soak.end(signal.SIGINT)}"
 
 
 def flip(soak: Soak) -> str:
-    """All killed, and then a bit of the newest checkpoint is another."""
+    """Kill all processes, then flip one bit of the newest checkpoint."""
     kill_launcher(soak)
     newest = soak.folder / (soak.folder / "latest").read_text().strip()
     path = soak.random.choice(sorted(newest.glob("*.safetensors")))
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where the runs go; by default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the runs; by default a temporary folder")
     given = parser.parse_args()
     base = given.folder or Path(tempfile.mkdtemp(prefix="penstock-soak-"))
     base.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def suffer(soak: Soak, fault: Callable[[Soak], str], begin: float) -> bool:
-    """Let a fault happen, and wait until it trains again; return whether it does."""
+    """Inject a fault and wait until the training continues; return False if it does not."""
     step, at = soak.step(), time.monotonic()
     what = fault(soak)
     assert soak.launcher is not None
@@ -224,8 +224,8 @@ def suffer(soak: Soak, fault: Callable[[Soak], str], begin: float) -> bool:
 
 
 def compare(soak: Soak, base: Path, seconds: float, *, is_up: bool, code: int | None, asked: argparse.Namespace) -> str:
-    """Train the same undisturbed; return the report."""
-    newest = soak.folder / (soak.folder / "latest").read_text().strip()  # a higher number may be of a damaged one
+    """Train the same model without faults; return the report."""
+    newest = soak.folder / (soak.folder / "latest").read_text().strip()  # one with a higher number may be damaged
     step = int(newest.name.removeprefix("checkpoint-"))
     config = base / "reference.toml"
     config.write_text(CONFIG.format(here=HERE, folder=base / "reference", lanes="lanes = 2", steps=step))
@@ -264,11 +264,11 @@ def compare(soak: Soak, base: Path, seconds: float, *, is_up: bool, code: int | 
 
 
 def weights_of(folder: Path) -> dict[str, object]:
-    """Return the model's tensors in a checkpoint."""
+    """Return the tensors of the model in a checkpoint."""
     found: dict[str, object] = {}
     for path in sorted(folder.glob("model-*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     return found
 
 
@@ -280,7 +280,7 @@ def _num_logs(path: Path) -> int:
 
 
 def _is_worker(pid: int) -> bool:
-    """Return whether a process is one of the training; a spare is one when it has been taken."""
+    """Return whether a process takes part in the training; a spare process does once it is in use."""
     command = _command_of(pid)
     if "penstock.launch.processes.spare_process" not in command:
         return "penstock.launch.worker" in command

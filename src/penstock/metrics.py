@@ -107,12 +107,13 @@ class _Reading:
     def __init__(self, number: Any) -> None:  # noqa: ANN401 - a tensor, or a plain number
         import torch
 
+        from penstock.devices.kinds import kind_of
+
         self._number, self._event = number, None
         if isinstance(number, torch.Tensor) and number.is_cuda:
             self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
             self._number.copy_(number, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(number.device))
+            self._event = kind_of(number.device).record_event(number.device)
 
     def has_arrived(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]

@@ -162,7 +162,7 @@ def find_faults(
     """Return everything that is wrong with a schedule, as a list; arguments as in `verify`.
 
     >>> [str(fault) for fault in find_faults(Schedule.of(["0F0 0F0 0B0"]))]
-    ['repeated: lane 0, action 1: 0F0 stands again; the first on lane 0, action 0']
+    ['repeated: lane 0, action 1: 0F0 is repeated; the first is on lane 0, action 0']
     """
     return _find_faults(schedule, memory=_memory(schedule, costs, memory_limit), channels=channels, skips=skips)
 

@@ -160,13 +160,15 @@ def _device(given: torch.device | str | None, values: Iterable[object]) -> torch
     """Return where the work is, with its number."""
     import torch
 
+    from penstock.devices import cuda
+
     if given is None:
         found = {value.device for value in values if isinstance(value, torch.Tensor)}
         gpus = {device for device in found if device.type != "cpu"}  # a number on the CPU goes along with them
         if len(gpus) > 1:
             names = ", ".join(sorted(map(str, gpus)))
             raise UsageError(f"device: the arguments are on {names}; say which of them is to be timed")
-        default = "cuda" if not found and torch.cuda.is_available() else "cpu"
+        default = "cuda" if not found and cuda.has_gpu() else "cpu"
         return _device(next(iter(gpus), torch.device(default)), ())
     try:
         device = torch.device(given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.checkpoint import host_copies as staging_module
-from penstock.checkpoint.host_copies import Staging, _even
+from penstock.checkpoint.host_copies import Staging, _split_evenly
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
@@ -46,11 +46,11 @@ def test_memory_that_does_not_fit_any_more_is_made_anew(num_threads):
 def test_parts_are_even():
     sizes = [5, 1, 1, 1, 4, 4, 0, 8]
     for count in range(1, 12):
-        parts = _even(sizes, count)
+        parts = _split_evenly(sizes, count)
         assert len(parts) == count
         assert [size for part in parts for size in sizes[part]] == sizes
-    assert [sum(sizes[part]) for part in _even(sizes, 2)] == [12, 12]
-    assert [[1][part] for part in _even([], 3)] == [[], [], []]
+    assert [sum(sizes[part]) for part in _split_evenly(sizes, 2)] == [12, 12]
+    assert [[1][part] for part in _split_evenly([], 3)] == [[], [], []]
 
 
 @pytest.mark.parametrize("change", ["other", "fewer", "more", "order", "size", "type", "file"])

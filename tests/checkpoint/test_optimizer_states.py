@@ -50,5 +50,5 @@ def test_keys_that_are_written_alike():
     optimizer.state[weight] = {1: torch.zeros(3), "1": torch.ones(3)}
     optimizers = Optimizers([optimizer], lambda: [("w", weight)])
     for _ in range(2):
-        with pytest.raises(UsageError, match="w/1: two tensors of the optimizer would have this name"):
+        with pytest.raises(UsageError, match="w/1: two tensors of the optimizer have this name"):
             collected(optimizers)

@@ -44,12 +44,12 @@ def _damaged(folder, lane):
             training.run(step - 1, step)
             training.checkpoints.save(step, wait=True)
         path = folder / "checkpoint-000002" / f"model-0000{lane + 1}-of-00002.safetensors"
-        training.pipe._lane_group.gather(None)
+        training.pipe._lane_group.control.gather(None)
         if 0 in training.pipe.lanes:
             content = bytearray(path.read_bytes())
             content[-5] ^= 4
             path.write_bytes(content)
-        training.pipe._lane_group.gather(None)
+        training.pipe._lane_group.control.gather(None)
         with pytest.warns(RuntimeWarning, match="went back to the checkpoint of step 1"):
             restored = training.checkpoints.restore()
         return restored.step, restored.passed_over
@@ -111,7 +111,7 @@ def _dies(folder):
         training.run(1, 2)
         checkpoints.save(2)
         begin = time.monotonic()
-        with pytest.warns(RuntimeWarning, match="process 1 has not written its part"):
+        with pytest.warns(RuntimeWarning, match="process 1 did not write its part"):
             checkpoints.close()
         return checkpoints.steps(), time.monotonic() - begin
 
@@ -197,7 +197,7 @@ def _refused_by_one(folder):
 def test_what_one_process_refuses_changes_nothing_in_any(tmp_path):
     for place, is_same, told in processes.run(_refused_by_one, 2, tmp_path):
         assert (place, is_same) == (9, True)
-        assert "data: its saved state is refused: not mine" in told
+        assert "data: refuses its saved state: not mine" in told
 
 
 def _other_optimizer(folder, kind):
@@ -219,12 +219,12 @@ def test_parameters_without_their_optimizer_are_noticed_wherever_they_are(tmp_pa
     told = processes.run(_other_optimizer, 2, tmp_path, "lost")
     assert told[0] == told[1]
     assert told[0].startswith("MisfitError")
-    assert "do not have parameters that were saved with one: optimizer 0, group 0: 6.weight" in told[0]
+    assert "saved with an optimizer and have none now: optimizer 0, group 0: 6.weight" in told[0]
 
 
 def test_an_optimizer_of_all_parameters_in_a_row_is_refused_in_processes(tmp_path):
     for told in processes.run(_other_optimizer, 2, tmp_path, "row"):
-        assert "LBFGS keeps one long row" in told
+        assert "LBFGS keeps one flat state" in told
 
 
 def _reads(folder):

@@ -205,8 +205,8 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0}, "keep: at least 1"),
-        ({"optimizer": 3}, "optimizer: give torch's"),
+        ({"keep": 0}, "keep: must be a whole number of at least 1"),
+        ({"optimizer": 3}, "optimizer: expected a torch optimizer"),
         ({"scheduler": object()}, "scheduler: object has no state_dict"),
         ({"data": [1]}, "data: list has no state_dict"),
     ],
@@ -218,7 +218,7 @@ def test_arguments_that_cannot_be_right(tmp_path, options, message):
 
 @pytest.mark.parametrize(
     ("step", "notes", "message"),
-    [(-1, {}, "step: give"), (1.5, {}, "step: give"), (1, {"x": object()}, "notes.x: a checkpoint holds numbers")],
+    [(-1, {}, "step: must be"), (1.5, {}, "step: must be"), (1, {"x": object()}, "notes.x: a checkpoint holds numbers")],
 )
 def test_what_cannot_be_saved_is_said_at_once(tmp_path, step, notes, message):
     with Training(tmp_path) as training:

@@ -115,7 +115,7 @@ def test_list_describes_every_schedule():
         (["--html", ""], "it is a directory"),
         (["--html", "x.html", "--csv", "x.html"], "the same name"),
         (["--compare", "zb_v", "--forward", "1,1,1,1"], "zb_v: costs must be"),
-        (["--schedule", "chimera", "--lanes", "5"], "4 or 6 would do"),
+        (["--schedule", "chimera", "--lanes", "5"], "use 4 or 6"),
         (["--schedule", "1f1b", "--stages-per-lane", "2"], "leave stages_per_lane out"),
         (["--schedule", "interleaved_1f1b", "--stages-per-lane", "0"], "stages_per_lane: 0"),
         (["--forward", "nan"], "forward: nan must be finite"),

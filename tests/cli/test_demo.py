@@ -127,7 +127,7 @@ def test_it_still_compares_schedules(tmp_path):
         ),
         (["--schedule", "no.csv"], "no.csv: cannot be read"),
         (["--schedule", "dualpipe", "--lanes", 3], "must be even"),
-        (["--lanes", 1000], "ask for fewer stages"),
+        (["--lanes", 1000], "request fewer stages"),
     ],
 )
 def test_wrong_input_gets_one_message(words, message, tmp_path):

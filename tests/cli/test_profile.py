@@ -125,7 +125,7 @@ def test_options_reach_the_explanation(net, tmp_path):
     ("words", "message"),
     [
         (["--lanes", "0"], "lanes: 0"),
-        (["--lanes", "99"], "ask for fewer stages"),
+        (["--lanes", "99"], "request fewer stages"),
         (["--micro-batches", "-1"], "micro_batches: -1"),
         (["--schedule", "1f1c"], "Did you mean '1f1b'"),
         (["--schedule", "none.csv"], "none.csv: cannot be read"),

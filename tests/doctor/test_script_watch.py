@@ -18,7 +18,7 @@ from penstock.doctor.gpu_busy import Busy
 from penstock.doctor.gpu_tensors import WouldBe
 from penstock.doctor.sightings import Phase
 from penstock.errors import UsageError
-from penstock.feeding.inline_source import Inline
+from penstock.feeding.inline_source import InlineSource
 from penstock.feeding.loader_thread import Channel
 from pretended import Pretended
 
@@ -307,7 +307,7 @@ def state():
         "cpu" in vars(torch.Tensor),
         torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
         Channel.take,
-        Inline.take,
+        InlineSource.take,
         torch.cuda.synchronize,
         torch.cuda.Event.synchronize,
         warnings.showwarning,

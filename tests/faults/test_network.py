@@ -17,9 +17,9 @@ import penstock
 import processes
 from penstock.errors import HangError, LostError, UsageError
 from penstock.runtime.wire.messages import Head, Known
-from penstock.runtime.wire.process_transport import ABORT, DATA, DistributedTransport
+from penstock.runtime.wire.process_transport import ABORT, DATA, ProcessTransport
 from penstock.runtime.wire.rendezvous import meet
-from penstock.runtime.wire.shared_memory import Outgoing
+from penstock.runtime.wire.shared_memory import Outgoing, SharedMemory
 from penstock.runtime.wire.sockets import Frame, Links
 from penstock.runtime.wire.transport import Key
 from penstock.schedule.actions import Kind
@@ -206,7 +206,7 @@ def doubling_process(width, transport):
         pipe.zero_grad()
         loss = pipe.step(x, target)
         left += list(differences(pipe, loss, expected(nn.Sequential(*stages), x, target)))
-    pipe._lane_group.gather("done")  # who has all it needs may be done while the other still repeats itself
+    pipe._lane_group.control.gather("done")  # who has all it needs may be done while the other still repeats itself
     pipe.close()
     return left, len(old)
 
@@ -243,11 +243,11 @@ class Quiet:
 )
 def test_who_ends_because_of_a_failure_may_be_quicker_than_the_word_of_it(frames, error, words):
     """A lane tells the others one after the other that it failed; the first of them may have left before the last."""
-    transport = DistributedTransport(
+    transport = ProcessTransport(
         Quiet(is_open=False, frames=frames),
         device=torch.device("cpu"),
         timeout_seconds=30.0,
-        by_torch=None,
+        carrier=SharedMemory(),
         on_hang=AssertionError,
     )
     with pytest.raises(error, match=words):
@@ -255,15 +255,16 @@ def test_who_ends_because_of_a_failure_may_be_quicker_than_the_word_of_it(frames
 
 
 def test_a_late_message_does_not_free_memory_that_is_in_use_again():
-    transport = DistributedTransport(
-        Quiet(), device=torch.device("cpu"), timeout_seconds=1.0, by_torch=None, on_hang=AssertionError
+    carrier = SharedMemory()
+    transport = ProcessTransport(
+        Quiet(), device=torch.device("cpu"), timeout_seconds=1.0, carrier=carrier, on_hang=AssertionError
     )
     sent = torch.arange(20_000.0)
     number, description, _ = Known().number([sent])
     transport._descriptions[0, number] = description
     outgoing = Outgoing()
     segment, _ = outgoing.take(description.num_bytes)
-    transport._incoming[0].add(segment.number, os.dup(segment.descriptor), segment.num_bytes)
+    carrier._incoming[0].add(segment.number, os.dup(segment.descriptor), segment.num_bytes)
 
     def head(step):
         return Head(step, 8, Key("F", 0, 1, 0), number, segment.number, description.num_bytes).pack()

@@ -131,7 +131,7 @@ def test_what_came_in_is_told_from_what_was_made():
         pipe.step(x, target)
         place = locate(pipe, x, target)
         assert (place.kind, place.lane, place.what) == ("weight", 1, "2.bias")
-        assert "an earlier update made it so" in str(place)
+        assert "an earlier update caused it" in str(place)
 
 
 def test_a_mask_of_infinities_is_no_fault():

@@ -27,7 +27,7 @@ WORKER = """
     import sys, time
     from penstock.faults import orphans
     if sys.argv[1] == "0":
-        orphans._ask_kernel = lambda: None  # as where there is no such kernel
+        orphans._request_death_signal = lambda: None  # as where there is no such kernel
     orphans.die_with_parent()
     print("ready", flush=True)
     time.sleep(60)
@@ -35,7 +35,7 @@ WORKER = """
 PIPED = """
     import sys, time
     from penstock.faults import orphans
-    orphans._ask_kernel = lambda: None
+    orphans._request_death_signal = lambda: None
     orphans._look = lambda parent: None
     orphans.die_with_parent(pipe=int(sys.argv[1]))
     print("ready", flush=True)

@@ -23,7 +23,7 @@ from penstock.errors import UsageError
 from penstock.feeding import loader_thread as worker
 from penstock.feeding import pinned_staging as staging
 from penstock.feeding.feed import Feed
-from penstock.feeding.tensor_destinations import Places, places_of
+from penstock.feeding.tensor_destinations import Destinations, destinations_of
 from pipelines import WIDTH, Knotty, data, sequence
 
 CPU = torch.device("cpu")
@@ -218,7 +218,7 @@ def stopping_split(item):
     [
         (Unready(), None, OSError, "no such file"),
         (Counting(), wrong_split, UsageError, r"split: must return \(batch, target\); returned: Tensor"),
-        (Counting(), stopping_split, RuntimeError, "StopIteration was raised"),
+        (Counting(), stopping_split, RuntimeError, "raised StopIteration"),
         (Counting(), lambda item: 1 / 0, ZeroDivisionError, "division"),
     ],
 )
@@ -231,10 +231,10 @@ def test_wrong_arguments_get_one_message_with_all_that_is_wrong():
     with pytest.raises(UsageError) as caught:
         penstock.feed(5, nn.Linear(1, 1), ahead=0, split=3)
     told = str(caught.value)
-    assert "loader: give a DataLoader, or whatever can be iterated over; given: 5" in told
-    assert "pipe: give a penstock.Pipeline, or device= without one; given: Linear" in told
-    assert "ahead: must be a whole number of batches, 1 or more; given: 0" in told
-    assert "split: give a function" in told
+    assert "loader: expected a DataLoader or another iterable; given: 5" in told
+    assert "pipe: expected a penstock.Pipeline; without a pipeline, give device=; given: Linear" in told
+    assert "ahead: must be a whole number of at least 1; given: 0" in told
+    assert "split: expected a function" in told
 
 
 @pytest.mark.parametrize(
@@ -617,13 +617,13 @@ def test_loading_a_state_ends_the_iteration_under_way():
 
 @pytest.mark.parametrize("state", [None, {}, {"epoch": 0}, {"epoch": -1, "batches": 0}, {"epoch": 0, "batches": "2"}])
 def test_what_is_no_state(state):
-    with pytest.raises(UsageError, match="state: give what state_dict"):
+    with pytest.raises(UsageError, match="state: expected the result of a feed's state_dict"):
         penstock.feed(Counting(), device="cpu").load_state_dict(state)
 
 
 def test_a_state_of_another_loader():
     feed = penstock.feed(Counting(3), device="cpu")
-    with pytest.raises(UsageError, match="this loader has none"):
+    with pytest.raises(UsageError, match="this loader has no load_state_dict"):
         feed.load_state_dict(penstock.feed(Stateful(), device="cpu").state_dict())
     state = {"epoch": 0, "batches": 5, "loader": None}
     with pytest.raises(UsageError, match="an epoch of 5 batches or more; the loader has 3"):
@@ -645,7 +645,7 @@ def test_a_state_of_a_loader_with_generators_of_its_own_is_refused_before_anythi
     other = penstock.feed(shuffling("torch"), device="cpu")
     under_way = iter(other)
     next(under_way)
-    with pytest.raises(UsageError, match="had 1 generators of its own, and has 0"):
+    with pytest.raises(UsageError, match="had 1 own generators and now has 0"):
         other.load_state_dict(state)
     assert place_of(other) == (0, 1)
     assert len(list(under_way)) == 5
@@ -834,7 +834,7 @@ def places(model, example, monkeypatch, *, lanes=None, devices=GPUS, is_split=Fa
         monkeypatch.setattr(pipe, "devices", devices)
         if lanes is not None:
             monkeypatch.setattr(pipe._lane_group, "lanes", lanes)
-        return places_of(pipe, is_split=is_split)
+        return destinations_of(pipe, is_split=is_split)
 
 
 LATE = {"x": torch.ones(4, WIDTH), "late": torch.ones(4, WIDTH), "scale": torch.tensor(2.0)}
@@ -884,8 +884,8 @@ def test_two_ways(monkeypatch):
 
 def test_one_gpu_and_none(monkeypatch):
     example = data(4)[0]
-    assert places(sequence(4), example, monkeypatch, devices=[CPU, CPU]) == Places()
-    assert places(sequence(4), example, monkeypatch, devices=GPUS[:1] * 2) == Places((GPUS[0],))
+    assert places(sequence(4), example, monkeypatch, devices=[CPU, CPU]) == Destinations()
+    assert places(sequence(4), example, monkeypatch, devices=GPUS[:1] * 2) == Destinations((GPUS[0],))
     mixed = places(sequence(4), example, monkeypatch, devices=[GPUS[0], CPU], loss=nn.MSELoss())
     assert mixed.assign((example, example))[2] == [GPUS[0], None]
 
@@ -943,7 +943,7 @@ def fake_gpu(monkeypatch):
 
 
 def fake_feed(loader, **options):
-    return Feed(loader, Places((CPU,)), **{"ahead": 2, "split": None, **options})
+    return Feed(loader, Destinations((CPU,)), **{"ahead": 2, "split": None, **options})
 
 
 def odd_things(number):

@@ -73,7 +73,7 @@ def test_an_error_comes_where_its_batch_would_have_come():
     def stopping(item):
         raise StopIteration
 
-    with pytest.raises(RuntimeError, match="StopIteration was raised"):
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
         list(inline(Counting(), split=stopping))
 
 
@@ -380,14 +380,14 @@ def test_a_generator_leaves_the_user_s_thread_as_it_is():
 
 def test_closed_while_a_thread_is_taking_over(monkeypatch):
     """No thread goes on pulling behind the user's back."""
-    loader, real = Slow(1000), inlining.Inline.hand_over
+    loader, real = Slow(1000), inlining.InlineSource.hand_over
 
     def hand_over(self):
         found = real(self)
         feed.close()
         return found
 
-    monkeypatch.setattr(inlining.Inline, "hand_over", hand_over)
+    monkeypatch.setattr(inlining.InlineSource, "hand_over", hand_over)
     feed = auto(loader)
     assert len(list(feed)) <= 3
     wait_until(lambda: not workers())

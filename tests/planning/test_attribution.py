@@ -348,13 +348,13 @@ def test_a_timeline_of_another_schedule_is_refused():
     step = measure(lowered)
     with pytest.raises(UsageError, match="another schedule"):
         find_causes(step, lowered_of("gpipe"))
-    with pytest.raises(UsageError, match="places that the schedule has not"):
+    with pytest.raises(UsageError, match="places outside the schedule"):
         find_causes(step, lowered_of("1f1b", 4, 4))
-    with pytest.raises(UsageError, match="give it `place`"):
+    with pytest.raises(UsageError, match="needs `place`"):
         find_causes(replace(step, place=step.place[:0]), lowered)
-    with pytest.raises(UsageError, match="each action runs once"):
+    with pytest.raises(UsageError, match="each action may run once"):
         find_causes(pick(step, np.repeat(np.arange(len(step)), 2)), lowered)
-    with pytest.raises(UsageError, match="missing: 1, as 0F0"):
+    with pytest.raises(UsageError, match="missing: 1, such as 0F0"):
         find_causes(pick(step, np.arange(1, len(step))), lowered)
 
 

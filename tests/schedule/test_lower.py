@@ -130,7 +130,7 @@ def test_only_a_schedule_can_be_lowered():
 
 @pytest.mark.parametrize("skips", [[(0,)], [(0, 1, 2)], [5], None, [(0.7, 2)], ["02"]])
 def test_what_is_no_skip_is_refused(skips):
-    with pytest.raises(ScheduleError, match="skips are pairs"):
+    with pytest.raises(ScheduleError, match="skips must be pairs"):
         lower(schedules.build("1f1b", lanes=3, micro_batches=2), skips=skips)
 
 

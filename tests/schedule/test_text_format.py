@@ -76,16 +76,16 @@ def test_our_files_load_in_torch_which_can_lower_them(name, lanes, mbs, tmp_path
         ("0F0,0B0,F\n", r"line 1, cell 3: 'F' is not an action"),
         ("0F0,0SEND_F0\n", r"line 1, cell 2: '0SEND_F0' is a transfer"),
         ("0UNSHARD,0F0\n", r"cell 1: '0UNSHARD' belongs to torch's lowered form"),
-        ("0F0@x\n", r"line 1, cell 1: '0F0@x' has no whole number"),
+        ("0F0@x\n", r"line 1, cell 1: '0F0@x' must have a whole number"),
         ("0F0,0B0\n2F0,2B0\n", r"stage 1 has no action, but stage 2 has"),
         ("0F0,0B0,0F5,0B5\n", r"micro-batch 1 has no action, but micro-batch 5 has"),
-        ("", r"holds no actions"),
-        ("\n,,\n", r"holds no actions"),
+        ("", r"has no actions"),
+        ("\n,,\n", r"has no actions"),
         ('"0F0\n', r"not a CSV file"),
         ("(0F0;0B0\n", r"line 1, cell 1"),
         ("99999999999F0\n", r"out of range"),
         ("0F" + "9" * 5000 + "\n", r"is not an action"),
-        ("0F0@" + "9" * 5000 + "\n", r"no whole number"),
+        ("0F0@" + "9" * 5000 + "\n", r"must have a whole number"),
         ("-1F0\n", r"is not an action"),
         ("0F0.5\n", r"is not an action"),
     ],
@@ -163,7 +163,7 @@ def test_odd_files(tmp_path):
             load_csv(name)
     with pytest.raises(OutputError):
         schedules.build("1f1b", lanes=1, micro_batches=1).to_csv("a\0b")
-    with pytest.raises(ScheduleError, match="one text for each"):
+    with pytest.raises(ScheduleError, match="one text per lane"):
         Schedule.of("0F0 0B0")
 
 

@@ -348,7 +348,7 @@ def test_a_momentum_that_no_schedule_moves_any_more_is_told(tmp_path):
 
 def test_batches_of_another_size_begin_an_epoch_anew(tmp_path):
     train(tmp_path / "run", batches=loader(24, 4), callbacks=[StopAt(5)])
-    with pytest.raises(CheckpointError, match=r"the state is of an epoch of 5 batches or more.*resume_data=False"):
+    with pytest.raises(CheckpointError, match=r"the state is from an epoch of 5 batches or more.*resume_data=False"):
         train(tmp_path / "run", batches=loader(24, 8))
     summary, losses, _ = train(tmp_path / "run", batches=loader(24, 8), resume_data=False)
     assert (summary.resumed_from, sorted(losses)) == (5, [6, 7])

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training on disk, complete or not there at all."""
+"""Checkpoints: save a training's state to disk and restore it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["Checkpoints", "Restored", "export_checkpoint", "import_weights"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function
-    """Import what reads and writes other formats when it is first asked for."""
+    """Import the functions for other formats on first use."""
     if name in ("export_checkpoint", "import_weights"):
         return getattr(import_module("penstock.checkpoint.formats.exchange"), name)
     raise AttributeError(f"module 'penstock.checkpoint' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Content: what a checkpoint holds of a pipeline and what is around it, and how it gets back there."""
+"""Content: collect the state of a pipeline and its optimizers for a checkpoint, and load it back."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["PARTS", "Content", "Snapshot", "versions"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "random")
 
-LOSS = "(loss)."  # before the names of a loss function's own parameters
+LOSS = "(loss)."  # prefix of the names of a loss function's own parameters
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process saves.
+    """The state that this process saves.
 
     Attributes:
-        files: for each shard its tensors.
-        part: what all processes tell the first, as JSON.
-        state: what the first process tells of the rest, as JSON.
+        files: the tensors of each shard.
+        part: as JSON, the data that each process reports to the first.
+        state: as JSON, the rest of the state, which only the first process saves.
     """
 
     files: dict[str, dict[str, torch.Tensor]]
@@ -48,14 +48,14 @@ class Snapshot:
 
 
 class Content:
-    """A pipeline, its optimizers, and the rest of what is needed to go on as if nothing had been.
+    """A pipeline, its optimizers, and everything else that a training needs to resume.
 
     Args:
         pipe: the pipeline.
-        optimizers: of its parameters.
-        schedulers: of the learning rate.
+        optimizers: the optimizers of its parameters.
+        schedulers: the learning-rate schedulers.
         scaler: a GradScaler.
-        data: what knows its place in the data.
+        data: the source of the batches, which knows its position.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Content:
 
     @cached_property
     def lane_of(self) -> dict[str, int]:
-        """The lane that saves each tensor of the model: the first that holds it."""
+        """For each tensor of the model, the lane that saves it: the first that holds it."""
         lanes: dict[str, int] = {}
         ways = self.pipe.schedule.ways
         for index, stage in enumerate(self.pipe.internals.stages):
@@ -92,7 +92,7 @@ class Content:
 
     @cached_property
     def _own(self) -> dict[int, list[str]]:
-        """For each lane here the names of the model's tensors that it saves."""
+        """For each lane of this process, the names of the model's tensors that it saves."""
         return {lane: [name for name, other in self.lane_of.items() if other == lane] for lane in self.pipe.lanes}
 
     def _lane_of(self, name: str) -> int:
@@ -100,12 +100,12 @@ class Content:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tensors of the model."""
+        """Additional names of the model's tensors, with the name under which each tensor is stored."""
         return dict(self.pipe.internals.chain.aliases)
 
     @property
     def plan(self) -> dict[str, Any]:
-        """How the pipeline is cut and what its lanes run."""
+        """The cuts and the schedule of the pipeline."""
         schedule = self.pipe.schedule
         if self._planned is None or self._planned[0] is not schedule:
             self._planned = schedule, self._plan_of(schedule)
@@ -120,20 +120,20 @@ class Content:
             "schedule": to_json(schedule),
         }
 
-    # ---- to the disk
+    # ---- save
 
     def collect(self, step: int, notes: Mapping[str, Any]) -> Snapshot:
-        """Return what this process saves; tensors are those in use, not yet copied.
+        """Return the state of this process. The tensors are the live ones, not copies.
 
         Raises:
             UsageError: for a state that cannot be saved.
         """
         lanes, count = self.pipe.lanes, self.pipe.schedule.num_lanes
         files: dict[str, dict[str, torch.Tensor]] = {}
-        optim: dict[int, dict[str, torch.Tensor]] = {}  # of each lane
+        optim: dict[int, dict[str, torch.Tensor]] = {}  # for each lane
         held: dict[str, torch.Tensor] = {}
         for name, tensor in self.pipe.internals.held():
-            held.setdefault(name, tensor)  # of several lanes the first
+            held.setdefault(name, tensor)  # if several lanes hold it, the first
         for lane in lanes:
             files[f"model-{lane + 1:05d}-of-{count:05d}.safetensors"] = {name: held[name] for name in self._own[lane]}
             files[f"optim-{lane + 1:05d}-of-{count:05d}.safetensors"] = optim[lane] = {}
@@ -144,7 +144,7 @@ class Content:
             file = optim[self._lane_of(name)]
             if not file.keys().isdisjoint(own):
                 both = next(key for key in own if key in file)
-                raise UsageError(f"{both}: two tensors of the optimizer would have this name")
+                raise UsageError(f"{both}: two tensors of the optimizer have this name")
             file.update(own)
         for tensors in files.values():
             check_storable(tensors)
@@ -163,24 +163,24 @@ class Content:
             "has_optimizer": bool(self.optimizers.optimizers),
         }
 
-    # ---- and back
+    # ---- load
 
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return in what a saved model differs from this one; nothing where it fits."""
+        """Return how a saved model differs from this one, or "" if it fits."""
         own = {name: tuple(t.shape) for stage in self.pipe.internals.stages for name, t in _saved(stage)}
         shapes = {self.aliases.get(name, name): shape for name, shape in shapes.items()}
         missing = sorted(own.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - own.keys())
-        wrong = [f"{n}: {shapes[n]} for {own[n]}" for n in sorted(own.keys() & shapes.keys()) if shapes[n] != own[n]]
+        wrong = [f"{n}: {shapes[n]}, not {own[n]}" for n in sorted(own.keys() & shapes.keys()) if shapes[n] != own[n]]
         if not (missing or unknown or wrong):
             return ""
-        told = [("not in the checkpoint", missing), ("not in the model", unknown), ("of another shape", wrong)]
-        return "; ".join(f"{what}: {_some(names)}" for what, names in told if names)
+        differences = [("not in the checkpoint", missing), ("not in the model", unknown), ("of another shape", wrong)]
+        return "; ".join(f"{what}: {_some(names)}" for what, names in differences if names)
 
     def needed(self, stored: Collection[str]) -> dict[str, str]:
-        """Return the names of the model's tensors that lanes here hold, and those that they are stored under.
+        """Return the names of the model's tensors on lanes of this process, and the names they are stored under.
 
-        Who wrote the file may have taken another of the names of a shared tensor.
+        The checkpoint may store a shared tensor under another of its names.
         """
         aliases = self.aliases
         name_in = {first: alias for alias, first in aliases.items() if alias in stored}
@@ -191,42 +191,42 @@ class Content:
         """Return the names of the loss function's own tensors."""
         return [LOSS + name for name in self._loss.state_dict()]
 
-    def load_around(self, prepared: Sequence[Any], state: Mapping[str, Any]) -> Callable[[], None]:
-        """Take over all but the model; return what puts everything back.
+    def load_all_but_model(self, prepared: Sequence[Any], state: Mapping[str, Any]) -> Callable[[], None]:
+        """Load everything except the model; return a function that restores the previous state.
 
-        What is the caller's own may refuse a state. That is why it comes before the model, and nothing is changed then.
+        User objects can refuse a state. They are loaded before the model, so a refusal changes nothing.
 
         Raises:
-            MisfitError: when something refuses its state.
+            MisfitError: if an object refuses its state.
         """
         undo: list[Callable[[], object]] = []
 
-        def put_back() -> None:
+        def undo_all() -> None:
             for step in reversed(undo):
-                with suppress(Exception):  # as far as it can be: what was refused is what is told
+                with suppress(Exception):  # the refusal is the error to report
                     step()
 
         what = ""
         try:
-            for what, load, back in self._around(prepared, state):
+            for what, load, back in self._loaders(prepared, state):
                 if what != "data":
                     undo.append(back)
                 load()
-                if what == "data":  # which has its iteration still, where it refuses
+                if what == "data":  # a feed that refuses its state keeps its current iteration
                     undo.append(back)
-        except Exception as error:  # also of the caller's own load_state_dict()
-            put_back()
-            raise MisfitError(f"{what}: its saved state is refused: {error or repr(error)}") from error
-        return put_back
+        except Exception as error:  # includes the user's own load_state_dict()
+            undo_all()
+            raise MisfitError(f"{what}: refuses its saved state: {error or repr(error)}") from error
+        return undo_all
 
-    def _around(
+    def _loaders(
         self, prepared: Sequence[Any], state: Mapping[str, Any]
     ) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
-        """Yield what is loaded besides the model: its name, what loads it, and what puts it back."""
+        """Yield for each part except the model its name, a function that loads it, and one that undoes the load."""
 
         def one(what: str, thing: Any, plain: Any) -> tuple[str, Callable[[], object], Callable[[], object]]:  # noqa: ANN401
             before: Any = None
-            with suppress(Exception):  # one that has no state yet
+            with suppress(Exception):  # it may have no state yet
                 before = thing.state_dict()
             saved = from_plain(plain)
             return what, lambda: thing.load_state_dict(saved), lambda: thing.load_state_dict(before)
@@ -245,23 +245,23 @@ class Content:
             yield "random states", lambda: self._load_random(state["random"]), lambda: self._load_random([own])
 
     def load_model(self, tensors: Mapping[str, torch.Tensor], loss: Mapping[str, torch.Tensor]) -> None:
-        """Take over the model; all of it was read and checked before."""
+        """Load the model; its tensors are already checked."""
         aliases = {alias: tensors[name] for alias, name in self.aliases.items() if name in tensors}
         self.pipe.load_state_dict({**tensors, **aliases})
         if loss:
             self._loss.load_state_dict({name.removeprefix(LOSS): tensor for name, tensor in loss.items()})
 
     def scheduler_states(self, state: Mapping[str, Any]) -> list[Any]:
-        """Return a state for each scheduler here, as JSON.
+        """Return the saved state of each current scheduler, as JSON.
 
         Raises:
-            MisfitError: when there were as many others, with states that differ.
+            MisfitError: if the number of schedulers has changed and their saved states differ.
         """
         saved = state["schedulers"]
         if not saved or len(saved) == len(self.schedulers):
             return list(saved)
-        if any(plain != saved[0] for plain in saved):  # one a stage, and there are other stages now
-            raise MisfitError(f"{len(saved)} schedulers were saved, and there are {len(self.schedulers)} now")
+        if any(plain != saved[0] for plain in saved):  # one per stage, and the stages have changed
+            raise MisfitError(f"{len(saved)} schedulers were saved, but this training has {len(self.schedulers)}")
         return [saved[0] for _ in self.schedulers]
 
     @property
@@ -274,7 +274,7 @@ class Content:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what writes a checkpoint."""
+    """Return the versions of Penstock and of the packages that write a checkpoint."""
     return {
         "penstock": __version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Disk: the few file operations that a checkpoint is made of, all in one place, so that a test can stop at each."""
+"""Disk: the file operations of a checkpoint, in one place, so that a test can stop the process at each of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CHUNK_BYTES = 4 << 20  # stays in the cache between the hash and the write
 
 
 class Disk:
-    """Writes files so that they are on the disk when a call returns. Every change of the disk is one of its methods."""
+    """Durable file operations. Every change of the disk is one of these methods."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder; it may be there."""
+        """Create a folder, unless it exists."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, handle: int, data: memoryview) -> None:
@@ -27,15 +27,15 @@ class Disk:
             data = data[os.write(handle, data) :]
 
     def sync(self, handle: int) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written data is on the disk."""
         os.fsync(handle)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name, in one moment."""
+        """Rename a file or folder atomically."""
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Delete a file or a whole folder; what cannot be deleted stays."""
+        """Delete a file or a whole folder; ignore errors."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -43,10 +43,10 @@ class Disk:
                 path.unlink(missing_ok=True)
 
     def write_file(self, path: Path, parts: Iterable[bytes | memoryview]) -> int:
-        """Write a new file; return its bytes.
+        """Write a new file; return its size in bytes.
 
         Raises:
-            OSError: when it cannot be written; nothing of it is left.
+            OSError: if it cannot be written; no partial file is left.
         """
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         num_bytes = 0
@@ -72,8 +72,8 @@ class Disk:
         finally:
             os.close(handle)
 
-    def write_beside(self, path: Path, content: bytes, *, mark: str) -> None:
-        """Put a small file in the place of another, in one moment."""
+    def replace_file(self, path: Path, content: bytes, *, mark: str) -> None:
+        """Replace a small file atomically."""
         part = path.with_name(f"tmp-{path.name}-{mark}")
         part.unlink(missing_ok=True)
         self.write_file(part, [content])
@@ -82,20 +82,20 @@ class Disk:
 
 
 def chunks(view: memoryview) -> Iterable[memoryview]:
-    """Yield the pieces of a long run of bytes."""
+    """Split a buffer into pieces."""
     for begin in range(0, len(view), _CHUNK_BYTES):
         yield view[begin : begin + _CHUNK_BYTES]
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Open a file that is a file, not a link or a pipe; return its handle and its bytes.
+    """Open a regular file, not a link or a pipe; return its handle and its size in bytes.
 
     Raises:
-        OSError: when it cannot be opened, or is something else.
+        OSError: if it cannot be opened or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
         os.close(handle)
-        raise OSError(22, "it is not a plain file")
+        raise OSError(22, "not a regular file")
     return handle, found.st_size

@@ -1,4 +1,4 @@
-"""Randomness: the states of all generators that a training may draw from, as plain data, and back."""
+"""Generator states: the states of all random generators that a training may use, as plain data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.state_as_json import from_plain, to_plain
+from penstock.devices.kinds import kind_of
 from penstock.errors import CheckpointError
 
 __all__ = ["generator_states", "set_generator_states"]
 
 
 def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the states of torch's generators (the CPU's and those of some devices), Python's and numpy's."""
+    """Return the states of torch's generators (CPU and the given devices), of Python's and of numpy's."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in _gpus(devices)],
+        "cuda": [kind_of(device).random_state(device) for device in _gpus(devices)],
         "python": random.getstate(),
     }
     if "numpy" in sys.modules:
@@ -28,21 +29,21 @@ def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def set_generator_states(plain: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Let all generators go on from there; a device that had none then keeps its own.
+    """Restore the states of all generators; a device without a saved state keeps its current one.
 
     Raises:
-        CheckpointError: when these are no states of generators.
+        CheckpointError: if the data are not generator states.
     """
     states = from_plain(plain)
     try:
         torch.set_rng_state(states["torch"])
         for device, state in zip(_gpus(devices), states["cuda"], strict=False):
-            torch.cuda.set_rng_state(state, device)
+            kind_of(device).set_random_state(device, state)
         random.setstate(states["python"])
         if "numpy" in states and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(states["numpy"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the random states cannot be taken over: {error}") from error
+        raise CheckpointError(f"the random states cannot be restored: {error}") from error
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:

@@ -1,8 +1,7 @@
-"""Staging: copies of tensors in host memory, which is kept from one save to the next.
+"""Host copies: copies of tensors in host memory, which is reused by the next save.
 
-The training stands still until the copies are made, or on their way from a GPU. What a save holds is mostly what the
-last one held, so no more is done for each tensor than to see that it is of the same shape: of many small ones Python
-would take longer than the copy.
+Training waits until the copies are made, or are in the stream of a GPU. Most saves hold the same tensors as the last
+one, so each tensor only has its shape checked: with many small tensors, Python takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -14,66 +13,70 @@ from operator import attrgetter
 
 import torch
 
+from penstock.devices.kinds import kind_of
+
 __all__ = ["Staging"]
 
 Files = dict[str, dict[str, torch.Tensor]]
 Tensors = list[torch.Tensor]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_sign = attrgetter("shape", "dtype", "is_cuda")
+_layout = attrgetter("shape", "dtype", "is_cuda")
 
 
 class Staging:
-    """Host memory for one save at a time; pinned for what comes from a GPU, so that the host need not wait.
+    """Host memory for one save at a time; pinned for tensors on a GPU, so that the host does not wait.
 
     Args:
-        num_threads: that copy within host memory, where torch has but one of its own: as many as lanes stand still.
+        num_threads: the number of threads that copy within host memory if torch has only one thread of its own; give
+            one per waiting lane.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
         self._num_threads = num_threads
         self._names: list[tuple[str, ...]] = []
-        self._signs: list[object] = []
+        self._layouts: list[object] = []
         self._memory: Files = {}
 
     def copy(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> tuple[Files, list[Callable[[], None]]]:
-        """Return copies of tensors, and what to wait for before they are read.
+        """Return copies of tensors, and functions that wait until the copies can be read.
 
-        A copy from a GPU is put into its current stream: what comes later there does not change it.
+        A copy from a GPU runs in the GPU's current stream, so later work in that stream does not change it.
 
         Args:
-            files: for each file its tensors, by their names.
+            files: for each file, its tensors by name.
 
         Raises:
-            RuntimeError: when one cannot be copied.
+            RuntimeError: if a tensor cannot be copied.
         """
         names = [(file, *tensors) for file, tensors in files.items()]
         given = [tensor for tensors in files.values() for tensor in tensors.values()]
-        signs: list[object] = list(map(_sign, given))
-        if names != self._names or signs != self._signs:
-            self._make_room(files)
-            self._names, self._signs = names, signs
+        layouts: list[object] = list(map(_layout, given))
+        if names != self._names or layouts != self._layouts:
+            self._allocate(files)
+            self._names, self._layouts = names, layouts
         to = [place for places in self._memory.values() for place in places.values()]
         if not any(tensor.is_cuda for tensor in given):
-            self._copy_here(to, given)
+            self._copy_on_host(to, given)
             waits = []
         else:
             on_gpu = [at for at, tensor in enumerate(given) if tensor.is_cuda]
             _copy([to[at] for at in on_gpu], [given[at] for at in on_gpu], is_cuda=True)
             devices = {given[at].device for at in on_gpu}
-            waits = [torch.cuda.current_stream(device).record_event().synchronize for device in devices]
+            events = [kind_of(device).record_event(device) for device in devices]
+            waits = [event.synchronize for event in events if event is not None]
             here = [at for at, tensor in enumerate(given) if not tensor.is_cuda]
-            self._copy_here([to[at] for at in here], [given[at] for at in here])
+            self._copy_on_host([to[at] for at in here], [given[at] for at in here])
         return {file: dict(places) for file, places in self._memory.items()}, waits
 
-    def _make_room(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take memory for each tensor: what was kept, where it fits."""
+    def _allocate(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Allocate memory for each tensor; reuse the existing memory if the shape is the same."""
         names = [(file, name) for file, *own in self._names for name in own]
-        sign_of = dict(zip(names, self._signs, strict=True))
+        layout_of = dict(zip(names, self._layouts, strict=True))
         memory = self._memory
 
         def place(file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-            if sign_of.get((file, name)) == _sign(tensor):
+            if layout_of.get((file, name)) == _layout(tensor):
                 return memory[file][name]
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
@@ -82,16 +85,16 @@ class Staging:
             for file, tensors in files.items()
         }
 
-    def _copy_here(self, to: Tensors, given: Tensors) -> None:
+    def _copy_on_host(self, to: Tensors, given: Tensors) -> None:
         """Copy within host memory.
 
-        Torch divides a large tensor among its own threads. Where it has but one, threads of ours share them: one alone
-        does not use all that memory can do.
+        Torch splits a large tensor among its own threads. If torch has only one thread, our threads share the tensors,
+        because a single thread does not use the whole memory bandwidth.
         """
         if _has_threads() or self._num_threads == 1:
             _copy(to, given)
             return
-        first, *others = _even([place.nbytes for place in to], self._num_threads)
+        first, *others = _split_evenly([place.nbytes for place in to], self._num_threads)
         with ThreadPoolExecutor(max(1, len(others)), "penstock-copy") as pool:
             waiting = [pool.submit(_copy, to[part], given[part]) for part in others]
             _copy(to[first], given[first])
@@ -105,9 +108,9 @@ def _has_threads() -> bool:
 
 @torch.no_grad()
 def _copy(to: Tensors, given: Tensors, *, is_cuda: bool = False) -> None:
-    """Copy all in one call: Python would take as long for each as a small tensor does.
+    """Copy all tensors in one call: a call from Python takes about as long as the copy of a small tensor.
 
-    Tensors of other classes, such as quantized states of an optimizer, know at least how one of them is copied.
+    Tensor subclasses, such as quantized optimizer states, are copied one at a time.
     """
     if _PLAIN.issuperset(map(type, given)):
         if to:
@@ -117,8 +120,8 @@ def _copy(to: Tensors, given: Tensors, *, is_cuda: bool = False) -> None:
         place.copy_(tensor, non_blocking=is_cuda)
 
 
-def _even(sizes: list[int], count: int) -> list[slice]:
-    """Return what is in a row in so many parts of about the same size, in their order."""
+def _split_evenly(sizes: list[int], count: int) -> list[slice]:
+    """Return slices that split a list into `count` consecutive parts of about the same total size."""
     total, done, at = sum(sizes), 0, 0
     bounds = [0]
     for number in range(1, count):

@@ -1,4 +1,4 @@
-"""Looking: what a checkpoint is, told as data, and whether it is good."""
+"""Inspection: describe a checkpoint as data, and verify it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ __all__ = ["choose", "describe", "verify"]
 
 
 def choose(path: Path, *, step: int | None = None, is_all: bool = False) -> list[Path]:
-    """Return the checkpoint that a path stands for, or all of a folder of them, the newest last.
+    """Return the checkpoint at a path; if the path is a folder of checkpoints, the newest one or all, newest last.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is meant.
-        step: of a folder of them, this one.
-        is_all: all of them.
+        path: a checkpoint, or a folder of checkpoints.
+        step: in a folder of checkpoints, choose this step.
+        is_all: in a folder of checkpoints, choose all.
 
     Raises:
-        CheckpointError: when there is none.
+        CheckpointError: if there is none.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such folder")
+        raise CheckpointError(f"{path}: no such folder")
     every = found(path)
     is_damaged_one = is_folder_name(path.resolve().name) and not every
     if (path / MANIFEST).exists() or is_damaged_one:
         if step is not None or is_all:
-            raise CheckpointError(f"{path}: is one checkpoint; give the folder that it is in")
+            raise CheckpointError(f"{path}: is a single checkpoint; give its parent folder")
         return [path]
     folders = [folder for folder, number, _, _ in every if step in (None, number)]
     if not folders:
         there = ", ".join(str(number) for _, number, _, _ in every) or "none"
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{path}: holds {wanted}; there are: {there}")
+        raise CheckpointError(f"{path}: contains {wanted}; existing steps: {there}")
     return folders if is_all else folders[-1:]
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself; its tensors are not read.
+    """Describe a checkpoint from its manifest and state; its tensors are not read.
 
     Raises:
-        CheckpointError: when its manifest or state is damaged, or a file is missing or not as long as it was.
+        CheckpointError: if its manifest or state is damaged, or a file is missing or has the wrong size.
     """
     manifest = read_manifest(folder)
     manifest.check_sizes()
@@ -70,7 +70,7 @@ def describe(folder: Path) -> dict[str, Any]:
 def _file(manifest: Manifest, name: str) -> dict[str, Any]:
     entry = manifest.files[name]
     tensors = {
-        tensor: {"dtype": told["dtype"], "shape": told["shape"]} for tensor, told in entry.get("tensors", {}).items()
+        tensor: {"dtype": info["dtype"], "shape": info["shape"]} for tensor, info in entry.get("tensors", {}).items()
     }
     return {"name": name, "bytes": entry["bytes"], "tensors": tensors}
 
@@ -83,7 +83,7 @@ def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a checkpoint; return everything that is wrong with it."""
+    """Read every byte of a checkpoint; return all faults."""
     try:
         manifest = read_manifest(folder)
         faults = faults_of(manifest)

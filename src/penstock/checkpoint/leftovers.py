@@ -1,7 +1,7 @@
-"""Leftovers: what saves that were killed have left in a folder, and how a save that is alive is told from them.
+"""Leftovers: delete what killed saves have left in a folder, without touching a save that is running.
 
-Who saves holds a shared lock on the folder meanwhile; who sweeps needs it alone. The lock is the kernel's: it ends with
-its process, however that ends.
+A save holds a shared lock on the folder; a sweep needs the exclusive lock. The kernel releases a lock when its process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from pathlib import Path
 
 from penstock.checkpoint.disk import Disk
 
-__all__ = ["held", "sweep"]
+__all__ = ["folder_lock", "sweep"]
 
 _LEFT = re.compile(r"tmp-(?:old-|latest-|)(?:[0-9]{6,18}-|)[0-9a-f]{8,}")
 _OLD_SECONDS = 3600.0
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Let nobody sweep a folder meanwhile; a sweep that is under way is waited for."""
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the shared lock of a folder, so that nobody sweeps it; wait for a running sweep."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks: then only what is old is swept
+        with suppress(OSError):  # a file system without locks: a sweep then deletes only old files
             fcntl.flock(handle, fcntl.LOCK_SH)
         yield
     finally:
-        _let_go(handle)
+        _unlock(handle)
 
 
 def sweep(folder: Path, disk: Disk) -> bool:
-    """Delete what killed saves have left; return False where a save is under way, and nothing was touched."""
+    """Delete what killed saves have left; return False, and delete nothing, if a save is running."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # there is nothing yet, or the save will say why it cannot be opened
+    except OSError:  # the folder does not exist yet, or the save will report the error
         return True
     is_alone = True
     try:
@@ -48,22 +48,22 @@ def sweep(folder: Path, disk: Disk) -> bool:
             return False
         except OSError:
             is_alone = False
-        with suppress(OSError):  # what cannot be deleted is not taken for a checkpoint either
+        with suppress(OSError):  # a leftover that cannot be deleted is harmless: its name is not a checkpoint's
             for path in sorted(folder.iterdir()):
                 if _LEFT.fullmatch(path.name) and (is_alone or _is_old(path)):
                     disk.remove(path)
     finally:
-        _let_go(handle)
+        _unlock(handle)
     return True
 
 
 def _is_old(path: Path) -> bool:
-    """Say whether nothing in it has changed for long."""
+    """Return whether nothing in a path has changed for an hour."""
     inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
     return all(time.time() - one.lstat().st_mtime > _OLD_SECONDS for one in (path, *inside))
 
 
-def _let_go(handle: int) -> None:
-    with suppress(OSError):  # closing alone would not do it, where a child has a copy of the handle
+def _unlock(handle: int) -> None:
+    with suppress(OSError):  # closing is not enough if a child process has a copy of the handle
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

@@ -1,4 +1,4 @@
-"""Manifest: the file that is written last and tells what a checkpoint consists of, each part with a checksum."""
+"""Manifest: the file that lists the contents of a checkpoint, with checksums; it is written last."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def folder_name(step: int) -> str:
 
 
 def is_folder_name(name: str) -> bool:
-    """Say whether a folder of this name is a checkpoint, or was one."""
+    """Return whether a name is that of a checkpoint."""
     return _FOLDER_NAME.fullmatch(name) is not None
 
 
 def step_folders(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the steps and folders that have a checkpoint's name, whether they are good or not."""
+    """Yield the step and path of each folder that has a checkpoint's name, good or not."""
     try:
         paths = sorted(folder.iterdir())
     except FileNotFoundError:
@@ -60,23 +60,23 @@ def step_folders(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def to_bytes(plain: Mapping[str, Any]) -> bytes:
-    """Return JSON that is the same for the same things."""
+    """Return canonical JSON: the same data gives the same bytes."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_json(path: Path, *, num_bytes: int | None = None, xxh3: str | None = None) -> dict[str, Any]:
-    """Read a JSON object of a checkpoint, as large and with the checksum that it must have.
+    """Read a JSON object of a checkpoint, and check its size and checksum if they are given.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: with the file and the fault.
     """
     try:
         handle, size = open_plain(path)
         with os.fdopen(handle, "rb") as file:
             if num_bytes is not None and size != num_bytes:
-                raise CheckpointError(f"{path}: has {size} bytes, and the manifest says {num_bytes}")
+                raise CheckpointError(f"{path}: has {size} bytes, expected {num_bytes}")
             if size > _MAX_JSON_BYTES:
-                raise CheckpointError(f"{path}: {size} bytes are more than such a file ever has")
+                raise CheckpointError(f"{path}: has {size} bytes, which is too large for this kind of file")
             data = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -87,22 +87,22 @@ def read_json(path: Path, *, num_bytes: int | None = None, xxh3: str | None = No
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON: {error!s:.100}") from error
     if not isinstance(plain, dict):
-        raise CheckpointError(f"{path}: holds no JSON object")
+        raise CheckpointError(f"{path}: is not a JSON object")
     return plain
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
-        folder: where it is.
-        step: of the training.
-        order: counts the checkpoints of a folder; the newest has the largest.
-        plan: cuts, schedule, lanes and micro-batches of the pipeline that was saved.
-        versions: of what wrote it.
-        aliases: other names of tensors that are stored once.
-        files: for each file its bytes and checksums.
+        folder: its folder.
+        step: the step of the training.
+        order: the newest checkpoint of a folder has the largest number.
+        plan: the cuts, schedule, lanes and micro-batches of the saved pipeline.
+        versions: the versions of Penstock and its packages.
+        aliases: additional names of tensors that are stored once.
+        files: the size and checksums of each file.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]
 
     def to_bytes(self) -> bytes:
-        """Return the file's content."""
+        """Return the content of the manifest file."""
         plain = {
             "form": FORM, "version": VERSION, "step": self.step, "order": self.order, "plan": self.plan,
             "versions": self.versions, "aliases": self.aliases, "files": self.files,
@@ -132,21 +132,21 @@ class Manifest:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of a kind."""
         return {
-            name: tuple(told["shape"])
+            name: tuple(info["shape"])
             for file in self.shards(kind)
-            for name, told in self.files[file]["tensors"].items()
+            for name, info in self.files[file]["tensors"].items()
         }
 
     @property
     def num_bytes(self) -> int:
-        """What all files take together."""
+        """The size of all files together."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
     def check_sizes(self) -> None:
-        """Raise if a file is not there or not as long as it must be; nothing is read.
+        """Check that all files exist with the right size; read nothing.
 
         Raises:
-            CheckpointError: naming the file.
+            CheckpointError: with the name of the file.
         """
         for name, entry in self.files.items():
             path = self.folder / name
@@ -155,23 +155,25 @@ class Manifest:
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
             if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"{path}: is not a plain file")
+                raise CheckpointError(f"{path}: is not a regular file")
             if size != entry["bytes"]:
-                raise CheckpointError(f"{path}: has {size} bytes, and the manifest says {entry['bytes']}")
+                raise CheckpointError(f"{path}: has {size} bytes, expected {entry['bytes']}")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check it against itself.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: when it is not there, damaged, or says what cannot be.
+        CheckpointError: if it is missing, damaged, or invalid.
     """
     path = folder / MANIFEST
     plain = read_json(path)
     if plain.get("form") != FORM:
-        raise CheckpointError(f"{path}: is not the manifest of a checkpoint of Penstock")
+        raise CheckpointError(f"{path}: is not the manifest of a Penstock checkpoint")
     if plain.get("version") != VERSION:
-        raise CheckpointError(f"{path}: has version {plain.get('version')!r:.20}, and this Penstock reads {VERSION}")
+        raise CheckpointError(
+            f"{path}: has version {plain.get('version')!r:.20}; this Penstock reads version {VERSION}"
+        )
     expected = plain.pop("xxh3", None)
     actual = checksum(to_bytes(plain))
     if actual != expected:
@@ -181,35 +183,35 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {fault}")
     named = _FOLDER_NAME.fullmatch(folder.name)
     if named and int(named[1]) != plain["step"]:
-        raise CheckpointError(f"{path}: is that of step {plain['step']}")
+        raise CheckpointError(f"{path}: belongs to step {plain['step']}")
     return Manifest(folder, *(plain[key] for key in ("step", "order", "plan", "versions", "aliases", "files")))
 
 
 def _fault_of(plain: Mapping[str, Any]) -> str:  # noqa: PLR0911 - a list of faults
-    """Return what a manifest says that cannot be; its checksum is right, but anyone can make one."""
+    """Return the fault of a manifest, or "". Its checksum is right, but anyone can make a checksum."""
     if not _is_count(plain.get("step")) or not _is_count(plain.get("order")):
-        return "its step or order is no whole number"
+        return "its step or order is not a whole number"
     for key in ("plan", "versions", "aliases", "files"):
         if not isinstance(plain.get(key), dict):
-            return f"its {key} are missing"
+            return f"it has no {key}"
     for name, entry in plain["files"].items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            return f"{name!r:.80} cannot be the name of its file: it must match {_FILE_NAME.pattern}"
+            return f"{name!r:.80} is not a valid file name: it must match {_FILE_NAME.pattern}"
         if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
-            return f"the bytes of {name} are no whole number"
+            return f"the size of {name} is not a whole number"
         if "tensors" not in entry:
             if not _is_hash(entry.get("xxh3")):
                 return f"{name} has no checksum"
             continue
         if not isinstance(entry["tensors"], dict) or not _is_count(entry.get("header_bytes")):
-            return f"the tensors of {name} are not told"
+            return f"{name} has no valid list of tensors"
         if not _is_hash(entry.get("header_xxh3")):
             return f"the header of {name} has no checksum"
-        bad = next((tensor for tensor, told in entry["tensors"].items() if not _is_tensor(told)), None)
+        bad = next((tensor for tensor, info in entry["tensors"].items() if not _is_tensor(info)), None)
         if bad is not None:
-            return f"{name}: tensor {bad!r:.80} has no dtype, shape or checksum that can be"
+            return f"{name}: tensor {bad!r:.80} has an invalid dtype, shape or checksum"
     if "state.json" not in plain["files"]:
-        return "it names no state.json"
+        return "it does not list state.json"
     return ""
 
 
@@ -221,8 +223,8 @@ def _is_hash(thing: object) -> bool:
     return isinstance(thing, str) and _HASH.fullmatch(thing) is not None
 
 
-def _is_tensor(told: object) -> bool:
-    if not isinstance(told, dict) or told.get("dtype") not in SAFE_NAMES.values() or not _is_hash(told.get("xxh3")):
+def _is_tensor(info: object) -> bool:
+    if not isinstance(info, dict) or info.get("dtype") not in SAFE_NAMES.values() or not _is_hash(info.get("xxh3")):
         return False
-    shape: Sequence[object] = told.get("shape", None)  # type: ignore[assignment]
+    shape: Sequence[object] = info.get("shape", None)  # type: ignore[assignment]
     return isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))

@@ -1,4 +1,4 @@
-"""Misfit: a checkpoint that is good, and of something else; an older one would be too, so none is tried."""
+"""Misfit: the error for a good checkpoint that belongs to something else; older checkpoints are then not tried."""
 
 from penstock.errors import CheckpointError
 
@@ -6,4 +6,4 @@ __all__ = ["MisfitError"]
 
 
 class MisfitError(CheckpointError):
-    """A checkpoint of another model, of other groups of parameters, or of other schedulers."""
+    """A checkpoint of another model, of other parameter groups, or of other schedulers."""

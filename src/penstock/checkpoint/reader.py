@@ -1,4 +1,4 @@
-"""Reader: finds the newest good checkpoint, and reads of it what the lanes here need."""
+"""Reader: find the checkpoints of a folder, and read what the lanes of this process need."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NOTHING: dict[str, Any] = {"optimizer": None, "schedulers": [], "scaler": None,
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was taken up.
+    """A checkpoint that was restored.
 
     Attributes:
-        step: the training goes on after it.
-        folder: where it is.
-        notes: what was given to `save`.
-        passed_over: why newer ones were not taken.
+        step: the step at which the training continues.
+        folder: the folder of the checkpoint.
+        notes: the notes that were passed to `save`.
+        passed_over: why newer checkpoints were skipped.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read of a checkpoint, and checked; nothing was changed by it yet."""
+    """The checked content of a checkpoint, before it changes anything."""
 
     manifest: Manifest
     tensors: Mapping[str, torch.Tensor]
@@ -51,9 +51,9 @@ class Loaded:
 
 
 def found(folder: Path) -> list[tuple[Path, int, Manifest | None, str]]:
-    """Return all checkpoints of a folder, the newest last: folder, step, manifest, and what is wrong with that.
+    """Return all checkpoints of a folder, the newest last: folder, step, manifest, and the manifest's fault.
 
-    Of one that cannot say when it was made, the step says it.
+    A checkpoint with an unreadable manifest is sorted by its step.
     """
     every: list[tuple[Path, int, Manifest | None, str]] = []
     for step, path in step_folders(folder):
@@ -69,7 +69,7 @@ def found(folder: Path) -> list[tuple[Path, int, Manifest | None, str]]:
 
 
 def complete(folder: Path) -> list[Manifest]:
-    """Return the checkpoints whose manifest is good and whose files are there in their sizes, the newest last."""
+    """Return the checkpoints with a good manifest and files of the right sizes, the newest last."""
     result = []
     for _, _, manifest, _ in found(folder):
         if manifest is not None:
@@ -85,7 +85,7 @@ def read_state(manifest: Manifest) -> dict[str, Any]:
     """Read the state file of a checkpoint.
 
     Raises:
-        CheckpointError: when it is damaged.
+        CheckpointError: if it is damaged.
     """
     entry = manifest.files["state.json"]
     state = read_json(manifest.folder / "state.json", num_bytes=entry["bytes"], xxh3=entry["xxh3"])
@@ -98,12 +98,12 @@ def read_state(manifest: Manifest) -> dict[str, Any]:
 def faults_of(
     manifest: Manifest, names: Iterable[str] | None = None, *, read: Mapping[str, set[str]] | None = None
 ) -> list[str]:
-    """Return everything that is wrong with the files of a checkpoint; each byte of them is read.
+    """Read every byte of a checkpoint's files; return all faults.
 
     Args:
-        manifest: that of the checkpoint.
-        names: only these files.
-        read: the tensors of files that were read and checked already.
+        manifest: the manifest of the checkpoint.
+        names: check only these files.
+        read: for each file, the tensors that are already checked.
     """
     faults = []
     for name in manifest.files if names is None else names:
@@ -127,11 +127,11 @@ def faults_of(
 def load(
     manifest: Manifest, content: Content, *, process: int, num_processes: int, parts: Collection[str] = PARTS
 ) -> Loaded:
-    """Read what the lanes here need, and check all of it; with the other processes, all of the checkpoint.
+    """Read and check what the lanes of this process need; all processes together check the whole checkpoint.
 
     Raises:
-        CheckpointError: when something is damaged, with all that is.
-        MisfitError: when it is of another model.
+        CheckpointError: if something is damaged; the message has all faults.
+        MisfitError: if the checkpoint is of another model.
     """
     state = _only(read_state(manifest), parts)
     model_file, optim_file = manifest.file_of("model"), manifest.file_of("optim")
@@ -141,13 +141,13 @@ def load(
             file: stack.enter_context(Shard(manifest.folder / file, manifest.files[file]))
             for file in (*manifest.shards("model"), *manifest.shards("optim"))
         }
-        misfit = content.misfit(manifest.shapes("model"))  # asked only when the files say the same as the manifest
+        misfit = content.misfit(manifest.shapes("model"))  # checked after the shards, which verify the manifest
         if misfit:
             raise MisfitError(f"{manifest.folder} is a checkpoint of another model; {misfit}")
 
         def fetch(file_of: Mapping[str, str], name: str) -> torch.Tensor:
             if name not in file_of:
-                raise CheckpointError(f"{manifest.folder}: tensor {name!r} is in none of its files")
+                raise CheckpointError(f"{manifest.folder}: none of its files has tensor {name!r}")
             read.setdefault(file_of[name], set()).add(name)
             return shards[file_of[name]].read(name)
 
@@ -168,13 +168,13 @@ def load(
 
 
 def _only(state: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
-    """Return a state as if nothing else had been saved."""
+    """Return the state as if only these parts had been saved."""
     kept = {"schedulers" if part == "scheduler" else part for part in parts}
     return {**state, **{key: nothing for key, nothing in _NOTHING.items() if key not in kept}}
 
 
 def _share(manifest: Manifest, process: int, num_processes: int) -> list[str]:
-    """Return the files that a process sees to: with as many lanes as were saved, those that it reads anyway."""
+    """Return the files that a process checks. With the saved number of lanes, these are the files it reads anyway."""
     shards = [manifest.shards(kind) for kind in ("model", "optim")]
     rest = [name for name in manifest.files if all(name not in files for files in shards)]
     mine = [name for files in shards for number, name in enumerate(files) if number % num_processes == process]

@@ -1,8 +1,8 @@
-"""Saving: one checkpoint on its way to the disk, in a thread beside the training.
+"""Save job: write one checkpoint to disk, in a thread beside the training.
 
-Every process writes its shards into a folder that nobody reads, then a part file that tells what it wrote. The first
-process waits for all part files, writes the manifest and gives the folder its name. The processes need no words with
-each other but these files, so nothing of this meets the training's own messages.
+Every process writes its shards into a temporary folder, and then a part file that lists them. The first process waits
+for all part files, writes the manifest and renames the folder. The processes communicate only through these files, so
+a save never interferes with the messages of the training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from penstock.checkpoint.content import versions
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.leftovers import held
+from penstock.checkpoint.leftovers import folder_lock
 from penstock.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -40,29 +40,29 @@ __all__ = ["Job", "Saving"]
 INDEX = "model.safetensors.index.json"
 _POLL_SECONDS = (0.002, 0.05)
 _HURRY_SECONDS = 10.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written where.
+    """What to write, and where.
 
     Attributes:
-        folder: of all checkpoints.
-        mark: makes the name of the folder that nobody reads its own.
-        step: of the training.
-        process: the number of this one; the first completes the checkpoint.
-        num_processes: that write.
+        folder: the folder of all checkpoints.
+        mark: makes the name of the temporary folder unique.
+        step: the step of the training.
+        process: the number of this process; process 0 completes the checkpoint.
+        num_processes: the number of processes that write.
         files: the shards of this process.
-        part: what it tells the first.
-        state: what only the first tells.
-        plan: of the pipeline.
-        aliases: other names of tensors.
-        keep: how many checkpoints stay; None: all.
-        waits: what to wait for before the tensors are read.
-        patience_seconds: that the first process waits for others while none of them writes anything.
-        damaged: folders of checkpoints that do not count among those that stay.
-        fence: says why this training may not write here any more, once it may not.
+        part: the data that this process reports to the first.
+        state: the data that only the first process writes.
+        plan: the plan of the pipeline.
+        aliases: additional names of tensors.
+        keep: the number of checkpoints to keep; None keeps all.
+        waits: functions that wait until the tensors can be read.
+        patience_seconds: how long the first process waits while no other process writes anything.
+        damaged: folders of checkpoints that do not count towards `keep`.
+        fence: returns a reason if this training must no longer write here, otherwise "".
     """
 
     folder: Path
@@ -83,78 +83,78 @@ class Job:
 
     @property
     def hidden(self) -> Path:
-        """Where it is written."""
+        """The temporary folder."""
         return self.folder / f"tmp-{self.step:06d}-{self.mark}"
 
     @property
     def final(self) -> Path:
-        """Where it is when it is complete."""
+        """The folder of the complete checkpoint."""
         return self.folder / folder_name(self.step)
 
     @property
     def num_bytes(self) -> int:
-        """What the shards of this process take."""
+        """The size of this process's shards."""
         return sum(t.numel() * t.element_size() for tensors in self.files.values() for t in tensors.values())
 
 
 class Saving:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
         fault: why this process could not write its shards, or "".
-        failure: why the checkpoint did not become complete, or ""; known to the first process.
-        is_complete: whether it is there under its name; known to the first process.
-        complaint: what did not work after it was complete.
-        is_told: whether the caller has been told that it is complete.
+        failure: why the checkpoint did not become complete, or ""; only the first process knows it.
+        is_complete: whether the checkpoint is complete; only the first process knows it.
+        complaint: an error after the checkpoint was complete, or "".
+        is_told: whether `on_saved` was called.
     """
 
     def __init__(self, job: Job, disk: Disk) -> None:
         self.job, self._disk = job, disk
         self.fault = self.failure = self.complaint = ""
         self.is_complete = self.is_told = False
-        self.others_fault = ""  # set by the caller's thread, when it hears that another process could not write
+        self.others_fault = ""  # set by the caller's thread if another process could not write
         self._written = threading.Event()
         self._is_hurried, self._hurry_seconds = False, _HURRY_SECONDS
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {job.step}")
         self._thread.start()
 
     def wait_written(self) -> None:
-        """Wait until the shards of this process are written, or have failed."""
+        """Wait until this process has written its shards, or has failed."""
         self._written.wait()
 
     def wait(self) -> None:
-        """Wait until all is done that this process has to do."""
+        """Wait until this process has finished its part."""
         self._thread.join()
 
     def hurry(self, seconds: float) -> None:
-        """Wait for other processes no longer than this, once they write nothing: the training has ended."""
+        """From now on, wait at most this long while no other process writes: the training has ended."""
         self._is_hurried, self._hurry_seconds = True, seconds
 
     def clear(self) -> None:
-        """Delete what is left of a save that failed."""
+        """Delete the remains of a failed save."""
         self._disk.remove(self.job.hidden)
 
     def _run(self) -> None:
         with ExitStack() as stack:
             try:
                 self._disk.make_folder(self.job.folder)
-                stack.enter_context(held(self.job.folder))
+                stack.enter_context(folder_lock(self.job.folder))
                 self._write()
-            except Exception as error:  # whatever it is, the training goes on
-                self.fault = self._told(error)
+            except Exception as error:  # the training goes on after any error
+                self.fault = self._error_text(error)
             finally:
                 self._written.set()
             if self.job.process == 0:
                 try:
                     self._complete()
                 except Exception as error:
-                    self.failure = self._told(error)
+                    self.failure = self._error_text(error)
 
-    def _told(self, error: Exception) -> str:
-        """Return what went wrong; where it was the room, also how much there is and was needed."""
+    def _error_text(self, error: Exception) -> str:
+        """Return the message of an error; if the disk is full, also the bytes needed and free."""
         text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
         text = text or type(error).__name__
-        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        if not isinstance(error, OSError) or error.errno not in _NO_SPACE:
             return text
         try:
             free = shutil.disk_usage(self.job.folder).free
@@ -175,10 +175,10 @@ class Saving:
                 files[name] = write_shard(disk, job.hidden / name, tensors)
             self._write_part({**job.part, "files": files})
         except BaseException as error:
-            for name in files:  # room for others, where the disk is full
+            for name in files:  # free space for other processes if the disk is full
                 disk.remove(job.hidden / name)
             if job.process:
-                self._try_to_tell(error)
+                self._try_to_report(error)
             raise
 
     def _write_part(self, part: Mapping[str, Any]) -> None:
@@ -187,10 +187,10 @@ class Saving:
         self._disk.write_file(hidden, [to_bytes(part)])
         self._disk.replace(hidden, path)
 
-    def _try_to_tell(self, error: BaseException) -> None:
+    def _try_to_report(self, error: BaseException) -> None:
         try:
-            self._write_part({"failed": self._told(error) if isinstance(error, Exception) else str(error)})
-        except OSError:  # then the first process hears it at the next save
+            self._write_part({"failed": self._error_text(error) if isinstance(error, Exception) else str(error)})
+        except OSError:  # the first process then learns of it at the next save
             return
 
     def _part_path(self, process: int) -> Path:
@@ -216,7 +216,9 @@ class Saving:
         disk.sync_folder(job.hidden)
         if why := job.fence():
             raise CheckpointError(why)
-        if job.final.exists():  # it is damaged, or of a past that was left
+        if (
+            job.final.exists()
+        ):  # it is damaged, or an older checkpoint was restored and training reached this step again
             disk.replace(job.final, job.folder / f"aside-{job.step:06d}-{job.mark}")
         disk.replace(job.hidden, job.final)
         disk.sync_folder(job.folder)
@@ -224,7 +226,7 @@ class Saving:
             disk.sync_folder(job.folder.parent)
         self.is_complete = True
         try:
-            disk.write_beside(job.folder / "latest", f"{job.final.name}\n".encode(), mark=job.mark)
+            disk.replace_file(job.folder / "latest", f"{job.final.name}\n".encode(), mark=job.mark)
             if job.keep is not None:
                 self._delete_old(job.keep)
         except OSError as error:
@@ -235,7 +237,7 @@ class Saving:
         return {"bytes": self._disk.write_file(self.job.hidden / name, [content]), "xxh3": checksum(content)}
 
     def _wait_for(self, process: int) -> Mapping[str, Any]:
-        """Return what a process has told, once it has; give up when nothing is written any more."""
+        """Return the part of a process once it exists; raise if no process writes anything for too long."""
         pause, seen, since = _POLL_SECONDS[0], -1, time.monotonic()
         path = self._part_path(process)
         while not path.exists():
@@ -248,7 +250,7 @@ class Saving:
             patience = min(self._hurry_seconds, self.job.patience_seconds) if is_ending else self.job.patience_seconds
             if time.monotonic() - since > patience:
                 raise CheckpointError(
-                    f"process {process} has not written its part, and nothing was written for {patience:g} s"
+                    f"process {process} did not write its part, and no process wrote anything for {patience:g} s"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
@@ -264,10 +266,10 @@ class Saving:
             return 0
 
     def _delete_old(self, keep: int) -> None:
-        """Delete all but the newest; under another name first, so that none is ever seen half deleted."""
+        """Delete all but the newest; rename each first, so that no half-deleted checkpoint keeps a valid name."""
         complete = sorted(_readable(self.job.folder), key=lambda manifest: manifest.order)
         good = [manifest for manifest in complete if manifest.folder.name not in self.job.damaged]
-        first = good[-keep:][0].order if good else 0  # of those that stay
+        first = good[-keep:][0].order if good else 0  # order of the oldest to keep
         for manifest in (manifest for manifest in complete if manifest.order < first):
             doomed = self.job.folder / f"tmp-old-{manifest.step:06d}-{self.job.mark}"
             self._disk.replace(manifest.folder, doomed)
@@ -285,7 +287,7 @@ def _readable(folder: Path) -> list[Manifest]:
 
 
 def _index(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the index that Hugging Face's loaders look for."""
+    """Return the index file that Hugging Face loaders expect."""
     shards = {name: entry for name, entry in files.items() if name.startswith("model-")}
     return {
         "metadata": {"total_size": sum(entry["bytes"] - entry["header_bytes"] for entry in shards.values())},

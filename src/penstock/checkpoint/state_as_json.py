@@ -1,7 +1,7 @@
-"""Plain: the states of optimizers, schedulers and generators as JSON, and back; nothing in them is code.
+"""State as JSON: the states of optimizers, schedulers and generators as plain data, and back. Loading runs no code.
 
-JSON has no tuples, no whole numbers as keys and no infinity. What it lacks is written as an object with one key that
-begins with "$".
+JSON has no tuples, no integer keys and no infinity. Such values are written as an object with one key that begins with
+"$".
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Keep = Callable[[str, torch.Tensor], str]
 Find = Callable[[str], torch.Tensor]
 
 
-def to_plain(value: Any, where: str, keep: Keep | None = None) -> Any:  # noqa: ANN401, PLR0911 - whatever it is
-    """Return a value as JSON can hold it.
+def to_plain(value: Any, where: str, keep: Keep | None = None) -> Any:  # noqa: ANN401, PLR0911 - any value
+    """Return a value in a form that JSON can hold.
 
     Args:
-        value: numbers, texts, tensors, and lists, tuples and dicts of them.
-        where: what to call it when it cannot be held.
-        keep: takes a tensor that is to be stored elsewhere, and returns its name there; by default it is written out.
+        value: numbers, strings, tensors, and lists, tuples and dicts of them.
+        where: the name of the value in error messages.
+        keep: stores a tensor elsewhere and returns its name there; by default, tensors are written inline.
 
     Raises:
-        UsageError: for what is none of these.
+        UsageError: for any other type.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -53,14 +53,14 @@ def to_plain(value: Any, where: str, keep: Keep | None = None) -> Any:  # noqa: 
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": _tensor(torch.from_numpy(np.ascontiguousarray(value)), where, None)}
     if isinstance(value, (list, tuple)):
-        if _PLAIN.issuperset(map(type, value)):  # as long as the states of generators are
+        if _PLAIN.issuperset(map(type, value)):  # fast path for long lists, such as generator states
             return list(value) if isinstance(value, list) else {"$tuple": list(value)}
         items = [to_plain(item, f"{where}[{number}]", keep) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         return _mapping(value, where, keep)
     raise UsageError(
-        f"{where}: a checkpoint holds numbers, texts, tensors, and lists and dicts of them; this is a "
+        f"{where}: a checkpoint holds numbers, strings, tensors, and lists and dicts of them; given: "
         f"{type(value).__module__}.{type(value).__qualname__}"
     )
 
@@ -86,15 +86,15 @@ def _mapping(value: Mapping[Any, Any], where: str, keep: Keep | None) -> dict[st
     return {"$map": pairs}
 
 
-def from_plain(plain: Any, find: Find | None = None) -> Any:  # noqa: ANN401 - whatever it was
-    """Return the value that was written so.
+def from_plain(plain: Any, find: Find | None = None) -> Any:  # noqa: ANN401 - any value
+    """Return the value that `to_plain` wrote.
 
     Args:
-        plain: what `to_plain` returned.
-        find: returns the tensor that was stored under a name.
+        plain: the result of `to_plain`.
+        find: returns the stored tensor of a name.
 
     Raises:
-        CheckpointError: when it was not written so.
+        CheckpointError: if the data are invalid.
     """
     try:
         return _value(plain, find)
@@ -102,7 +102,7 @@ def from_plain(plain: Any, find: Find | None = None) -> Any:  # noqa: ANN401 - w
         raise CheckpointError(f"a state cannot be read: {error!s:.200}") from error
 
 
-def _value(plain: Any, find: Find | None) -> Any:  # noqa: ANN401 - whatever it was
+def _value(plain: Any, find: Find | None) -> Any:  # noqa: ANN401 - any value
     if isinstance(plain, list):
         return [_value(item, find) for item in plain]
     if not isinstance(plain, dict):
@@ -114,11 +114,11 @@ def _value(plain: Any, find: Find | None) -> Any:  # noqa: ANN401 - whatever it 
     return {key: _value(item, find) for key, item in plain.items()}
 
 
-def _special(key: str, inner: Any, find: Find | None) -> Any:  # noqa: ANN401 - whatever it was
+def _special(key: str, inner: Any, find: Find | None) -> Any:  # noqa: ANN401 - any value
     if key == "$stored" and find is not None:
         return find(inner)
     if key not in _READERS:
-        raise ValueError(f"{key[:40]!r} is not known here")
+        raise ValueError(f"unknown marker {key[:40]!r}")
     return _READERS[key](inner, find)
 
 

@@ -1,4 +1,4 @@
-"""Shards: tensors as safetensors files, with a checksum of each; written and read so that every byte is checked."""
+"""Tensor shards: safetensors files with a checksum of each tensor; reading checks every byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.errors import CheckpointError, UsageError
 
 __all__ = ["SAFE_NAMES", "Shard", "Stored", "bytes_of", "checksum", "write_shard"]
 
-# safetensors' words; what is not here it cannot hold
+# the dtypes of safetensors; it cannot hold others
 SAFE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
@@ -30,12 +30,12 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the XXH3 of some bytes: it finds accidents, not forgers."""
+    """Return the XXH3 hash of some bytes; it detects accidents, not forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the CPU, without a copy."""
+    """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]  # torch's stubs
@@ -43,7 +43,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a shard, as the manifest tells it."""
+    """A tensor of a shard, as the manifest describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Its size."""
         count = _DTYPES[self.dtype].itemsize
         for size in self.shape:
             count *= size
@@ -62,16 +62,16 @@ _kind = attrgetter("dtype", "layout")
 
 
 def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise where safetensors cannot hold tensors.
+    """Check that safetensors can hold these tensors.
 
     Raises:
-        UsageError: naming the first of them, and its dtype.
+        UsageError: with the first tensor that it cannot hold.
     """
     kinds = set(map(_kind, tensors.values()))
     if all(dtype in SAFE_NAMES and layout is torch.strided for dtype, layout in kinds):
         return
     for name, tensor in tensors.items():
-        # a quantized one has a dtype of its own
+        # quantized tensors have dtypes of their own
         if tensor.dtype not in SAFE_NAMES or tensor.layout is not torch.strided:
             raise UsageError(
                 f"{name}: a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}; convert it, or keep it "
@@ -80,10 +80,10 @@ def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write tensors of the CPU as a safetensors file; return what the manifest says of it.
+    """Write CPU tensors as a safetensors file; return its entry in the manifest.
 
     Raises:
-        OSError: when it cannot be written; nothing of it is left.
+        OSError: if it cannot be written; no partial file is left.
     """
     header, at = {"__metadata__": {"format": "pt"}}, 0
     entries: dict[str, Any] = dict(header)
@@ -96,7 +96,7 @@ def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> 
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    told: dict[str, dict[str, Any]] = {}
+    written: dict[str, dict[str, Any]] = {}
 
     def parts() -> Iterator[bytes | memoryview]:
         yield head
@@ -105,29 +105,29 @@ def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> 
             for chunk in chunks(bytes_of(tensor)):
                 digest.update(chunk)
                 yield chunk
-            told[name] = {
+            written[name] = {
                 "dtype": SAFE_NAMES[tensor.dtype], "shape": list(tensor.shape), "xxh3": digest.hexdigest()
             }  # fmt: skip
 
     num_bytes = disk.write_file(path, parts())
-    return {"bytes": num_bytes, "header_bytes": len(head), "header_xxh3": checksum(head), "tensors": told}
+    return {"bytes": num_bytes, "header_bytes": len(head), "header_xxh3": checksum(head), "tensors": written}
 
 
 class Shard:
-    """A safetensors file that a manifest describes; opened, and read tensor by tensor with a check of each.
+    """An open safetensors file; each tensor is checked when it is read.
 
     Args:
         path: the file.
-        entry: what the manifest says of it.
+        entry: its entry in the manifest.
 
     Raises:
-        CheckpointError: when the file is not what the manifest says.
+        CheckpointError: if the file does not match its entry.
     """
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         self.path = path
         self.tensors = {
-            name: Stored(told["dtype"], tuple(told["shape"]), told["xxh3"]) for name, told in entry["tensors"].items()
+            name: Stored(info["dtype"], tuple(info["shape"]), info["xxh3"]) for name, info in entry["tensors"].items()
         }
         try:
             self._handle, num_bytes = open_plain(path)
@@ -135,17 +135,17 @@ class Shard:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         try:
             if num_bytes != entry["bytes"]:
-                raise CheckpointError(f"{path}: has {num_bytes} bytes, and the manifest says {entry['bytes']}")
+                raise CheckpointError(f"{path}: has {num_bytes} bytes, expected {entry['bytes']}")
             self._places = self._read_header(entry, num_bytes)
         except BaseException:
             self.close()
             raise
 
     def _read_header(self, entry: Mapping[str, Any], num_bytes: int) -> dict[str, int]:
-        """Return where each tensor begins; the header must be the one that was written."""
+        """Check the header; return the offset of each tensor."""
         size = entry["header_bytes"]
         if not 8 <= size <= min(num_bytes, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{self.path}: a header of {size} bytes cannot be")
+            raise CheckpointError(f"{self.path}: its header cannot have {size} bytes")
         head = self._read(0, memoryview(bytearray(size)), "its header")
         actual = checksum(head)
         if actual != entry["header_xxh3"]:
@@ -155,24 +155,24 @@ class Shard:
             plain = json.loads(bytes(head[8:]))
             plain.pop("__metadata__", None)
             for name in sorted(plain, key=lambda name: plain[name]["data_offsets"]):
-                told, stored = plain[name], self.tensors[name]
-                begin, end = told["data_offsets"]
-                is_same = (told["dtype"], tuple(told["shape"])) == (stored.dtype, stored.shape)
+                info, stored = plain[name], self.tensors[name]
+                begin, end = info["data_offsets"]
+                is_same = (info["dtype"], tuple(info["shape"])) == (stored.dtype, stored.shape)
                 if not is_same or end - begin != stored.num_bytes or begin + size != at:
                     raise ValueError(name)
                 places[name] = at
                 at += stored.num_bytes
             if at != num_bytes or len(places) != len(self.tensors):
-                raise ValueError("its tensors do not fill it")
+                raise ValueError("its tensors do not fill the file")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: its header contradicts the manifest: {error!s:.100}") from error
         return places
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor.
+        """Read and check a tensor.
 
         Raises:
-            CheckpointError: when its bytes are not those that were written.
+            CheckpointError: if its bytes have changed.
         """
         stored = self.tensors[name]
         memory = torch.empty(stored.num_bytes, dtype=torch.uint8)
@@ -195,7 +195,7 @@ class Shard:
         return view
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         os.close(self._handle)
 
     def __enter__(self) -> Shard:

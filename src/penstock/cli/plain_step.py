@@ -104,12 +104,11 @@ def _plain_step(training: Training, batch: torch.Tensor, target: torch.Tensor) -
 
 
 def _seconds_of(step: Callable[[], None], devices: list[torch.device]) -> float:
-    import torch
+    from penstock.devices.kinds import kind_of
 
     def wait() -> None:
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            kind_of(device).synchronize(device)
 
     wait()
     begin = time.perf_counter()

@@ -1,296 +1,185 @@
-"""Streams: where a lane's work on a GPU runs: a stream to compute on, and one that brings values beside compute.
-
-A lane is a device and a stream. Lanes that share a GPU hand each other values by the same code as lanes on two GPUs:
-the receiver's copy stream waits for the event that the sender put behind the value, copies it into memory of the
-receiver, and the receiver's compute stream waits for that. The host never waits.
-"""
+"""Streams: where the work of a lane runs, and how values come to the lane. A CPU lane has nothing to order."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
-from penstock.devices.sanitizer import sanitized
+from penstock.devices import cuda_streams
+from penstock.devices.cuda_streams import CudaStreams, Event, Lent, Workspace
 
-__all__ = ["Lent", "OnStream", "Streams", "bring", "current_stream", "followed", "joined", "make_streams"]
+__all__ = [
+    "Event", "HostStreams", "Stamp", "Streams", "Workspace", "after_callers", "around_step", "make_streams",
+    "streams_of",
+]  # fmt: skip
 
-Event = torch.cuda.Event
-Workspace = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from what arrives to where it is to go
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a GPU that this thread works on: by its number, which torch need not look up."""
-    return torch.cuda.current_stream(device.index)
+Stamp = int | Event  # nanoseconds on the host's clock, or an event of a GPU that will know them
 
 
-_THREAD = threading.local()  # the devices that a thread has worked on
+class Streams(Protocol):
+    """Where the work of one lane runs. `HostStreams` serves a CPU, `CudaStreams` a GPU."""
 
+    device: torch.device
 
-class OnStream:
-    """Work on a stream, and on its device: what torch.cuda.device and torch.cuda.stream do together."""
+    def running(self) -> AbstractContextManager[None]:
+        """Run the work of this thread as the lane's work."""
+        ...
 
-    __slots__ = ("_before", "_guard", "_stream")
+    def capturing(self) -> AbstractContextManager[None]:
+        """Capture a graph of the lane's work."""
+        ...
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    def event(self) -> Event | None:
+        """Return a new event; None if work is done as soon as it is called."""
+        ...
 
-    def __enter__(self) -> None:
-        index = self._stream.device_index
-        self._guard: torch.cuda.device | None = None
-        self._before = torch.cuda.current_stream()
-        if self._before.device_index != index:  # by its guard, which does not wake a device that was asleep
-            self._guard = torch.cuda.device(index)
-            self._guard.__enter__()  # type: ignore[no-untyped-call]
-            self._before = torch.cuda.current_stream(index)
-        torch.cuda.set_stream(self._stream)
+    def mark(self) -> Event | None:
+        """Return an event after everything that the lane was given so far."""
+        ...
 
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._before)
-        if self._guard is not None:
-            self._guard.__exit__(None, None, None)
+    def record(self, event: Event | None) -> None:
+        """Record an event after everything that the lane was given to compute."""
+        ...
 
-
-class Streams:
-    """The streams of one lane.
-
-    Args:
-        device: a GPU.
-        compute: the stream that the lane computes on; its own where none is given.
-
-    Attributes:
-        is_shared: other lanes compute on the same stream.
-        lent: the caller's stream, where the lane works on that.
-    """
-
-    def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
-        self.device = device
-        self.compute = compute or _stream(device)
-        self.copies = _stream(device)
-        self.is_shared = compute is not None
-        self._capturing: torch.cuda.Stream | None = None
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        self.lent: torch.cuda.Stream | None = None
-        self._caller: torch.cuda.Stream | None = None  # the stream that asked for the last step
-        self.begun, self.ended = self.event(), self.event()
-        self.callers: dict[torch.device, Event] = {}  # behind what the caller's own streams had been given
-        self._base, self._base_ns = self.event(is_timed=True), 0
-
-    def event(self, *, is_timed: bool = False) -> Event:
-        """Return a new event."""
-        return torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def running(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        """Let what this thread does inside run on the lane's stream, or on another."""
-        if self.lent is not None:  # this thread is there
-            with sanitized():
-                yield
-            return
-        with OnStream(stream or self.compute), sanitized():
-            self._make_current()
-            yield
-
-    def _make_current(self) -> None:
-        """Make the device's context current in a thread that is new to it, or torch warns at its first product."""
-        known = _THREAD.__dict__.setdefault("devices", set())
-        if self.device not in known:
-            known.add(self.device)
-            self.compute.query()  # any call of the runtime does it; this one waits for nothing
-
-    def callers_stream(self) -> torch.cuda.Stream:
-        """Return the caller's stream, behind the one that asked for the last step, and may read its losses."""
-        now = current_stream(self.device)
-        # by their numbers: torch takes a stream to be no other than None
-        if self._caller is None or self._caller.cuda_stream != now.cuda_stream:
-            if self._caller is not None:
-                now.wait_stream(self._caller)
-            self._caller = now
-        return now
-
-    def capture_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream to capture on, where that cannot be the one that other lanes compute on too."""
-        if self.is_shared and self._capturing is None:  # one for all captures: torch has but 32 streams to give out
-            self._capturing = _stream(self.device)
-        return self._capturing
-
-    def mark(self) -> Event:
-        """Return an event behind all that the lane has been given to do so far."""
-        event = self.event()
-        event.record(current_stream(self.device))
-        return event
-
-    def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> list[Any]:
-        """Copy values to memory of this lane, when they are ready; what the lane does from now on waits for them.
+    def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
+        """Return values on the lane's device, in the memory that `into` returns if it is given.
 
         Args:
-            values: tensors of whatever device, with the mark of whether a gradient is wanted; other things stay.
-            ready: behind what makes them; None where they are.
-            into: returns where each is to go; new memory by default.
+            values: tensors on any device, each with its mark of whether it needs a gradient; others stay as they are.
+            ready: recorded after the work that makes the values; None if they are there.
+            into: returns for each value where it is to go; None means new memory.
         """
-        rooms = [None] * len(values) if into is None else into(values)
-        now = current_stream(self.device)
-        if ready is None and all(value.device == self.device for value in values if isinstance(value, torch.Tensor)):
-            # they are there, and whoever made them has been waited for: a copy needs no stream of its own
-            return [
-                value if room is None else room.copy_(value.detach()) for value, room in zip(values, rooms, strict=True)
-            ]
-        with OnStream(self.copies):
-            if self.lent is not None:
-                self.copies.wait_event(self.begun)
-            if ready is not None:
-                self.copies.wait_event(ready)
-            found = [self._copied(value, ready, room, now) for value, room in zip(values, rooms, strict=True)]
-        now.wait_stream(self.copies)
-        return found
+        ...
 
-    def _copied(self, value: Any, ready: Event | None, room: torch.Tensor | None, now: torch.cuda.Stream) -> Any:  # noqa: ANN401 - a tensor, or a plain number
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_new = room is None
-        copied = torch.empty_like(value, device=self.device, requires_grad=False) if room is None else room.detach()
-        with ExitStack() as around:
-            if value.is_cuda and value.device != self.device:  # torch copies on a stream of the source's device
-                side = self._side(value.device)
-                made = self.callers.get(value.device) if ready is None else ready
-                if made is not None:
-                    side.wait_event(made)
-                if ready is None:  # the caller's own memory, which may be freed as soon as the step returns
-                    value.record_stream(side)
-                around.enter_context(OnStream(side))
-            copied.copy_(value.detach(), non_blocking=True)
-        if is_new:
-            copied.record_stream(now)
-            if value.is_cuda:  # the sender forgets it at once, and may not use its memory again before it is copied
-                value.record_stream(self.copies if value.device == self.device else self._side(value.device))
-        return copied.requires_grad_(value.requires_grad)
+    def copy_after(self, event: Event | None) -> None:
+        """Let copies to the lane wait for an event."""
+        ...
 
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._sides:
-            self._sides[device] = _stream(device)
-        return self._sides[device]
-
-    # ---- times of the GPU itself
+    def copy_after_compute(self) -> None:
+        """Let copies to the lane wait for everything that the lane was given to compute."""
+        ...
 
     def start_clock(self) -> None:
-        """Agree with the host on a moment; waits until the GPU has nothing left to do."""
-        torch.cuda.synchronize(self.device)
-        self._base.record(self.compute)
-        self._base.synchronize()
-        self._base_ns = time.monotonic_ns()
+        """Agree with the host's clock; waits until the device has nothing left to do."""
+        ...
 
-    def stamp(self) -> Event:
-        """Return an event that knows when the lane's stream came to it."""
-        event = self.event(is_timed=True)
-        event.record(self.compute)
-        return event
+    def stamp(self) -> Stamp:
+        """Return the moment at which the lane's work has come to here."""
+        ...
 
-    def nanoseconds(self, stamp: Event) -> int:
-        """Return when the stream came to a stamp, on the host's clock; waits until it has."""
-        stamp.synchronize()
-        return self._base_ns + int(self._base.elapsed_time(stamp) * 1e6)
+    def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
+        """Return a stamp as nanoseconds on the host's clock; waits until they are known."""
+        ...
 
 
-def bring(streams: Streams | None, values: Sequence[Any], ready: Event | None, into: Workspace | None) -> Sequence[Any]:
-    """Bring values to a lane; to one of the CPU, by a copy where they have a place to go to, and as they are else."""
-    if streams is not None:
-        return streams.bring(values, ready, into)
-    if ready is not None:  # from a GPU to a lane of the CPU
-        ready.synchronize()
-        values = [_on_host(value) for value in values]
-    if into is None:
-        return values
-    found: list[Any] = []
-    for value, room in zip(values, into(values), strict=True):
-        if room is None or not isinstance(value, torch.Tensor):
-            found.append(value)
-        else:
-            found.append(room.detach().copy_(value.detach()).requires_grad_(value.requires_grad))
-    return found
+class HostStreams:
+    """The work of a lane on a CPU: it is done when the call returns, so there is nothing to order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def running(self) -> AbstractContextManager[None]:
+        """Run the work of this thread as the lane's work."""
+        return _NOTHING
+
+    capturing = running
+
+    def event(self) -> None:
+        """There is nothing to wait for."""
+
+    mark = event
+
+    def record(self, event: Event | None) -> None:
+        """There is nothing to record."""
+
+    copy_after = record
+
+    def copy_after_compute(self) -> None:
+        """Copies are made when they are called."""
+
+    start_clock = copy_after_compute
+
+    def stamp(self) -> int:
+        """Return the host's clock."""
+        return time.monotonic_ns()
+
+    def nanoseconds(self, stamp: int) -> int:
+        """Return the stamp itself."""
+        return stamp
+
+    def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
+        """Return values in host memory; what comes from a GPU is waited for and copied."""
+        if ready is not None:
+            ready.synchronize()
+            values = [_on_host(value) for value in values]
+        if into is None:
+            return values
+        return [
+            value if place is None or not isinstance(value, torch.Tensor)
+            else place.detach().copy_(value.detach()).requires_grad_(value.requires_grad)
+            for value, place in zip(values, into(values), strict=True)
+        ]  # fmt: skip
+
+
+_NOTHING = nullcontext()
 
 
 def _on_host(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a lane on a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams(device)
 
 
 def make_streams(devices: Mapping[int, torch.device], groups: Iterable[Sequence[int]] = ()) -> dict[int, Streams]:
-    """Return the streams of the lanes that are on GPUs.
+    """Return the streams of each lane.
 
     Args:
-        devices: of each lane.
-        groups: lanes that hold the same tensors: they have one stream in common on each device, for two streams that
-            add to one gradient would be in each other's way.
+        devices: the device of each lane.
+        groups: lanes that hold the same tensors. On a GPU they share one compute stream, because two streams must not
+            add to one gradient at the same time.
     """
     made: dict[int, Streams] = {}
     group_of = {lane: number for number, group in enumerate(groups) for lane in group}
-    common: dict[tuple[int, torch.device], Streams] = {}
+    common: dict[tuple[int, torch.device], CudaStreams] = {}
     for lane, device in devices.items():
-        if device.type != "cuda":
-            continue
         key = (group_of.get(lane, -1 - lane), device)
-        if key in common:
-            common[key].is_shared = True
-            made[lane] = Streams(device, common[key].compute)
-        else:
-            made[lane] = common[key] = Streams(device)
+        first = common.get(key)
+        if first is not None:
+            first.is_shared = True
+            made[lane] = CudaStreams(device, first.compute)
+            continue
+        made[lane] = own = streams_of(device)
+        if isinstance(own, CudaStreams):
+            common[key] = own
     return made
 
 
-def followed(streams: Sequence[Streams]) -> list[tuple[Streams, torch.cuda.Stream]]:
-    """Return the first lane of each device, and the caller's stream there, behind the one of the step before."""
-    firsts = {own.device: own for own in reversed(streams)}  # one event a device is enough
-    return [(own, own.callers_stream()) for own in firsts.values()]
+def _on_gpus(streams: Mapping[int, Streams]) -> list[CudaStreams]:
+    return [own for own in streams.values() if isinstance(own, CudaStreams)]
 
 
-@contextmanager
-def joined(streams: Iterable[Streams]) -> Iterator[None]:
-    """Let lanes begin behind what the caller's own streams have been given, and these go on behind the lanes.
-
-    So memory that the caller frees after the step is not used again before lanes are done with it, and the other way
-    round, without a word to the allocator.
-    """
-    everyone = list(streams)
-    begun = {own.device: stream.record_event(own.begun) for own, stream in followed(everyone)}
-    for own in everyone:
-        now, own.callers = begun[own.device], begun
-        own.compute.wait_event(now)
-        own.copies.wait_event(now)
-        own.copies.wait_event(own.ended)  # the step before, which another of the caller's streams may have asked for
-    try:
-        yield
-    finally:
-        for own in everyone:  # the lane's own stream has waited for all that was brought
-            current_stream(own.device).wait_event(own.compute.record_event(own.ended))
-
-
-class Lent:
-    """Let the only lane work on the stream that the caller works on: neither has to wait for the other.
-
-    For steps that compute nothing by torch's own operations, as replays of graphs: those are not on the lane's stream.
-    A small step takes the GPU less time than it takes the host to say who waits for whom.
+def around_step(streams: Mapping[int, Streams], *, may_lend: bool = False) -> AbstractContextManager[None]:
+    """Order a step of the lanes after the work on the caller's own streams, and that work after the step.
 
     Args:
-        own: the lane's.
+        streams: of the lanes that run here.
+        may_lend: a single lane may run the step on the caller's stream: the step launches no operations of torch.
     """
+    own = _on_gpus(streams)
+    if not own:
+        return _NOTHING
+    if may_lend and len(own) == 1 == len(streams) and own[0].device.index == torch.cuda.current_device():
+        return Lent(own[0])
+    return cuda_streams.joined(own)
 
-    __slots__ = ("_own",)
 
-    def __init__(self, own: Streams) -> None:
-        self._own = own
-
-    def __enter__(self) -> None:
-        own = self._own
-        now = own.callers_stream()
-        now.record_event(own.begun)
-        own.lent = now
-
-    def __exit__(self, *_: object) -> None:
-        self._own.lent = None
+def after_callers(streams: Mapping[int, Streams]) -> None:
+    """Order what the caller does next after the step before, whichever of the caller's streams requested that."""
+    cuda_streams.followed(_on_gpus(streams))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from penstock.devices import cuda
+
 __all__ = ["Busy", "Profiling", "count_busy"]
 
 SHORT_SECONDS = 200e-6  # more than the host takes to launch a kernel, less than anything else that it does
@@ -79,7 +81,7 @@ class Profiling:
         if self._profile is None:
             return None
         self._profile.stop()
-        device = torch.cuda.current_device()
+        device = cuda.current_gpu()
         found = count_busy(
             (event.time_range.start / 1e6, event.time_range.end / 1e6)
             for event in self._profile.events()

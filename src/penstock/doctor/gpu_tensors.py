@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.devices import cuda
+
 __all__ = ["OnGpu", "Where", "WouldBe"]
 
 
@@ -55,12 +57,12 @@ class OnGpu:
     @property
     def name(self) -> str:
         """The GPU's name."""
-        return torch.cuda.get_device_name()
+        return cuda.Cuda().name(torch.device("cuda"))
 
     @property
     def is_in_use(self) -> bool:
         """Has the script used the GPU? Not before may we: it may choose which, or fork processes that use it."""
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        return cuda.is_in_use()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Is this tensor's memory the device's?"""

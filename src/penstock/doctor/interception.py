@@ -14,11 +14,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
+from penstock.devices import cuda
 from penstock.doctor.finding_kinds import Kind
 from penstock.doctor.gpu_tensors import Where
 from penstock.doctor.sightings import Tally
 from penstock.doctor.source_lines import find_place
-from penstock.feeding.inline_source import Inline
+from penstock.feeding.inline_source import InlineSource
 from penstock.feeding.loader_thread import Channel
 
 __all__ = ["SyncWarnings", "hooked"]
@@ -64,13 +65,12 @@ def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
         pulls = _Pulls(tally, where, thread)
         iterator = dataloader._BaseDataLoaderIter
         patch(iterator, "__next__", pulls.timed(iterator.__next__))
-        for feeding in (Channel, Inline):
+        for feeding in (Channel, InlineSource):
             patch(feeding, "take", pulls.timed(feeding.take))
         workers = dataloader._MultiProcessingDataLoaderIter
         patch(workers, "__init__", _without_modes(workers.__init__))
         if where.is_real:
-            for owner in (torch.cuda, torch.accelerator, torch.cuda.Stream, torch.cuda.Event):
-                drains = owner is not torch.cuda.Event  # behind an event there may be more to do
+            for owner, drains in cuda.waiting_calls():
                 patch(owner, "synchronize", timed(Kind.WAIT, owner.synchronize, drains=drains))
         else:  # on a CPU nothing is dispatched for these
             patch(torch.Tensor, "cpu", _fetching(timed(Kind.TO_HOST, torch.Tensor.cpu, is_on_device), where))
@@ -115,7 +115,7 @@ class _Pulls:
             finally:
                 self._is_pulling = False
             waited = time.perf_counter() - begin
-            is_dry = self._where.is_in_use and _has_nothing_to_do()
+            is_dry = self._where.is_in_use and cuda.has_nothing_to_do()
             place = find_place(self._thread)
             self._tally.add(Kind.STARVED, place, blocked=waited, idle=waited if is_dry else 0.0)
             return found
@@ -132,10 +132,6 @@ def _without_modes(original: Any) -> Any:  # noqa: ANN401 - a function
             original(*args, **kwargs)
 
     return wrapper
-
-
-def _has_nothing_to_do() -> bool:
-    return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream().query()
 
 
 @contextmanager
@@ -170,10 +166,10 @@ class SyncWarnings:
         if self._is_on:
             self._insist()
             return
-        self._mode_before = torch.cuda.get_sync_debug_mode()
+        self._mode_before = cuda.sync_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that this is a prototype, which may be an error to a script
-            torch.cuda.set_sync_debug_mode("warn")
+            cuda.set_sync_mode("warn")
         self._is_on = True
         self._show_before = warnings.showwarning
         warnings.showwarning = self._show
@@ -186,7 +182,7 @@ class SyncWarnings:
         self._is_on = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode(self._mode_before)
+            cuda.set_sync_mode(self._mode_before)
         self._forget()
         if warnings.showwarning == self._show:  # unless the script has put its own there since
             warnings.showwarning = self._show_before

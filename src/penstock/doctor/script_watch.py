@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from penstock.devices import cuda
 from penstock.doctor.dispatch_watch import Looking
 from penstock.doctor.doctor_report import Report
 from penstock.doctor.findings import Seen, make_report
@@ -77,7 +78,7 @@ class Watch:
     ) -> None:
         _check(steps, warm)
         self._steps, self._warm, self._at_end = steps, warm, at_end
-        self._where: Where = where or (OnGpu() if torch.cuda.device_count() else WouldBe())
+        self._where: Where = where or (OnGpu() if cuda.num_gpus() else WouldBe())
         self._thread = threading.get_ident()
         self._tally = Tally()
         self._looking = Looking(self._tally, self._where, self._thread)

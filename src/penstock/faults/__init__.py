@@ -1,4 +1,4 @@
-"""Faults: making them happen on purpose, and saying where one that happened came from."""
+"""Faults: inject faults for tests, and locate the cause of real ones."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class or a function
-    """Import what needs torch when it is first asked for: processes watch their parent before they load it."""
+    """Import modules that need torch on first use: processes start to watch their parent before they load torch."""
     if name in _HOME_OF:
         return getattr(import_module(f"penstock.faults.{_HOME_OF[name]}"), name)
     raise AttributeError(f"module 'penstock.faults' has no attribute {name!r}")

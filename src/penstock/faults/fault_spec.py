@@ -1,4 +1,4 @@
-"""Wanted: which fault is to happen where, and its text form."""
+"""Fault spec: which fault happens where, and its text form."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from penstock.errors import UsageError, nearest
 from penstock.schedule.actions import Kind
 
-__all__ = ["KINDS", "POINTS", "Chaos", "Wanted", "parse"]
+__all__ = ["KINDS", "POINTS", "Chaos", "FaultSpec", "parse"]
 
-# what can happen, in words
+# the kinds of fault, with a description
 KINDS = {
     "kill": "the process gets SIGKILL",
-    "stop": "the process gets SIGSTOP: it hangs, and nothing in it can tell",
+    "stop": "the process gets SIGSTOP: it hangs, and its own code cannot notice",
     "exit": "the process ends with a code",
-    "raise": "an exception, as of the user's own code",
-    "oom": "an exception, as when memory runs out",
-    "nan": "what the action made becomes NaN",
-    "corrupt": "one bit of what the action made flips",
-    "delay": "it takes longer",
+    "raise": "an exception, like one of the user's own code",
+    "oom": "an out-of-memory exception",
+    "nan": "the action's results become NaN",
+    "corrupt": "one bit of the action's results flips",
+    "delay": "the action takes longer",
     "drop": "a message is not sent",
 }
-POINTS = ("step", "data", "optimizer", "save")  # where things can happen outside actions
+POINTS = ("step", "data", "optimizer", "save")  # places outside of actions
 _MAKING = ("F", "B", "I", "W", "RECOMPUTE", "RECV_F", "RECV_B")  # actions that make values
 _SENDING = ("SEND_F", "SEND_B")
 _KEYS = ("lane", "rank", "step", "action", "attempt", "seconds", "code")
@@ -32,22 +32,23 @@ _ACTION = re.compile(r"([0-9]*)(" + "|".join(sorted((k.value for k in Kind), key
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One fault that is to happen; where a field is None, anything goes.
+class FaultSpec:
+    """One fault to inject; a field that is None matches everything.
 
-    >>> print(Wanted.parse("kill@lane=1,step=3,action=B2"))
+    >>> print(FaultSpec.parse("kill@lane=1,step=3,action=B2"))
     kill@lane=1,step=3,action=B2
 
     Attributes:
-        kind: what happens.
-        lane: on which lane.
-        rank: in which process.
-        step: in which step.
-        action: at which action: a kind (`F`), with its micro-batch (`B2`), or with its stage too (`1F0`); or a point
-            outside actions: step, data, optimizer, save.
-        attempt: after how many restarts of the processes; by default before the first only, so that a restart goes on.
-        seconds: that a delay takes.
-        code: that an exit ends with.
+        kind: the kind of fault.
+        lane: the lane.
+        rank: the process.
+        step: the step.
+        action: a kind of action (`F`), with its micro-batch (`B2`) or also its stage (`1F0`); or a point outside
+            actions: step, data, optimizer, save.
+        attempt: the number of restarts before the fault; 0 by default, so that it does not happen again after a
+            restart.
+        seconds: the length of a delay.
+        code: the exit code.
     """
 
     kind: str
@@ -64,13 +65,13 @@ class Wanted:
             raise UsageError(f"fault {self.kind!r}: not one of {', '.join(KINDS)}.{nearest(self.kind, KINDS)}")
         what = self._check_action()
         if (self.kind == "delay") != (self.seconds is not None):
-            raise UsageError(f"fault {self.kind}: seconds= says how long a delay takes; only a delay has it")
+            raise UsageError(f"fault {self.kind}: a delay needs seconds=, and no other fault takes it")
         if self.code is not None and (self.kind != "exit" or not 0 <= self.code < 256):
-            raise UsageError("fault exit: code= is 0 to 255, and only an exit has it")
+            raise UsageError("fault exit: code= must be 0 to 255, and no other fault takes it")
         if self.kind in ("nan", "corrupt") and what not in _MAKING:
-            raise UsageError(f"fault {self.kind}: say action=, one that makes values: {', '.join(_MAKING)}, as in F1")
+            raise UsageError(f"fault {self.kind}: needs action= with a kind that makes values: {', '.join(_MAKING)}")
         if self.kind == "drop" and what not in _SENDING:
-            raise UsageError(f"fault drop: say action=, one that sends: {', '.join(_SENDING)}")
+            raise UsageError(f"fault drop: needs action= with a kind that sends: {', '.join(_SENDING)}")
 
     def _check_action(self) -> str | None:
         """Return the kind of action, or the point."""
@@ -80,18 +81,18 @@ class Wanted:
         if match is None:
             words = [*POINTS, *(kind.value for kind in Kind)]
             raise UsageError(
-                f"fault {self.kind}: action {self.action!r} is none: write a kind, as F, with a micro-batch, as B2, "
-                f"with a stage too, as 1F0, or one of {', '.join(POINTS)}.{nearest(self.action, words)}"
+                f"fault {self.kind}: action {self.action!r} is invalid: give a kind (F), a kind and micro-batch (B2), "
+                f"a stage as well (1F0), or one of {', '.join(POINTS)}.{nearest(self.action, words)}"
             )
         return match[2]
 
     @property
     def is_at_action(self) -> bool:
-        """Whether it waits for an action of the schedule; one with no place named does."""
+        """Whether the fault happens at an action of the schedule, which is the default."""
         return self.action not in POINTS
 
     def is_action(self, kind: str, stage: int, mb: int) -> bool:
-        """Return whether an action is the one that is meant."""
+        """Return whether the fault matches an action."""
         if self.action is None:
             return True
         match = _ACTION.fullmatch(self.action)
@@ -100,11 +101,11 @@ class Wanted:
         return match[1] in ("", str(stage)) and match[3] in ("", str(mb))
 
     @classmethod
-    def parse(cls, text: str) -> Wanted:
-        """Read one fault's text form.
+    def parse(cls, text: str) -> FaultSpec:
+        """Parse the text form of a fault.
 
         Raises:
-            UsageError: when it is none.
+            UsageError: if the text is invalid.
         """
         kind, _, rest = text.partition("@")
         given = _read_pairs(rest, _KEYS, text) if rest.strip() else {}
@@ -114,19 +115,19 @@ class Wanted:
 
     def __str__(self) -> str:
         named = {key: getattr(self, key) for key in _KEYS}
-        told = ",".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in named.items() if v or v == 0)
-        told = told.replace(",attempt=0", "").removeprefix("attempt=0").removeprefix(",")
-        return f"{self.kind}@{told}" if told else self.kind
+        text = ",".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in named.items() if v or v == 0)
+        text = text.replace(",attempt=0", "").removeprefix("attempt=0").removeprefix(",")
+        return f"{self.kind}@{text}" if text else self.kind
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """Faults at random.
+    """Random faults.
 
     Attributes:
-        mtti: the mean seconds from one to the next, over all processes.
+        mtti: the mean time between two faults, in seconds, over all processes.
         seed: the same seed gives the same faults at the same times.
-        kinds: to choose from.
+        kinds: the kinds to choose from.
     """
 
     mtti: float
@@ -138,28 +139,28 @@ class Chaos:
         wrong = [kind for kind in self.kinds if kind not in able]
         if wrong or not self.kinds:
             word = wrong[0] if wrong else ""
-            raise UsageError(f"chaos: kinds are {'+'.join(able)}; given: {'+'.join(self.kinds)}.{nearest(word, able)}")
+            raise UsageError(f"chaos: kinds: {'+'.join(able)}; given: {'+'.join(self.kinds)}.{nearest(word, able)}")
 
     def __str__(self) -> str:
         return f"mtti={self.mtti:g}s,seed={self.seed},kinds={'+'.join(self.kinds)}"
 
 
-def parse(text: str) -> list[Wanted | Chaos]:
-    """Read faults, with a semicolon between them.
+def parse(text: str) -> list[FaultSpec | Chaos]:
+    """Parse faults, separated by semicolons.
 
     Raises:
-        UsageError: naming the piece that is none.
+        UsageError: with the invalid part.
     """
     pieces = [piece.strip() for piece in text.split(";") if piece.strip()]
     if not pieces:
-        raise UsageError(f"faults {text!r}: there are none; write, as in kill@lane=1,step=3,action=B2")
-    return [_chaos(piece) if "@" not in piece and "=" in piece else Wanted.parse(piece) for piece in pieces]
+        raise UsageError(f"faults {text!r}: empty; example: kill@lane=1,step=3,action=B2")
+    return [_chaos(piece) if "@" not in piece and "=" in piece else FaultSpec.parse(piece) for piece in pieces]
 
 
 def _chaos(text: str) -> Chaos:
     given = _read_pairs(text, _CHAOS_KEYS, text)
     if "mtti" not in given:
-        raise UsageError(f"faults {text!r}: write kind@lane=..., or mtti=5s for faults at random")
+        raise UsageError(f"faults {text!r}: give kind@lane=..., or mtti=5s for random faults")
     more = {} if "kinds" not in given else {"kinds": tuple(k.strip() for k in given["kinds"].split("+"))}
     return Chaos(_seconds("mtti", given["mtti"]), _whole("seed", given.get("seed", "0")), **more)
 
@@ -173,14 +174,14 @@ def _read_pairs(text: str, keys: tuple[str, ...], whole: str) -> dict[str, str]:
         if key not in keys:
             raise UsageError(f"faults {whole!r}: {key!r} is not one of {', '.join(keys)}.{nearest(key, keys)}")
         if key in given:
-            raise UsageError(f"faults {whole!r}: {key} stands there twice")
+            raise UsageError(f"faults {whole!r}: {key} is given twice")
         given[key] = value
     return given
 
 
 def _whole(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise UsageError(f"faults: {key}={text}: give a whole number, 0 or more")
+        raise UsageError(f"faults: {key}={text}: must be a whole number of at least 0")
     return int(text)
 
 
@@ -189,5 +190,5 @@ def _seconds(key: str, text: str) -> float:
     factor = {"ms": 1e-3, None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
     seconds = float(match[1]) * factor[match[2]] if match else math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UsageError(f"faults: {key}={text}: give a time above 0, as in 5s, 200ms or 1m")
+        raise UsageError(f"faults: {key}={text}: must be a time above 0, for example 5s, 200ms or 1m")
     return seconds

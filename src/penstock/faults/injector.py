@@ -1,4 +1,4 @@
-"""Injector: makes faults happen where they are wanted, to test or to rehearse what a training does about them."""
+"""Injector: inject faults at chosen places, to test or rehearse how a training handles them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import UsageError
-from penstock.faults.fault_spec import Chaos, Wanted, parse
+from penstock.faults.fault_spec import Chaos, FaultSpec, parse
 
 if TYPE_CHECKING:
     import torch
@@ -24,57 +24,54 @@ ENVIRONMENT = "PENSTOCK_FAULTS"
 
 
 class Injector:
-    """Makes faults happen.
+    """Injects faults.
 
-    `pipe.watch = injector` lets it see the actions of a pipeline; `injector.at("save", lane=0, step=3)` is a place
-    outside of them.
+    `pipe.watch = injector` injects faults at the actions of a pipeline; `injector.at("save", lane=0, step=3)` marks a
+    place outside of actions.
 
     >>> injector = Injector.parse("raise@step=3,action=save")
     >>> injector.at("save", lane=0, step=2)
     >>> injector.at("save", lane=0, step=3)
     Traceback (most recent call last):
-    RuntimeError: a fault that was asked for: raise@step=3,action=save (lane 0, step 3, save)
+    RuntimeError: injected fault: raise@step=3,action=save (lane 0, step 3, save)
 
     Args:
-        wanted: what is to happen where; Chaos for faults at random.
-        rank: of this process.
-        world_size: how many processes there are.
-        attempt: how often the processes were started again.
+        wanted: the faults to inject; Chaos for random faults.
+        rank: the number of this process.
+        world_size: the number of processes.
+        attempt: the number of restarts so far.
     """
 
     def __init__(
-        self, wanted: Sequence[Wanted | Chaos], *, rank: int = 0, world_size: int = 1, attempt: int = 0
+        self, wanted: Sequence[FaultSpec | Chaos], *, rank: int = 0, world_size: int = 1, attempt: int = 0
     ) -> None:
         self.wanted, self.rank, self.attempt = tuple(wanted), rank, attempt
         self._faults = [
             one
             for one in self.wanted
-            if isinstance(one, Wanted) and one.attempt == attempt and one.rank in (None, rank)
+            if isinstance(one, FaultSpec) and one.attempt == attempt and one.rank in (None, rank)
         ]
         self._at_actions = [one for one in self._faults if one.is_at_action]
         self._at_points = [one for one in self._faults if not one.is_at_action]
         chaos = [one for one in self.wanted if isinstance(one, Chaos)]
         if len(chaos) > 1:
-            raise UsageError("faults: mtti= stands there twice; once is enough")
-        self._storm = _Storm(chaos[0], rank, world_size, attempt) if chaos else None
-        self._ran_out: set[tuple[Wanted, int, int]] = set()
-        self._step: int | None = None  # as the caller of at() counts them; a pipeline starts from 1 in each process
+            raise UsageError("faults: mtti= is given twice")
+        self._random_faults = _RandomFaults(chaos[0], rank, world_size, attempt) if chaos else None
+        self._had_oom: set[tuple[FaultSpec, int, int]] = set()
+        self._step: int | None = None  # counted by the caller of at(); a pipeline restarts at 1 in each process
 
     @classmethod
     def parse(cls, text: str, *, rank: int = 0, world_size: int = 1, attempt: int = 0) -> Injector:
-        """Return an injector of faults in text form, as `kill@lane=1,step=3,action=B2; nan@lane=0,step=5,action=F1`.
+        """Return an injector for faults in text form: `kill@lane=1,step=3,action=B2; nan@lane=0,step=5,action=F1`.
 
         Raises:
-            UsageError: naming what is wrong in the text.
+            UsageError: with the fault in the text.
         """
         return cls(parse(text), rank=rank, world_size=world_size, attempt=attempt)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Injector | None:
-        """Return an injector of the faults in PENSTOCK_FAULTS, in the process that torchrun says this is.
-
-        None where there are none.
-        """
+        """Return an injector for the faults in PENSTOCK_FAULTS, or None; torchrun's variables give the rank."""
         given = os.environ if environment is None else environment
         text = given.get(ENVIRONMENT, "")
         if not text.strip():
@@ -86,58 +83,58 @@ class Injector:
         return cls.parse(text, rank=rank, world_size=size, attempt=attempt)
 
     def at(self, point: str, *, lane: int, step: int, action: str | None = None) -> None:
-        """Let happen what is wanted at a point outside actions: step, data, optimizer, save.
+        """Inject the faults for a point outside of actions: step, data, optimizer, save.
 
-        From then on steps are counted as here, also for actions.
+        From then on, `step` is also the step of the actions.
 
         Args:
-            point: where this is.
-            lane: on which lane.
-            step: in which step.
-            action: what is being done there, for the message.
+            point: the point.
+            lane: the lane.
+            step: the step.
+            action: a description of the place for messages.
         """
         self._step = step
         where = f"lane {lane}, step {step}, {action or point}"
         for fault in self._at_points:
             if fault.action == point and fault.lane in (None, lane) and fault.step in (None, step):
-                _DO[fault.kind](fault, where)
-        self._blow(where)
+                _INJECT[fault.kind](fault, where)
+        self._inject_random(where)
 
-    # ---- what a pipeline tells a watch
+    # ---- called by a pipeline
 
     def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
-        """Let happen what is wanted before an action; return whether the action is to be done."""
+        """Inject the faults before an action; return whether the action runs."""
         is_done = True
         for fault in self._due(lane, step_number, instruction):
             if fault.kind == "drop":
                 is_done = False
             elif fault.kind == "oom":
-                self._run_out_once(fault, lane, step_number, instruction)
+                self._run_out_of_memory_once(fault, lane, step_number, instruction)
             elif fault.kind not in ("nan", "corrupt"):
-                _DO[fault.kind](fault, self._where(lane, step_number, instruction))
-        if self._storm is not None:
-            self._blow(self._where(lane, step_number, instruction))
+                _INJECT[fault.kind](fault, self._where(lane, step_number, instruction))
+        if self._random_faults is not None:
+            self._inject_random(self._where(lane, step_number, instruction))
         return is_done
 
-    def _run_out_once(self, fault: Wanted, lane: int, step_number: int, instruction: Instruction) -> None:
-        """Let memory run out in a step, but not again when the step is run with smaller micro-batches."""
+    def _run_out_of_memory_once(self, fault: FaultSpec, lane: int, step_number: int, instruction: Instruction) -> None:
+        """Raise out of memory once per step, but not when the step runs again with smaller micro-batches."""
         key = (fault, lane, step_number if self._step is None else self._step)
-        if key not in self._ran_out:
-            self._ran_out.add(key)
-            _DO[fault.kind](fault, self._where(lane, step_number, instruction))
+        if key not in self._had_oom:
+            self._had_oom.add(key)
+            _INJECT[fault.kind](fault, self._where(lane, step_number, instruction))
 
     def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
-        """Change what an action made, where that is wanted."""
+        """Change the results of an action if a fault says so."""
         for fault in self._due(lane, step_number, instruction):
             if fault.kind == "nan":
-                _spoil(values)
+                _fill_with_nan(values)
             elif fault.kind == "corrupt":
-                _flip(values)
+                _flip_bit(values)
 
     def failed(self, lane: int, step_number: int, instruction: Instruction) -> None:
-        """An action failed; there is nothing to do."""
+        """Do nothing when an action failed."""
 
-    def _due(self, lane: int, step_number: int, i: Instruction) -> Iterator[Wanted]:
+    def _due(self, lane: int, step_number: int, i: Instruction) -> Iterator[FaultSpec]:
         step = step_number if self._step is None else self._step
         for fault in self._at_actions:
             if (
@@ -150,21 +147,21 @@ class Injector:
     def _where(self, lane: int, step_number: int, instruction: Instruction) -> str:
         return f"lane {lane}, step {step_number if self._step is None else self._step}, {instruction.action}"
 
-    def _blow(self, where: str) -> None:
-        fault = None if self._storm is None else self._storm.due()
+    def _inject_random(self, where: str) -> None:
+        fault = None if self._random_faults is None else self._random_faults.due()
         if fault is not None:
-            _DO[fault.kind](fault, where)
+            _INJECT[fault.kind](fault, where)
 
     def __repr__(self) -> str:
         return f"Injector({'; '.join(map(str, self.wanted))!r})"
 
 
-class _Storm:
-    """Faults at random: all processes draw the same ones, and each lets those happen that are its own."""
+class _RandomFaults:
+    """Random faults: all processes draw the same ones, and each injects its own."""
 
     def __init__(self, chaos: Chaos, rank: int, world_size: int, attempt: int) -> None:
         self._chaos, self._rank, self._size = chaos, rank, world_size
-        self._random = random.Random(f"{chaos.seed} {attempt}")  # noqa: S311 - nothing secret
+        self._random = random.Random(f"{chaos.seed} {attempt}")  # noqa: S311 - not a secret
         self._start = time.monotonic()
         self._next = 0.0
         self._draw()
@@ -173,66 +170,66 @@ class _Storm:
         self._next += self._random.expovariate(1.0 / self._chaos.mtti)
         self._victim, self._kind = self._random.randrange(self._size), self._random.choice(self._chaos.kinds)
 
-    def due(self) -> Wanted | None:
-        """Return what happens to this process now."""
+    def due(self) -> FaultSpec | None:
+        """Return the fault of this process that is due now, if any."""
         while time.monotonic() - self._start >= self._next:
             victim, kind = self._victim, self._kind
             self._draw()
             if victim == self._rank:
-                return Wanted(kind)
+                return FaultSpec(kind)
         return None
 
 
-# ---- what happens
+# ---- the faults
 
 
-def _kill(fault: Wanted, where: str) -> None:
-    _tell(fault, where)
+def _kill(fault: FaultSpec, where: str) -> None:
+    _announce(fault, where)
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # a signal to oneself may take a moment
+    time.sleep(60)  # the signal may take a moment
 
 
-def _stop(fault: Wanted, where: str) -> None:
-    _tell(fault, where)
+def _stop(fault: FaultSpec, where: str) -> None:
+    _announce(fault, where)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _exit(fault: Wanted, where: str) -> NoReturn:
-    _tell(fault, where)
+def _exit(fault: FaultSpec, where: str) -> NoReturn:
+    _announce(fault, where)
     sys.stdout.flush()
-    os._exit(1 if fault.code is None else fault.code)  # from any thread
+    os._exit(1 if fault.code is None else fault.code)  # works from any thread
 
 
-def _raise(fault: Wanted, where: str) -> NoReturn:
-    raise RuntimeError(f"a fault that was asked for: {fault} ({where})")
+def _raise(fault: FaultSpec, where: str) -> NoReturn:
+    raise RuntimeError(f"injected fault: {fault} ({where})")
 
 
-def _run_out(fault: Wanted, where: str) -> NoReturn:
+def _run_out_of_memory(fault: FaultSpec, where: str) -> NoReturn:
     import torch
 
-    raise torch.OutOfMemoryError(f"a fault that was asked for: {fault} ({where}): out of memory")
+    raise torch.OutOfMemoryError(f"injected fault: {fault} ({where}): out of memory")
 
 
-def _delay(fault: Wanted, where: str) -> None:  # noqa: ARG001 - as the others
+def _delay(fault: FaultSpec, where: str) -> None:  # noqa: ARG001 - the same signature for all
     time.sleep(fault.seconds or 0.0)
 
 
-def _nothing(fault: Wanted, where: str) -> None:
-    """Of what happens to values, not to the process."""
+def _nothing(fault: FaultSpec, where: str) -> None:
+    """Do nothing: these faults change values or skip messages."""
 
 
-def _tell(fault: Wanted, where: str) -> None:
-    """Say what happens: afterwards this process cannot."""
-    sys.stderr.write(f"penstock: a fault that was asked for: {fault} ({where})\n")
+def _announce(fault: FaultSpec, where: str) -> None:
+    """Print the fault first: afterwards this process cannot."""
+    sys.stderr.write(f"penstock: injected fault: {fault} ({where})\n")
     sys.stderr.flush()
 
 
-_DO: dict[str, Callable[[Wanted, str], None]] = {
+_INJECT: dict[str, Callable[[FaultSpec, str], None]] = {
     "kill": _kill,
     "stop": _stop,
     "exit": _exit,
     "raise": _raise,
-    "oom": _run_out,
+    "oom": _run_out_of_memory,
     "delay": _delay,
     "nan": _nothing,
     "corrupt": _nothing,
@@ -240,15 +237,15 @@ _DO: dict[str, Callable[[Wanted, str], None]] = {
 }
 
 
-def _spoil(values: Sequence[torch.Tensor]) -> None:
-    # .data: autograd must not notice, as it would not notice a broken device
+def _fill_with_nan(values: Sequence[torch.Tensor]) -> None:
+    # .data: autograd does not notice, as with a broken device
     for value in values:
         if value.is_floating_point() or value.is_complex():
             value.data.fill_(float("nan"))
 
 
-def _flip(values: Sequence[torch.Tensor]) -> None:
-    """Flip the second-highest bit of the first number: of a float it is in the exponent."""
+def _flip_bit(values: Sequence[torch.Tensor]) -> None:
+    """Flip the second-highest bit of the first number; in a float it belongs to the exponent."""
     import torch
 
     for value in values:

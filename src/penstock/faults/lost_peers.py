@@ -1,4 +1,4 @@
-"""Lost: whether an error came of another process that is gone or hangs: then another try may do."""
+"""Lost peers: whether an error came from another process that is gone or hangs, so that a restart may help."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["is_lost"]
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a neighbour that is lost or hangs is behind an error, or behind what it came from.
+    """Return whether an error, or one of its causes, came from another process that is lost or hangs.
 
-    What goes wrong in tidying up after a neighbour was lost came of that.
+    Errors while handling the loss of a process count too.
 
     >>> is_lost(LostError("lane 1 is gone")), is_lost(ValueError("mine"))
     (True, False)
@@ -21,7 +21,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and what it came from."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -1,4 +1,4 @@
-"""Where a value first was not finite: run a batch again, look at all that is made, and name the first."""
+"""Nonfinite: run a batch again, check all results, and name the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value first was not finite.
+    """The place where a value first was not finite.
 
     >>> print(Place("action", lane=1, stage=1, mb=2, action="1F2", what="an output", operation="log at model.py:9"))
     lane 1, stage 1, micro-batch 2, action 1F2 (forward): an output is not finite, first made by log at model.py:9
 
     Attributes:
-        kind: "input" (it came in with the batch), "weight" (a parameter or buffer was so before), or "action".
-        lane: which saw it; -1 for the batch.
-        stage: of the model; -1 for the batch.
+        kind: "input" (in the batch), "weight" (in a parameter or buffer before the step), or "action".
+        lane: the lane; -1 for the batch.
+        stage: the stage; -1 for the batch.
         mb: the micro-batch; -1 for a weight.
-        action: as `1F2`, where one made it.
-        what: the name of the input, the parameter or what the action made.
-        operation: that made it within the action, with its module and line where they are known.
+        action: the action, such as `1F2`, if one made the value.
+        what: the name of the input, the parameter or the result.
+        operation: the operation within the action, with its module and line if they are known.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Place:
         if self.kind == "weight":
             return (
                 f"lane {self.lane}, stage {self.stage}: {self.what} is not finite before the step begins; an earlier "
-                "update made it so"
+                "update caused it"
             )
         words = Action.parse(self.action).kind.words
         by = f", first made by {self.operation}" if self.operation else ""
@@ -67,7 +67,7 @@ class Place:
         )
 
     def order(self, num_stages: int) -> tuple[int, int, int]:
-        """Return what sorts places by which can be the cause of which; then by micro-batch."""
+        """Return a sort key: possible causes come before their effects, then by micro-batch."""
         if self.kind != "action":
             return (0 if self.kind == "input" else 1, self.stage, self.mb)
         is_forward = Action.parse(self.action).kind in _FORWARD
@@ -75,33 +75,33 @@ class Place:
 
 
 def locate(pipe: Pipeline, batch: object, target: object = _NO_TARGET) -> Place | None:
-    """Run a step's batch again as it was and say where a value first was not finite; None where all are finite.
+    """Run a step's batch again and return where a value first was not finite; None if all values are finite.
 
-    Call it right after the step, before the weights change; under torchrun all processes call it. Random numbers are
-    those of the step, so dropout drops the same. Gradients, buffers and random states are afterwards as they were. Of a
-    schedule that updates weights within the step only the forwards are run again, with the weights as they are now.
+    Call it right after the step, before the weights change; under torchrun, in all processes. The random numbers are
+    those of the step, so dropout drops the same values. Gradients, buffers and random states are restored afterwards.
+    If the schedule updates weights within the step, only the forwards run again, with the current weights.
 
     Args:
         pipe: the pipeline.
-        batch: the very one that the step was given.
-        target: as the step's, if it was given one.
+        batch: the same object that the step got.
+        target: the target of the step, if it had one.
 
     Raises:
-        UsageError: when the batch is not like the example.
-        LaneError: when an action failed.
+        UsageError: if the batch is not like the example.
+        LaneError: if an action fails.
     """
     ran = pipe.internals.past_step(batch)
     finder = _Finder(pipe, ran)
     given = () if target is _NO_TARGET else (target,)
 
     def watch(step: Step) -> None:
-        finder.look_before(step)
+        finder.check_inputs(step)
         step.watch = finder
 
     pipe.internals.run_again(batch, given, watch)
     first = _first(finder.found, pipe.schedule.num_stages)
     everyone = pipe.internals.gather(None if first is None else asdict(first))
-    return _first([Place(**told) for told in everyone if told is not None], pipe.schedule.num_stages)
+    return _first([Place(**fields) for fields in everyone if fields is not None], pipe.schedule.num_stages)
 
 
 def _first(places: Sequence[Place], num_stages: int) -> Place | None:
@@ -109,20 +109,20 @@ def _first(places: Sequence[Place], num_stages: int) -> Place | None:
 
 
 class _Finder:
-    """Looks at all that actions make. What watched the pipeline before goes on doing so, as in the step itself."""
+    """Checks the results of all actions. A watch that the pipeline already had keeps working."""
 
     def __init__(self, pipe: Pipeline, ran: Ran | None) -> None:
         self._pipe, self._ran = pipe, ran
         self._inner: Watch | None = pipe.watch
-        self.found: list[Place] = []  # by all lanes here; appending is safe from any thread
+        self.found: list[Place] = []  # from all lanes of this process; append is thread-safe
         self._stages = {(e.lane, s): run.stage for e in self._executors() for s, run in e.stages.items()}
         self._open = threading.local()
 
     def _executors(self) -> Sequence[Any]:
         return self._pipe.internals.executors()
 
-    def look_before(self, step: Step) -> None:
-        """Look at what comes in: the batch, and what the stages hold."""
+    def check_inputs(self, step: Step) -> None:
+        """Check the batch, and the parameters and buffers of the stages."""
         for mb, given in enumerate(step.batch.inputs):
             self.found += [Place("input", mb=mb, what=name) for name, value in given.items() if not is_finite(value)]
         for mb, target in enumerate(step.targets):
@@ -134,7 +134,7 @@ class _Finder:
             self.found += [Place("weight", lane, index, what=name) for name in bad]
 
     def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
-        """Begin to look into an action."""
+        """Start to check an action."""
         if self._inner is not None and not self._inner.before(lane, self._number(step_number), instruction):
             return False
         if instruction.kind in (*_FORWARD, *_BACKWARD) and not self._pipe.internals.is_compiled:
@@ -144,7 +144,7 @@ class _Finder:
         return True
 
     def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
-        """Look at what an action made."""
+        """Check the results of an action."""
         ops = self._close()
         if self._inner is not None:
             self._inner.after(lane, self._number(step_number), instruction, values)
@@ -168,7 +168,7 @@ class _Finder:
         )
 
     def failed(self, lane: int, step_number: int, instruction: Instruction) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self._close()
         if self._inner is not None:
             self._inner.failed(lane, self._number(step_number), instruction)
@@ -181,7 +181,7 @@ class _Finder:
         return ops
 
     def _with_line(self, operation: str, stage: int) -> str:
-        """Return an operation with its line, where a graph runs and no code of the user's; if there is but one such."""
+        """Add the line to an operation that runs in a graph without user code, if only one node has this operation."""
         if not operation or " at " in operation:
             return operation
         graph, name = self._pipe.internals.captured.graph, operation.split(maxsplit=1)[0].rstrip(",")
@@ -202,5 +202,5 @@ class _Finder:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may hold its infinities on purpose: nothing learns from it, and it has no NaN."""
+    """Return whether a tensor's infinities may be intended: it requires no gradient and has no NaN."""
     return not tensor.requires_grad and not bool(torch.isnan(tensor).any())

@@ -1,4 +1,4 @@
-"""Orphans: a process that ends when the one that started it is gone."""
+"""Orphans: end a process when its parent is gone."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from penstock.errors import UsageError
 __all__ = ["die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
-_SECONDS = 0.5  # from one look at the parent to the next
+_CHECK_SECONDS = 0.5  # time between two checks of the parent
 
 
 def die_with_parent(*, parent: int | None = None, pipe: int | None = None) -> None:
-    """End this process, by SIGKILL, when its parent is gone, however that ended.
+    """End this process with SIGKILL when its parent is gone, however the parent ended.
 
-    On Linux the kernel sends the signal; for it the parent is the thread that started this process, so that thread must
-    live as long as this process may. A thread looks too, for systems where it does not, and where the parent is in
-    another container: at who the parent is, and at the end of a pipe.
+    On Linux, the kernel sends the signal. For the kernel, the parent is the thread that started this process, so that
+    thread must live as long as this process. A second thread polls the parent and the end of a pipe, for other systems
+    and for a parent in another container.
 
     Args:
-        parent: the process that started this one; it may be gone by now. By default the parent there is.
-        pipe: the reading end of a pipe of which only the parent has the writing end.
+        parent: the process that started this one, which may already be gone; by default the current parent.
+        pipe: the reading end of a pipe whose writing end only the parent has.
 
     Raises:
-        UsageError: when the pipe is none.
+        UsageError: if the pipe is not open.
     """
     if pipe is not None:
         _check_pipe(pipe)
     expected = os.getppid() if parent is None else parent
-    _ask_kernel()
-    if os.getppid() != expected:  # it ended before the kernel was asked
+    _request_death_signal()
+    if os.getppid() != expected:  # it ended before the call above
         _end()
-    threading.Thread(target=_look, args=(expected,), name="penstock-parent", daemon=True).start()
+    threading.Thread(target=_poll_parent, args=(expected,), name="penstock-parent", daemon=True).start()
     if pipe is not None:
-        threading.Thread(target=_read, args=(pipe,), name="penstock-parent-pipe", daemon=True).start()
+        threading.Thread(target=_wait_for_pipe_end, args=(pipe,), name="penstock-parent-pipe", daemon=True).start()
 
 
 def _check_pipe(pipe: int) -> None:
@@ -49,26 +49,26 @@ def _check_pipe(pipe: int) -> None:
         raise UsageError(f"pipe: {pipe} is not open: give the reading end of a pipe") from error
 
 
-def _ask_kernel() -> None:
-    """Let the kernel send SIGKILL when the thread that started this process ends; only Linux can."""
+def _request_death_signal() -> None:
+    """Tell the kernel to send SIGKILL when the thread that started this process ends; Linux only."""
     if sys.platform != "linux":
         return
-    # what it returns does not matter: the threads look too
+    # the result does not matter: the threads check too
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _look(parent: int) -> None:
+def _poll_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_SECONDS)
+        time.sleep(_CHECK_SECONDS)
     _end()
 
 
-def _read(pipe: int) -> None:
+def _wait_for_pipe_end(pipe: int) -> None:
     try:
         while os.read(pipe, 1024):
             pass
     except OSError:
-        return  # closed here: whoever did so does not want to be watched by it
+        return  # this process closed the pipe, so it no longer wants the watch
     _end()
 
 

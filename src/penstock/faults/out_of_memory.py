@@ -1,4 +1,4 @@
-"""Memory: recognise that memory ran out, and say what would fit."""
+"""Out of memory: recognise such errors, and say which settings would need less memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Option", "advice", "is_out_of_memory", "options"]
 
-# what allocators say that raise no type of their own; the last two are of processes that tell each other
+# texts of allocators without an exception type; the last two appear in messages from other processes
 _SIGNS = (
     "can't allocate memory",
     "annot allocate memory",
@@ -30,7 +30,7 @@ _WHERE = re.compile(r"lane (\d+), stage (\d+), micro-batch (\d+), action (\S+)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or what it came from, says that memory ran out.
+    """Return whether an error, or one of its causes, means that memory ran out.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("a mistake"))
     (True, False)
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     seen: set[int] = set()
     chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen and not isinstance(chain, LostError):  # which only guesses
+    while chain is not None and id(chain) not in seen and not isinstance(chain, LostError):  # that only guesses
         seen.add(id(chain))
         if isinstance(chain, (MemoryError, torch.OutOfMemoryError)):
             return True
@@ -51,12 +51,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run the same step.
+    """A setting for the same step.
 
     Attributes:
-        words: what to change.
-        lane_bytes: what each lane would hold at its fullest: weights, gradients, optimizer state and saved values.
-        extra: the forward that is computed again, or the like, in words.
+        words: the setting.
+        lane_bytes: the peak memory of each lane: weights, gradients, optimizer state and saved values.
+        extra: its cost, in words.
     """
 
     words: str
@@ -65,29 +65,29 @@ class Option:
 
     @property
     def peak_bytes(self) -> float:
-        """What the fullest lane holds."""
+        """The peak memory of the fullest lane."""
         return max(self.lane_bytes)
 
 
 def advice(pipe: Pipeline, error: BaseException) -> str:
-    """Return, for a person, where memory ran out, what each lane holds, and what would take less.
+    """Return text: where memory ran out, how much each lane holds, and what would need less.
 
-    The figures are counted from the model's operations; nothing is measured, and no memory of a device is used.
+    The figures are counted from the model's operations; nothing is measured, and no device memory is used.
     """
     match = _WHERE.search(str(error))
     where = f"lane {match[1]}, stage {match[2]}, micro-batch {match[3]}, at {match[4]}" if match else "a lane"
     lines = [f"memory ran out on {where}."]
     try:
         now, others = options(pipe)
-    except Exception as trouble:  # the model itself may fail where it is counted, and the error at hand must be told
-        return f"{lines[0]} What would fit is not known: {type(trouble).__name__}: {trouble}"
+    except Exception as trouble:  # counting may fail in the model itself; the original error must still be reported
+        return f"{lines[0]} The advice failed: {type(trouble).__name__}: {trouble}"
     lane = int(match[1]) if match else max(range(len(now.lane_bytes)), key=now.lane_bytes.__getitem__)
-    lines.append(f"Predicted now: {_per_lane(now.lane_bytes)}, without what kernels use for themselves.")
+    lines.append(f"Predicted now: {_per_lane(now.lane_bytes)}, without the workspace of kernels.")
     less = sorted((o for o in others if o.peak_bytes < now.peak_bytes * 0.98), key=lambda o: o.peak_bytes)
     if not less:
-        lines.append("No other setting that is known takes less: smaller batches, or devices with more memory, would.")
+        lines.append("No known setting needs less memory. Use smaller batches, or devices with more memory.")
         return "\n".join(lines)
-    lines.append("What would take less, the least first:")
+    lines.append("Settings that need less memory, the smallest first:")
     for option in less:
         saved = now.peak_bytes - option.peak_bytes
         here = f" (here {show_bytes(option.lane_bytes[lane])})" if len(option.lane_bytes) == len(now.lane_bytes) else ""
@@ -100,10 +100,10 @@ def advice(pipe: Pipeline, error: BaseException) -> str:
 
 
 def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
-    """Return what the pipeline holds as it is, and what it would hold with other settings.
+    """Return the memory of the current settings and of other settings.
 
     Raises:
-        PenstockError: when the model cannot be counted.
+        PenstockError: if the model cannot be counted.
     """
     schedule, cuts = pipe.schedule, pipe.cuts
     size = _samples(pipe)
@@ -112,11 +112,11 @@ def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
     now = Option("as it is", _lane_bytes(profile, schedule, cuts, keep))
     found = []
     if keep != ("recompute",) * schedule.num_stages:
-        again = _lane_bytes(profile, schedule, cuts, ("recompute",) * schedule.num_stages)
-        found.append(Option('keep="recompute"', again, "each forward is computed twice"))
+        held = _lane_bytes(profile, schedule, cuts, ("recompute",) * schedule.num_stages)
+        found.append(Option('keep="recompute"', held, "every forward runs twice"))
     if keep != ("offload",) * schedule.num_stages:
-        away = _lane_bytes(profile, schedule, cuts, ("offload",) * schedule.num_stages)
-        found.append(Option('keep="offload"', away, "saved values go to the host's memory and back"))
+        held = _lane_bytes(profile, schedule, cuts, ("offload",) * schedule.num_stages)
+        found.append(Option('keep="offload"', held, "saved values move to host memory and back"))
     found += _fitted(profile, schedule, cuts, now)
     found += _smaller(pipe, schedule, cuts, keep, size)
     found += _more_lanes(pipe, profile)
@@ -124,7 +124,7 @@ def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
 
 
 def _fitted(profile: Profile, schedule: Schedule, cuts: Sequence[int], now: Option) -> Iterator[Option]:
-    """Yield the option of recomputing only as much as must be, with the least memory that this can do with."""
+    """Yield the option to recompute only as much as necessary, with the smallest memory limit that works."""
     from penstock.planning.partition.recompute_selection import select_recomputed
 
     least = None
@@ -137,13 +137,13 @@ def _fitted(profile: Profile, schedule: Schedule, cuts: Sequence[int], now: Opti
         least = limit
     if least is not None:
         held = tuple(min(size, least) for size in now.lane_bytes)
-        yield Option(f'keep="fit", memory_limit={least:.0f}', held, "only as much is computed twice as must be")
+        yield Option(f'keep="fit", memory_limit={least:.0f}', held, "recomputes only as much as necessary")
 
 
 def _smaller(
     pipe: Pipeline, schedule: Schedule, cuts: Sequence[int], keep: Sequence[str], size: int
 ) -> Iterator[Option]:
-    """Yield the option of twice the micro-batches of half the size, where samples can be halved."""
+    """Yield the option of twice as many micro-batches of half the size."""
     if size < 2:
         return
     try:
@@ -154,13 +154,13 @@ def _smaller(
         )
         half = _count(pipe, -(-size // 2))
         held = _lane_bytes(half, twice, cuts, keep)
-    except PenstockError:  # a schedule that is not built by name
+    except PenstockError:  # a schedule without a builder
         return
     yield Option(f"micro_batches={2 * schedule.num_mbs}", held, f"{-(-size // 2)} samples each instead of {size}")
 
 
 def _more_lanes(pipe: Pipeline, profile: Profile) -> Iterator[Option]:
-    """Yield the option of twice the lanes, each on a device of its own."""
+    """Yield the option of twice as many lanes, each on its own device."""
     from penstock.planning.partition.partition import partition
     from penstock.schedules import build
 
@@ -174,7 +174,7 @@ def _more_lanes(pipe: Pipeline, profile: Profile) -> Iterator[Option]:
         held = _lane_bytes(profile, wide, found.cuts, (how,) * wide.num_stages)
     except PenstockError:  # too many stages for the model
         return
-    yield Option(f"{wide.num_lanes} lanes, each with a device of its own", held)
+    yield Option(f"{wide.num_lanes} lanes, each on its own device", held)
 
 
 def _per(schedule: Schedule) -> int | None:
@@ -183,7 +183,7 @@ def _per(schedule: Schedule) -> int | None:
 
 
 def _samples(pipe: Pipeline) -> int:
-    """Return the samples of a micro-batch: those of the batch at hand are not known here, so those of the example."""
+    """Return the number of samples in a micro-batch of the example; the batch that failed is not known here."""
     total = pipe.internals.captured.call.batch_size
     return -(-total // min(total, pipe.schedule.num_mbs))
 
@@ -195,7 +195,7 @@ def _count(pipe: Pipeline, size: int) -> Profile:
 
 
 def _lane_bytes(profile: Profile, schedule: Schedule, cuts: Sequence[int], keep: Sequence[str]) -> tuple[float, ...]:
-    """Return what each lane holds at its fullest moment of a simulated step."""
+    """Return the peak memory of each lane in a simulated step."""
     from penstock.planning.simulate import simulate
 
     timeline = simulate(schedule, profile.costs(tuple(cuts)), keep=tuple(keep))  # type: ignore[arg-type]

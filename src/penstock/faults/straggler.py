@@ -1,4 +1,4 @@
-"""Straggler: which lanes compute for longer than the others, and by how much."""
+"""Straggler: find the lanes that compute for longer than the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.report.units import show_seconds
 
 __all__ = ["SlowLane", "slow_lanes"]
 
-_FACTOR = 1.3  # what is less shows in any two steps of a busy machine
+_FACTOR = 1.3  # smaller differences are noise on a busy machine
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class SlowLane:
     """A lane that takes longer than the others.
 
     >>> print(SlowLane(2, 1.8, 0.9, 0.5, (2,)))
-    lane 2 takes 1.8 × the others: 900 ms of compute a step, the others 500 ms (stage 2)
+    lane 2 takes 1.8 times as long as the others: 900 ms of compute per step, the others 500 ms (stage 2)
 
     Attributes:
-        lane: which one.
-        ratio: its compute over the median of the others.
-        seconds: it computes in a step.
+        lane: the number of the lane.
+        ratio: its compute time divided by the median of the others.
+        seconds: its compute time per step.
         others_seconds: the median of the others.
-        stages: that it runs.
-        is_as_planned: its stages were predicted to take longer, so the cuts are the cause, not the device.
+        stages: the stages that it runs.
+        is_as_planned: whether its stages were predicted to take longer, so that the cuts are the cause, not the device.
     """
 
     lane: int
@@ -39,12 +39,11 @@ class SlowLane:
 
     def __str__(self) -> str:
         stages = f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"
-        planned = (
-            "; its stages are the longer ones by plan: other cuts would balance them" if self.is_as_planned else ""
-        )
+        planned = "; its stages are planned to take longer: other cuts would balance them" if self.is_as_planned else ""
         return (
-            f"lane {self.lane} takes {self.ratio:.1f} × the others: {show_seconds(self.seconds, digits=3)} of compute "
-            f"a step, the others {show_seconds(self.others_seconds, digits=3)}{stages if self.stages else ''}{planned}"
+            f"lane {self.lane} takes {self.ratio:.1f} times as long as the others: "
+            f"{show_seconds(self.seconds, digits=3)} of compute per step, the others "
+            f"{show_seconds(self.others_seconds, digits=3)}{stages if self.stages else ''}{planned}"
         )
 
 
@@ -53,22 +52,22 @@ def slow_lanes(
 ) -> tuple[SlowLane, ...]:
     """Return the lanes that compute for longer than the others in a step, the slowest first.
 
-    Waiting does not count: the lanes behind a slow one wait for it, and are not slow.
+    Waiting does not count: lanes that wait for a slow lane are not slow.
 
     Args:
-        timeline: of a step, as `pipe.record()` gives it.
-        factor: how much longer than the median of the others.
+        timeline: the timeline of a step, from `pipe.record()`.
+        factor: the smallest ratio to report, compared with the median of the others.
         expected: the predicted step (`pipe.explain().timeline`), to tell slow devices from uneven cuts.
 
     Raises:
-        UsageError: when the prediction has other lanes.
+        UsageError: if the prediction has another number of lanes.
     """
     if expected is not None and expected.num_lanes != timeline.num_lanes:
-        raise UsageError(f"expected: has {expected.num_lanes} lanes, and the timeline {timeline.num_lanes}")
+        raise UsageError(f"expected: has {expected.num_lanes} lanes, but the timeline has {timeline.num_lanes}")
     busy = timeline.busy_seconds
-    planned = None if expected is None else _over_others(expected.busy_seconds)
+    planned = None if expected is None else _ratios(expected.busy_seconds)
     found = []
-    for lane, ratio in enumerate(_over_others(busy)):
+    for lane, ratio in enumerate(_ratios(busy)):
         if ratio >= factor:
             others = median(seconds for other, seconds in enumerate(busy) if other != lane)
             stages = tuple(sorted({int(stage) for stage in timeline.stage[timeline.lane == lane]}))
@@ -77,8 +76,8 @@ def slow_lanes(
     return tuple(sorted(found, key=lambda slow: -slow.ratio))
 
 
-def _over_others(seconds: tuple[float, ...]) -> list[float]:
-    """Return for each lane its time over the median of the others."""
+def _ratios(seconds: tuple[float, ...]) -> list[float]:
+    """Return each lane's time divided by the median of the others."""
     if len(seconds) < 2:
         return [1.0] * len(seconds)
     of_others = [median(s for other, s in enumerate(seconds) if other != lane) for lane in range(len(seconds))]

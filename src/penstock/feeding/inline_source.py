@@ -1,10 +1,9 @@
-"""Inline: parcels that the user's own thread brings, each when it is asked for.
+"""InlineSource source: items that the user's own thread reads from the loader, each when it is requested.
 
-A thread that pulls shares Python's lock with the one that launches work. Where pulling takes next to no time, as from
-memory or from worker processes, handing the lock to and fro can cost more than the pulling. The copy to a GPU goes
-on beside what the GPU does, as with a thread. Nothing is pulled before it is asked for, so a loader that waits for what
-the loop does with the last batch gets it. Where pulling turns out to take longer, a thread can go on from there, or in
-the next epoch.
+A thread that reads ahead shares Python's lock with the thread that launches work. If reading is quick (from memory, or
+from worker processes), passing the lock back and forth can cost more than reading. The copy to a GPU still runs beside
+the GPU's work. Nothing is read before it is requested, so a loader that waits for a result of the last batch works. If
+reading turns out to be slow, a thread can take over, now or in the next epoch.
 """
 
 from __future__ import annotations
@@ -16,93 +15,93 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from penstock.devices.streams import Event
-from penstock.feeding.item_carrier import Parcel
-from penstock.feeding.loader_thread import Channel, End, Failure, Job, brought, start
+from penstock.devices.cuda_streams import Event
+from penstock.feeding.item_carrier import SentItem
+from penstock.feeding.loader_thread import Channel, End, Failure, Job, staged_items, start_worker
 
-__all__ = ["Inline"]
+__all__ = ["InlineSource"]
 
-_SLOW_SECONDS = 1e-3  # a pull beside the loop costs the loop about half as much in waits for Python's lock
-_NUM_SLOW = 3  # in a row: the first two may be slow because the loader starts, and pinned memory is made
+_SLOW_SECONDS = 1e-3  # a pull in a thread costs the loop about half its time in waits for Python's lock
+_NUM_SLOW = 3  # in a row; the first two may be slow because the loader starts and pinned memory is allocated
 
 
-class Inline:
-    """Parcels that are brought when they are asked for; used as a channel is.
+class InlineSource:
+    """Items that are read when they are requested; has the interface of a Channel.
 
     Args:
-        job: what to bring.
-        ahead: how many the host may be ahead of the GPU.
-        gives_way: to a thread, where pulling takes long.
+        job: the work of the epoch.
+        ahead: the number of items that the host may be ahead of the GPU.
+        may_hand_over: whether a thread may take over if reading is slow.
     """
 
-    def __init__(self, job: Job, ahead: int, *, gives_way: bool = False) -> None:
-        self._job, self._ahead, self._gives_way = job, ahead, gives_way
-        self._brought = brought(job)
+    def __init__(self, job: Job, ahead: int, *, may_hand_over: bool = False) -> None:
+        self._job, self._ahead, self._may_hand_over = job, ahead, may_hand_over
+        self._items = staged_items(job)
         self._used: deque[Sequence[Event]] = deque()
         self._num_put, self._num_slow, self._is_over = 0, 0, False
-        self._pulling = threading.RLock()  # a loader does one thing at a time, whatever threads there are
+        self._pulling = threading.RLock()  # only one thread may be in the loader
         self.is_closed = False
 
-    def take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
-        """Return the next parcel; None when it was closed.
+    def take(self, used: Sequence[Event] | None) -> SentItem | End | Failure | None:
+        """Return the next item; None if the source was closed.
 
         Args:
-            used: behind the use of the one before; None for the first.
+            used: events after the use of the last item; None for the first.
         """
         with self._pulling:
             return self._take(used)
 
-    def _take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
+    def _take(self, used: Sequence[Event] | None) -> SentItem | End | Failure | None:
         if self.is_closed:
             return None
         if used is not None:
             self._used.append(used)
-        if self._num_put > self._ahead:  # else a host that runs far ahead would fill the GPU's memory
+        if self._num_put > self._ahead:  # otherwise a host far ahead would fill the GPU's memory
             for event in self._used.popleft():
                 event.synchronize()
-        found: Parcel | End | Failure
+        found: SentItem | End | Failure
         try:
             begin = time.perf_counter()
-            self._job.carrier.settle()  # from now on the loader may write to what it gave last
-            pair = next(self._brought, None)
+            self._job.carrier.wait_for_sources()  # from now on the loader may overwrite its last item
+            pair = next(self._items, None)
             self._num_slow = self._num_slow + 1 if time.perf_counter() - begin > _SLOW_SECONDS else 0
             found = End(self._job.state()) if pair is None else self._job.carrier.send(*pair)
-        except Exception as error:  # is raised where the user asks for this item
+        except Exception as error:  # raised in the user's loop, in place of this item
             found = Failure(error)
-        except BaseException:  # Ctrl-C: the loader was left in the middle, so this epoch has no end
+        except BaseException:  # Ctrl-C: the loader was interrupted, so this epoch cannot go on
             self.is_closed = True
             raise
-        if self.is_closed:  # meanwhile, by another thread
-            self._brought.close()
+        if self.is_closed:  # another thread has closed it meanwhile
+            self._items.close()
             return None
-        self._is_over = not isinstance(found, Parcel)
+        self._is_over = not isinstance(found, SentItem)
         self._num_put += 1
         return found
 
     @property
     def is_slow(self) -> bool:
-        """A thread should pull from now on."""
-        return self._gives_way and self._num_slow >= _NUM_SLOW
+        """Whether a thread should read the loader from now on."""
+        return self._may_hand_over and self._num_slow >= _NUM_SLOW
 
     @property
     def can_hand_over(self) -> bool:
-        """A thread can go on from here: a generator cannot, whose code may belong to the thread that it is in."""
+        """Whether a thread can take over: a generator's code may depend on the thread that it runs in."""
         return not self._is_over and not self.is_closed and types.GeneratorType not in self._job.iterated
 
     def hand_over(self) -> tuple[Channel, threading.Thread]:
-        """Let a thread go on: return where its parcels come from, and the thread. This one is not used any more."""
-        self._job.carrier.settle()
+        """Let a thread take over; return the new channel and the thread. This source is then no longer used."""
+        self._job.carrier.wait_for_sources()
         channel = Channel(self._ahead, self._used, self._num_put)
-        return channel, start(self._job, channel, self._brought)
+        return channel, start_worker(self._job, channel, self._items)
 
-    def leave(self) -> None:
+    def wait_until_free(self) -> None:
         """Wait until no other thread is in the loader."""
         with self._pulling:
             pass
 
     def close(self) -> None:
-        """Let go of the loader."""
+        """Release the loader."""
         self.is_closed = True
         self._used.clear()
-        with suppress(ValueError):  # another thread is in the loader, and lets go of it when it comes back
-            self._brought.close()
+        with suppress(ValueError):  # another thread is in the loader, and releases it when the call returns
+            self._items.close()

@@ -1,9 +1,9 @@
-"""Draws: the random numbers that a loader draws its order from, as they were when its epoch began.
+"""Loader random state: the random states from which a loader draws the order of an epoch.
 
-A DataLoader that shuffles draws the order of an epoch at its start, and has no state of its own. To go on in the middle
-of an epoch, the same order is drawn again: the generators are set back, the loader starts, the batches that were used
-are passed over, and the generators are put where they were. Those that were given to the loader too: someone else may
-have drawn from them meanwhile, as a loader for validation that shares one.
+A DataLoader that shuffles draws the order of an epoch at its start, and has no state of its own. To resume within an
+epoch, the same order is drawn again: the generators are set back, the loader starts, the used batches are skipped, and
+the generators are set to their current states again. This includes the loader's own generators, because another loader
+may share one and have drawn from it since.
 """
 
 from __future__ import annotations
@@ -19,76 +19,76 @@ import torch
 
 from penstock.errors import UsageError
 
-__all__ = ["as_at", "check_draws", "draws_of", "own_draws_of", "set_own"]
+__all__ = ["check_draws", "draws_of", "own_draws_of", "restored_draws", "set_own_draws"]
 
 
 def draws_of(loader: object) -> dict[str, Any]:
-    """Return the states of all generators that a loader may draw from now; JSON can hold them."""
-    return _everyones() | own_draws_of(loader)
+    """Return the states of all generators that a loader may draw from, in a form that JSON can hold."""
+    return _global_states() | own_draws_of(loader)
 
 
 def own_draws_of(loader: object) -> dict[str, Any]:
-    """Return the states of the generators that are a loader's own."""
+    """Return the states of the loader's own generators."""
     return {"own": [_text(generator.get_state()) for generator in _generators_of(loader)]}
 
 
 def check_draws(loader: object, draws: Mapping[str, Any], *, is_own_only: bool = False) -> None:
-    """Raise where states are not those of a loader's generators; nothing is changed.
+    """Check that states fit a loader's generators; change nothing.
 
     Raises:
-        UsageError: when it has others, or these are no states of generators.
+        UsageError: if the loader has other generators, or the states are invalid.
     """
     try:
         own, states = _generators_of(loader), list(draws["own"])
         if len(own) != len(states):
             raise UsageError(
-                f"state: the loader had {len(states)} generators of its own, and has {len(own)}: its order is another"
+                f"state: the loader had {len(states)} own generators and now has {len(own)}: its order would differ"
             )
         for generator, state in zip(own, states, strict=True):
             torch.Generator(generator.device).set_state(_tensor(state))
         if not is_own_only:
             torch.Generator().set_state(_tensor(draws["torch"]))
-            random.Random().setstate(_pythons(draws["python"]))  # noqa: S311 - to see whether it takes it
+            random.Random().setstate(_python_state(draws["python"]))  # noqa: S311 - only a check
             if "numpy" in draws and "numpy" in sys.modules:
                 numpy = sys.modules["numpy"]
-                numpy.random.RandomState().set_state(_numpys(draws["numpy"]))
+                numpy.random.RandomState().set_state(_numpy_state(draws["numpy"]))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"state: its random states cannot be read: {error}") from None
 
 
-def set_own(loader: object, draws: Mapping[str, Any]) -> None:
-    """Set the generators that are a loader's own to where they were."""
+def set_own_draws(loader: object, draws: Mapping[str, Any]) -> None:
+    """Restore the states of the loader's own generators."""
     for generator, state in zip(_generators_of(loader), draws["own"], strict=True):
         generator.set_state(_tensor(state))
 
 
 @contextmanager
-def as_at(loader: object, draws: Mapping[str, Any] | None, *, keeps_own: bool = True) -> Iterator[None]:
-    """Start a loader inside with the generators as they were; afterwards they are where they are now.
+def restored_draws(loader: object, draws: Mapping[str, Any] | None, *, keeps_own: bool = True) -> Iterator[None]:
+    """Restore the generators' states while a loader starts, and set them to their current states again afterwards.
 
     Args:
-        loader: what starts.
-        draws: their states, checked before; None: as they are.
-        keeps_own: put the loader's own back too; else they have moved on.
+        loader: the loader.
+        draws: the states, already checked; None changes nothing.
+        keeps_own: also set the loader's own generators to their current states again.
     """
     if draws is None:
         yield
         return
     now = draws_of(loader)
     try:
-        set_own(loader, draws)
-        _set_everyones(draws)
+        set_own_draws(loader, draws)
+        _set_global_states(draws)
         yield
     finally:
-        _set_everyones(now)
+        _set_global_states(now)
         if keeps_own:
-            set_own(loader, now)
+            set_own_draws(loader, now)
 
 
-def _everyones() -> dict[str, Any]:
-    """Return the states of the generators that anybody may draw from."""
+def _global_states() -> dict[str, Any]:
+    """Return the states of the global generators."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
     if "numpy" in sys.modules:
@@ -97,26 +97,26 @@ def _everyones() -> dict[str, Any]:
     return found
 
 
-def _set_everyones(states: Mapping[str, Any]) -> None:
+def _set_global_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(_tensor(states["torch"]))
-    random.setstate(_pythons(states["python"]))
+    random.setstate(_python_state(states["python"]))
     if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(_numpys(states["numpy"]))
+        sys.modules["numpy"].random.set_state(_numpy_state(states["numpy"]))
 
 
-def _pythons(plain: Sequence[Any]) -> tuple[Any, ...]:
+def _python_state(plain: Sequence[Any]) -> tuple[Any, ...]:
     version, numbers, gauss = plain
     return version, tuple(numbers), gauss
 
 
-def _numpys(plain: Sequence[Any]) -> tuple[Any, ...]:
+def _numpy_state(plain: Sequence[Any]) -> tuple[Any, ...]:
     numpy = sys.modules["numpy"]
     name, keys, *rest = plain
     return name, numpy.array(keys, dtype=numpy.uint32), *rest
 
 
 def _generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given, each once."""
+    """Return the generators of a loader and its samplers, each once."""
     inside = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), inside, getattr(inside, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]

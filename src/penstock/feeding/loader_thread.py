@@ -1,11 +1,11 @@
-"""Worker: the thread that pulls items from a loader ahead of the user, and the channel between the two.
+"""Loader thread: a worker thread that reads items from a loader ahead of the user, and the channel between the two.
 
-                    ┌── room for `ahead` parcels ──┐
-    worker ── put ──►  parcel  parcel  parcel       ├── take ──► user
-           ◄────────  event behind the use of each ◄──────────┘
+                    ┌── room for `ahead` items ────┐
+    worker ── put ──►   item    item    item        ├── take ──► user
+           ◄──────── event after the use of each ◄─────────┘
 
-A parcel is copied to a GPU when there is room for it, and when the GPU has done with the one `ahead + 1` before it. So
-a user whose host runs far ahead of the GPU does not fill its memory.
+An item is copied to a GPU when the channel has a free place and the GPU has finished with the item `ahead + 1` before
+it. So a host that runs far ahead of the GPU does not fill its memory.
 """
 
 from __future__ import annotations
@@ -19,113 +19,112 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from penstock.devices import cuda
+from penstock.devices.cuda_streams import Event
 from penstock.devices.sanitizer import sanitized
-from penstock.devices.streams import Event
 from penstock.errors import UsageError
-from penstock.feeding.item_carrier import Carrier, Lifted, Parcel
-from penstock.feeding.loader_random_state import as_at, own_draws_of
+from penstock.feeding.item_carrier import Carrier, SentItem, StagedItem
+from penstock.feeding.loader_random_state import own_draws_of, restored_draws
 
 if TYPE_CHECKING:
-    from penstock.feeding.inline_source import Inline
+    from penstock.feeding.inline_source import InlineSource
 
-__all__ = ["Channel", "End", "Failure", "Job", "Pulls", "brought", "end", "start"]
+__all__ = ["Channel", "End", "Failure", "Job", "PullCounter", "end_worker", "staged_items", "start_worker"]
 
-_GRACE_SECONDS = 4.0  # for a worker that is in the loader to come back
+_GRACE_SECONDS = 4.0  # wait this long for a worker that is in the loader
 
 
 @dataclass(frozen=True)
 class End:
-    """The loader has no more; `state` is its own after that."""
+    """The end of the loader's items; `state` is the loader's state after it."""
 
     state: Any = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The loader, or what was done with its item, raised."""
+    """An exception of the loader, or of the preparation of an item."""
 
     error: BaseException
 
 
 class Channel:
-    """Parcels on their way, a bounded number of them.
+    """A bounded queue of items that were sent.
 
     Args:
-        ahead: how many.
-        used: events behind the use of those before, as far as they were not waited for.
-        num_put: how many have been handed over.
+        ahead: the maximum number of items.
+        used: events after the use of earlier items, as far as nobody has waited for them.
+        num_put: the number of items put so far.
     """
 
     def __init__(self, ahead: int, used: Iterable[Sequence[Event]] = (), num_put: int = 0) -> None:
         self._ahead = ahead
         self._changed = threading.Condition()
-        self._parcels: deque[Parcel | End | Failure] = deque()
+        self._items: deque[SentItem | End | Failure] = deque()
         self._used: deque[Sequence[Event]] = deque(used)
         self._num_put = num_put
         self.is_closed = False
 
-    def wait_for_room(self) -> bool:
-        """Wait until one more may be sent; return False when nobody wants it."""
+    def wait_for_space(self) -> bool:
+        """Wait until another item may be sent; return False if the channel was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_closed or len(self._parcels) < self._ahead)
+            self._changed.wait_for(lambda: self.is_closed or len(self._items) < self._ahead)
             if self.is_closed:
                 return False
-            # the user has asked for all but the last `ahead` of those before it, so this one's use has its event
+            # the user has taken all earlier items except the last `ahead`, so this event exists
             used = self._used.popleft() if self._num_put > self._ahead else ()
         for event in used:
             event.synchronize()
         return True
 
-    def put(self, parcel: Parcel | End | Failure) -> None:
-        """Hand over a parcel."""
+    def put(self, item: SentItem | End | Failure) -> None:
+        """Add an item."""
         with self._changed:
             if not self.is_closed:
-                self._parcels.append(parcel)
+                self._items.append(item)
                 self._num_put += 1
                 self._changed.notify_all()
 
-    def take(self, used: Sequence[Event] | None) -> Parcel | End | Failure | None:
-        """Return the next parcel, when it is there; None when the channel was closed.
+    def take(self, used: Sequence[Event] | None) -> SentItem | End | Failure | None:
+        """Wait for the next item and return it; None if the channel was closed.
 
         Args:
-            used: behind the use of the one before; None for the first.
+            used: events after the use of the last item; None for the first.
         """
         with self._changed:
             if used is not None:
                 self._used.append(used)
-            self._changed.wait_for(lambda: self.is_closed or self._parcels)
+            self._changed.wait_for(lambda: self.is_closed or self._items)
             if self.is_closed:
                 return None
             self._changed.notify_all()
-            return self._parcels.popleft()
+            return self._items.popleft()
 
     def close(self) -> None:
-        """Let go of all parcels; nobody wants more."""
+        """Drop all items and refuse new ones."""
         with self._changed:
             self.is_closed = True
-            self._parcels.clear()
+            self._items.clear()
             self._used.clear()
             self._changed.notify_all()
 
 
-class Pulls:
-    """How often a worker has asked its loader, together with where the loader's own generators were then.
+class PullCounter:
+    """Counts the reads of a loader, together with the states of the loader's own generators at that point.
 
-    A loader draws when it is asked, and is asked ahead of the user. So who goes on from a state must have asked it as
-    often, before the generators are put where they were.
+    A loader draws when it is read, and it is read ahead of the user. To resume from a state, the loader must be read as
+    often before its generators are set to their states.
     """
 
     def __init__(self, loader: Iterable[Any], count: int = 0) -> None:
         self._loader, self._count = loader, count
-        self._asking = threading.Lock()
+        self._pulling = threading.Lock()
         self._before = (count, own_draws_of(loader))
 
-    def all_of(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield what a loader gives."""
+    def counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the loader's items."""
         while True:
-            with self._asking:
+            with self._pulling:
                 self._before = self._count, own_draws_of(self._loader)
                 try:
                     item = next(iterator)
@@ -134,37 +133,37 @@ class Pulls:
                 finally:
                     self._count += 1
             yield item
-            del item  # else it lives as long as the next one takes
+            del item  # otherwise it would live until the next item is ready
 
     def now(self) -> tuple[int, dict[str, Any]]:
-        """Return how often the loader was asked, and the states of its own generators."""
+        """Return the number of reads and the states of the loader's own generators."""
         count, before = self._before
         own = own_draws_of(self._loader)
-        if own == before:  # nothing was drawn since: whatever it was asked meanwhile does not matter
+        if own == before:  # nothing was drawn since, so reads since then do not matter
             return count, own
-        is_free = self._asking.acquire(timeout=_GRACE_SECONDS)
+        is_free = self._pulling.acquire(timeout=_GRACE_SECONDS)
         try:
             return self._count, own_draws_of(self._loader)
         finally:
             if is_free:
-                self._asking.release()
+                self._pulling.release()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does in one epoch.
+    """The work of a worker in one epoch.
 
     Attributes:
-        loader: what to iterate over.
-        carrier: brings items to where they are used.
-        num_skipped: items to pass over first.
-        draws: the generators' states that the loader starts from, where its order is to be that of an epoch before.
-        num_pulled: items to ask the loader for before the generators are put where they were; None: they stay where
-            the items that are passed over leave them.
-        takes_state: the loader has a state of its own, which goes with each item.
-        pulls: counts what the loader is asked for.
-        iterated: the kind of iterator that the loader gave, when it has.
-        passed: how many items were passed over so far, its only number.
+        loader: the loader.
+        carrier: sends the items.
+        num_skipped: the number of items to skip first.
+        draws: the random states to start the loader with, to repeat an earlier epoch's order; None: the current ones.
+        num_pulled: the number of items to read before the loader's own generators are set to their current states
+            again; None: they are not set.
+        takes_state: whether each item carries the loader's own state.
+        pulls: counts the reads of the loader.
+        iterated: the type of the loader's iterator, once it exists.
+        passed: one number: the items skipped so far.
     """
 
     loader: Iterable[Any]
@@ -173,20 +172,22 @@ class Job:
     draws: Mapping[str, Any] | None = None
     num_pulled: int | None = None
     takes_state: bool = False
-    pulls: Pulls | None = None
+    pulls: PullCounter | None = None
     iterated: list[type] = field(default_factory=list)
     passed: list[int] = field(default_factory=lambda: [0])
 
     def items(self) -> Iterator[Any]:
-        """Return the items, but for those that are passed over."""
-        with as_at(self.loader, self.draws, keeps_own=self.num_pulled is not None):
+        """Return the items after the skipped ones."""
+        with restored_draws(self.loader, self.draws, keeps_own=self.num_pulled is not None):
             iterator = iter(self.loader)
             self.iterated.append(type(iterator))
             count = sum(1 for _ in self._counted(islice(iterator, self.num_skipped)))
             ahead = deque(self._counted(islice(iterator, max(0, (self.num_pulled or 0) - self.num_skipped))))
         if count < self.num_skipped:
-            raise UsageError(f"the state is of an epoch of {self.num_skipped} batches or more; the loader has {count}")
-        rest = iterator if self.pulls is None else self.pulls.all_of(iterator)
+            raise UsageError(
+                f"the state is from an epoch of {self.num_skipped} batches or more; the loader has {count}"
+            )
+        rest = iterator if self.pulls is None else self.pulls.counted(iterator)
         return chain((ahead.popleft() for _ in range(len(ahead))), rest) if ahead else rest
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -195,46 +196,46 @@ class Job:
             yield item
 
     def state(self) -> Any:  # noqa: ANN401 - the loader's own
-        """Return the loader's state as it is now, whatever the loader does with it later."""
+        """Return a copy of the loader's current state."""
         return copy.deepcopy(self.loader.state_dict()) if self.takes_state else None  # type: ignore[attr-defined]
 
 
-def brought(job: Job) -> Generator[tuple[Lifted, Any], None, None]:
-    """Yield the items of an epoch as they can be sent, each with the loader's state after it."""
+def staged_items(job: Job) -> Generator[tuple[StagedItem, Any], None, None]:
+    """Yield the items of an epoch, ready to send, each with the loader's state after it."""
     for item in job.items():
         try:
-            pair = job.carrier.lift(item), job.state()
-        except StopIteration as error:  # it would end the user's loop without a word
-            raise RuntimeError("StopIteration was raised by what was done with an item") from error
-        del item  # else it lives as long as the next one takes
+            pair = job.carrier.stage(item), job.state()
+        except StopIteration as error:  # it would silently end the user's loop
+            raise RuntimeError("the preparation of an item raised StopIteration") from error
+        del item  # otherwise it would live until the next item is ready
         yield pair
         del pair
 
 
-def start(job: Job, channel: Channel, pairs: Iterator[tuple[Lifted, Any]] | None = None) -> threading.Thread:
-    """Start the worker of one epoch, or of what is left of it."""
-    # the loader finds the device that the user chose
+def start_worker(job: Job, channel: Channel, pairs: Iterator[tuple[StagedItem, Any]] | None = None) -> threading.Thread:
+    """Start the worker for one epoch, or for the rest of one."""
+    # the loader runs with the user's current device
     on_device: AbstractContextManager[Any] = nullcontext()
     if job.carrier.devices:
-        on_device = torch.cuda.device(torch.cuda.current_device())
+        on_device = cuda.on_gpu(cuda.current_gpu())
     # a daemon: a loader that never returns must not keep the process alive
-    pairs = brought(job) if pairs is None else pairs
+    pairs = staged_items(job) if pairs is None else pairs
     thread = threading.Thread(target=_work, args=(job, channel, on_device, pairs), name="penstock-feed", daemon=True)
     thread.start()
     return thread
 
 
-def end(channel: Channel | Inline, thread: threading.Thread | None) -> None:
-    """End the worker of an epoch; one that is in a loader which does not return is left to itself after a while."""
+def end_worker(channel: Channel | InlineSource, thread: threading.Thread | None) -> None:
+    """End the worker of an epoch; do not wait long for a loader that does not return."""
     channel.close()
-    if thread not in (None, threading.current_thread()):  # memory may be collected in any thread
+    if thread not in (None, threading.current_thread()):  # garbage collection may run in any thread
         thread.join(_GRACE_SECONDS)
 
 
 def _work(
-    job: Job, channel: Channel, on_device: AbstractContextManager[Any], pairs: Iterator[tuple[Lifted, Any]]
+    job: Job, channel: Channel, on_device: AbstractContextManager[Any], pairs: Iterator[tuple[StagedItem, Any]]
 ) -> None:
-    """Bring items until there are no more, something fails, or nobody wants them."""
+    """Send items until there are no more, an error occurs, or the channel is closed."""
     try:
         with on_device, sanitized():
             for pair in pairs:
@@ -242,14 +243,14 @@ def _work(
                     return
                 del pair
             channel.put(End(job.state()))
-    except BaseException as error:  # is raised where the user asks for this item
+    except BaseException as error:  # raised in the user's loop, in place of this item
         channel.put(Failure(error))
 
 
-def _deliver(carrier: Carrier, channel: Channel, lifted: Lifted, state: Any) -> bool:  # noqa: ANN401 - the loader's
-    """Send an item when there is room for it; return False when nobody wants it."""
-    if not channel.wait_for_room():
+def _deliver(carrier: Carrier, channel: Channel, staged: StagedItem, state: Any) -> bool:  # noqa: ANN401 - the loader's
+    """Send an item when there is space for it; return False if the channel was closed."""
+    if not channel.wait_for_space():
         return False
-    channel.put(carrier.send(lifted, state))
-    carrier.settle()
+    channel.put(carrier.send(staged, state))
+    carrier.wait_for_sources()
     return True

@@ -1,11 +1,11 @@
-"""Staging: host tensors go to GPUs through pinned memory that is used again, on streams that do nothing else.
+"""Pinned staging: copy host tensors to GPUs through reused pinned memory, on separate copy streams.
 
     a loader's tensor ──①──► pinned slot ──②──► memory of the GPU ──③──► the user's stream
 
-① is done by the worker at once, when the slot's last copy ② is over: the worker sleeps until then, nobody else does.
-② is queued on the copy stream, and an event behind it. Tensors that are pinned already begin here.
-③ the user's stream waits for that event. The memory is the user's from then on: the allocator uses it again when the
-user has let go of it and the user's stream has come that far (`record_stream`).
+① The worker copies as soon as the slot's last copy ② is over; only the worker waits for that.
+② The copy is queued on the copy stream, followed by an event. Tensors that are already pinned start here.
+③ The user's stream waits for that event. The memory then belongs to the user: the allocator reuses it when the user has
+released it and the user's stream has reached that point (`record_stream`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.devices.streams import Event, OnStream
+from penstock.devices.cuda import blocking_event
+from penstock.devices.cuda_streams import Event, OnStream, new_stream
 
-__all__ = ["Staging", "is_plain", "mark", "pinned"]
+__all__ = ["Staging", "is_plain", "pinned"]
 
 Ready = tuple[torch.device, Event]
 
 _MOST_PLANS = 64
-_NUM_SLOTS = 2  # one is filled while the other is copied from
-_ALIGNMENT = 64  # bytes: any type of number may begin at a multiple
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
+_NUM_SLOTS = 2  # one is filled while the other is copied to the GPU
+_ALIGNMENT = 64  # bytes; fits every dtype
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may override copies
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done with all items whose tensors have the same shapes.
+    """The layout for all items whose tensors have the same shapes.
 
     Attributes:
-        devices: where each goes; None for those that stay.
-        is_direct: which lie in pinned memory of the loader's own.
-        places: for each that is staged its place in a slot: offset, bytes, type, shape and stride; None for others.
-        num_bytes: of a slot.
+        devices: the device of each tensor; None if it stays.
+        is_direct: whether each tensor is already in pinned memory.
+        places: the place of each staged tensor in a slot: offset, bytes, dtype, shape and stride; None for others.
+        num_bytes: the size of a slot.
     """
 
     devices: list[torch.device | None]
@@ -47,41 +48,41 @@ class _Plan:
 
 @dataclass
 class _Slot:
-    """Pinned memory for the tensors of one item; `copied` is behind the last copies from it."""
+    """Pinned memory for the tensors of one item; the events in `copied` come after the last copies from it."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     copied: list[Event] = field(default_factory=list)
-    _rooms: tuple[_Plan, list[torch.Tensor | None]] | None = None  # of the last plan: mostly it is the next one too
+    _views: tuple[_Plan, list[torch.Tensor | None]] | None = None  # of the last plan, which is usually the next one too
 
-    def rooms(self, plan: _Plan) -> list[torch.Tensor | None]:
-        """Return memory for each tensor that is staged."""
-        if self._rooms is None or self._rooms[0] is not plan or len(self.memory) < plan.num_bytes:
+    def views(self, plan: _Plan) -> list[torch.Tensor | None]:
+        """Return memory for each staged tensor."""
+        if self._views is None or self._views[0] is not plan or len(self.memory) < plan.num_bytes:
             if len(self.memory) < plan.num_bytes:
-                self.memory = pinned(1 << (plan.num_bytes - 1).bit_length())  # torch takes powers of two anyhow
-            self._rooms = plan, [None if place is None else self._room(*place) for place in plan.places]
-        return self._rooms[1]
+                self.memory = pinned(1 << (plan.num_bytes - 1).bit_length())  # torch allocates powers of two anyway
+            self._views = plan, [None if place is None else self._view(*place) for place in plan.places]
+        return self._views[1]
 
-    def _room(
+    def _view(
         self, offset: int, num_bytes: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
         return self.memory[offset : offset + num_bytes].view(dtype).as_strided(shape, stride)
 
 
 @dataclass
-class Staged:
-    """Tensors of an item in host memory, ready to be copied.
+class StagedTensors:
+    """Tensors of an item in host memory, ready to copy.
 
     Attributes:
-        tensors: in pinned memory where they go to a GPU; others as they are.
-        devices: where each goes; None for those that stay.
-        wants: which want a gradient.
-        slot: where the pinned memory is.
-        has_direct: some lie in pinned memory of the loader's own.
+        tensors: pinned if they go to a GPU, otherwise unchanged.
+        devices: the device of each tensor; None if it stays.
+        needs_grad: whether each tensor requires a gradient.
+        slot: the slot with the pinned memory.
+        has_direct: whether some tensors were already in pinned memory.
     """
 
     tensors: list[torch.Tensor]
     devices: list[torch.device | None]
-    wants: list[bool]
+    needs_grad: list[bool]
     slot: _Slot
     has_direct: bool
 
@@ -94,22 +95,22 @@ class Staging:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        self._streams = {device: new_stream(device) for device in devices}
         self._direct: list[Ready] = []
         self._plans: dict[object, _Plan] = {}
         self.clear()
 
     @property
     def num_bytes(self) -> int:
-        """The pinned memory that it holds."""
+        """The size of its pinned memory."""
         return sum(len(slot.memory) for slot in self._slots)
 
     def clear(self) -> None:
-        """Let go of the pinned memory; torch keeps it until copies from it are over."""
+        """Release the pinned memory; torch keeps it until all copies from it are over."""
         self._slots = deque(_Slot() for _ in range(_NUM_SLOTS))
 
-    def stage(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | None]) -> Staged:
-        """Return tensors in pinned memory, where they go to a GPU; those that cannot go stay as they are."""
+    def stage(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | None]) -> StagedTensors:
+        """Copy tensors that go to a GPU to pinned memory; tensors that cannot move stay unchanged."""
         slot = self._slots[0]
         self._slots.rotate(-1)
         for event in slot.copied:
@@ -117,26 +118,26 @@ class Staging:
         slot.copied = []
         plan = self._plan(tensors, devices)
         found = [
-            tensor if room is None else room.copy_(tensor.detach())
-            for tensor, room in zip(tensors, slot.rooms(plan), strict=True)
+            tensor if view is None else view.copy_(tensor.detach())
+            for tensor, view in zip(tensors, slot.views(plan), strict=True)
         ]
-        return Staged(found, plan.devices, [tensor.requires_grad for tensor in tensors], slot, any(plan.is_direct))
+        return StagedTensors(found, plan.devices, [t.requires_grad for t in tensors], slot, any(plan.is_direct))
 
     def _plan(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | None]) -> _Plan:
-        """Return what to do with tensors; of those that are like others before, the same."""
-        signs = [
+        """Return the layout for these tensors; tensors of the same shapes share it."""
+        layouts = [
             (t.shape, t.stride(), t.dtype, t.is_pinned(), t.is_conj(), t.is_neg()) if _can_move(t) else None
             for t in tensors
         ]
-        key = (tuple(signs), tuple(devices))
+        key = (tuple(layouts), tuple(devices))
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = _plan_of(tensors, devices)
         return self._plans[key]
 
-    def send(self, staged: Staged) -> tuple[list[torch.Tensor], list[Ready]]:
-        """Queue the copies; return where the tensors will be, and for each GPU the event behind its copies."""
+    def send(self, staged: StagedTensors) -> tuple[list[torch.Tensor], list[Ready]]:
+        """Queue the copies; return the new tensors, and for each GPU the event after its copies."""
         found, ready = list(staged.tensors), []
         for device, stream in self._streams.items():
             mine = [at for at, other in enumerate(staged.devices) if other == device]
@@ -145,14 +146,14 @@ class Staging:
             with OnStream(stream):
                 for at in mine:
                     copied = _copied(staged.tensors[at], device)
-                    found[at] = copied.requires_grad_() if staged.wants[at] else copied
-            ready.append((device, mark(stream)))
+                    found[at] = copied.requires_grad_() if staged.needs_grad[at] else copied
+            ready.append((device, blocking_event(stream)))
         staged.slot.copied = [event for _, event in ready]
         self._direct = list(ready) if staged.has_direct else []
         return found, ready
 
-    def settle(self) -> None:
-        """Wait until the loader may write again to what it gave: pinned memory of its own that is being copied from."""
+    def wait_for_sources(self) -> None:
+        """Wait until the loader may overwrite its own pinned memory, which is being copied."""
         for _, event in self._direct:
             event.synchronize()
         self._direct = []
@@ -172,25 +173,18 @@ def _plan_of(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | N
     return _Plan(where, is_direct, places, offset)
 
 
-def mark(stream: torch.cuda.Stream) -> Event:
-    """Return an event behind all that a stream has been given; a thread that waits for it sleeps."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
 def pinned(num_bytes: int) -> torch.Tensor:
-    """Return host memory that a GPU copies from by itself."""
+    """Return pinned host memory."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than numbers in memory."""
+    """Return whether a tensor is plain dense memory."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a dense tensor on a device, copied there on the current stream."""
+    """Copy a dense tensor to a device on the current stream."""
     there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return there.copy_(tensor.detach(), non_blocking=True)
 
@@ -200,12 +194,12 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def _is_ready(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Return whether one copy brings a tensor over as it lies: it is pinned, without gaps, and with its signs."""
+    """Return whether a tensor can be copied directly: pinned, dense, and without pending conjugation or negation."""
     return tensor.is_pinned() and tensor.stride() == stride and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the stride of a tensor without its gaps and repetitions: channels that come last stay last."""
+    """Return the stride of a tensor without gaps and repetitions; channels-last stays channels-last."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 

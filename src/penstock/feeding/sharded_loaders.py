@@ -1,4 +1,4 @@
-"""Sharding: find out whether a loader gives each process a share of the data, as for data parallelism."""
+"""Sharded loaders: detect loaders that give each process a different part of the data, as for data parallelism."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 __all__ = ["check_not_sharded", "share_of"]
 
-# where loaders keep what draws their order, and what those wrap
+# attributes that lead to samplers and wrapped objects
 _INSIDE = ("sampler", "batch_sampler", "base_sampler", "base_dataloader", "dataset", "state")
 _DEEPEST = 4
 
-# how many processes share the data: samplers of torch, Lightning and transformers; shards of accelerate
+# number of processes that share the data: samplers of torch, Lightning and transformers; shards of accelerate
 _COUNTS = ("num_replicas", "num_processes")
 
 
 def share_of(loader: object) -> str:
-    """Return what in a loader gives this process a share of the data, in words; nothing if it gives all of it.
+    """Describe the part of a loader that shards the data; return "" if the loader does not shard.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> data = list(range(8))
@@ -48,10 +48,10 @@ def _parts(thing: object, name: str, depth: int) -> Iterator[tuple[str, object]]
             yield from _parts(part, inside if depth == 0 else f"{name}.{inside}", depth + 1)
 
 
-def _get(thing: object, name: str) -> Any:  # noqa: ANN401 - whatever is there
+def _get(thing: object, name: str) -> Any:  # noqa: ANN401 - any attribute
     try:
         return getattr(thing, name, None)
-    except Exception:  # a property of the user's may raise anything
+    except Exception:  # a user's property may raise anything
         return None
 
 
@@ -60,14 +60,14 @@ def _is_many(count: object) -> bool:
 
 
 def check_not_sharded(loader: object, pipe: Pipeline, what: str) -> None:
-    """Raise if a loader gives each process a share of the data, and the lanes of a pipeline are processes.
+    """Raise if a loader shards the data and the lanes of the pipeline are processes.
 
     Raises:
-        UsageError: saying which part of it does so, and what to take instead.
+        UsageError: with the part that shards, and what to use instead.
     """
-    if len(pipe.lanes) < pipe.schedule.num_lanes and (told := share_of(loader)):
+    if len(pipe.lanes) < pipe.schedule.num_lanes and (shards := share_of(loader)):
         raise UsageError(
-            f"{what}: it gives each process a share of the data ({told}), but the processes are lanes of one model, "
-            "and all must be given the same batches. Leave the sharding out: DataLoader(..., shuffle=True), with the "
-            "same seed in all processes"
+            f"{what}: it gives each process a different part of the data ({shards}), but the processes are lanes of "
+            "one model and all need the same batches. Do not shard: use DataLoader(..., shuffle=True) with the same "
+            "seed in all processes"
         )

@@ -122,7 +122,7 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
         else:
             reference = "the plain model on the whole batch"
             whole_loss, wanted = plain()
-    everyone = pipe._lane_group.gather([asdict(one) for one in _differences(found, wanted)])
+    everyone = pipe._lane_group.control.gather([asdict(one) for one in _differences(found, wanted)])
     rows = {row["name"]: Difference(**row) for lane in everyone for row in lane}
     differences = sorted(rows.values(), key=lambda one: -one.relative)
     return Comparison(loss, whole_loss, reference, tuple(differences))

@@ -41,7 +41,7 @@ class ExecutorSetup:
         keep: what each stage does with saved values.
         devices: of each lane.
         transports: of the lanes that run here.
-        streams: of those of them that are on GPUs.
+        streams: of each lane that runs here.
         rows: where each lane says what it is doing.
         optimizers: of each stage, for schedules that update weights within the step.
         defers_batch_norm: batch norm's statistics are those of the whole batch.
@@ -85,7 +85,7 @@ class ExecutorSetup:
             for (index, lane), statistics in self._statistics.items():
                 lanes = sorted({way[index] for way in self.schedule.ways})
                 if not set(lanes) <= set(lane_group.lanes):
-                    letters = lane_group.exchange(_STATISTICS + index, statistics.letter(), lanes)
+                    letters = lane_group.values.exchange(_STATISTICS + index, statistics.letter(), lanes)
                     for other, letter in zip(lanes, letters, strict=True):
                         if other != lane:
                             statistics.take(letter)
@@ -131,7 +131,7 @@ class ExecutorSetup:
             versions = Versions(stages, self.optimizers, program.last_use)
         return Executor(
             program, runs, self.transports[lane], self.rows[lane],
-            program_of=program_of, versions=versions, streams=self.streams.get(lane),
+            program_of=program_of, versions=versions, streams=self.streams[lane],
         )  # fmt: skip
 
     def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:

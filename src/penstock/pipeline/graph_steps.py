@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.devices.device_names import has_graphs
 from penstock.devices.graph_capture import Maker, make_graphs, no_collection
-from penstock.devices.streams import followed
+from penstock.devices.streams import after_callers
 from penstock.errors import LaneError, UsageError
 from penstock.model.structure import flatten, plain_values
 from penstock.pipeline.executor_setup import ExecutorSetup
@@ -122,7 +122,7 @@ class GraphSteps:
             return
         ground, key = self._look(), _signature(step)
         # lanes of several processes capture together or not at all
-        told = self._lane_group.agree(step, "ground", [ground != self._ground, key in self._counts])
+        told = self._lane_group.control.agree(step, "ground", [ground != self._ground, key in self._counts])
         if any(has_changed for has_changed, _ in told):
             self.forget()
             self._ground = ground
@@ -161,7 +161,7 @@ class GraphSteps:
 
     def _prepare_gradients(self) -> None:
         """Let gradients be where graphs add to, behind the step before, on whatever stream that was asked for."""
-        followed(list(self._setup.streams.values()))
+        after_callers(self._setup.streams)
         self._gradients.prepare()
 
     def _look(self) -> list[tuple[int, bool, bool]]:
@@ -174,7 +174,7 @@ class GraphSteps:
 
     def _capture(self, step: Step, key: object, run: Run) -> None:
         """Capture what a step like this one does; nothing of it is computed."""
-        told = [why for why in self._lane_group.agree(step, "by hand", self._changed_by_hand()) if why]
+        told = [why for why in self._lane_group.control.agree(step, "by hand", self._changed_by_hand()) if why]
         if told:
             self._give_up(told[0])
             return
@@ -201,7 +201,7 @@ class GraphSteps:
                 why = "the model puts new tensors in the place of buffers or parameters"
             elif strays := self._gradients.strays(self._parameters()):
                 why = f"{strays} parameters have a gradient that they had not before"
-            told = [why for why in self._lane_group.agree(trial, "captured", why) if why]
+            told = [why for why in self._lane_group.control.agree(trial, "captured", why) if why]
             why, is_captured = told[0] if told else "", not told
         except LaneError as error:
             why = str(error)

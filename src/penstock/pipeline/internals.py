@@ -46,11 +46,11 @@ class Internals:
 
     def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
         """Return what each process gave, in the order of their lanes."""
-        return self._pipe._lane_group.gather(thing)
+        return self._pipe._lane_group.control.gather(thing)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other processes of what ends this one outside of a step."""
-        self._pipe._lane_group.fail(error)
+        self._pipe._lane_group.control.fail(error)
 
     @property
     def status_rows(self) -> Mapping[int, memoryview]:

@@ -352,7 +352,7 @@ class Pipeline(ModelInterface):
         outputs: dict[int, list[Any]] = {}
         step = self._step(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
         self._run(step)
-        made = self._lane_group.share_outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
+        made = self._lane_group.values.outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
             return None
         results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
@@ -380,7 +380,7 @@ class Pipeline(ModelInterface):
             return (reader or self._reader).read(batch, target, groups=groups)
         except Exception as error:
             self._number += 1
-            self._lane_group.refuse(self._number, error)
+            self._lane_group.control.refuse(self._number, error)
             raise
 
     def _step(
@@ -429,7 +429,7 @@ class Pipeline(ModelInterface):
             recording.end(self._lane_group, executors)
 
     def _total(self, step: Step, ready: Ready) -> torch.Tensor:
-        losses = self._lane_group.share_losses(step, self.schedule)
+        losses = self._lane_group.values.losses(step, self.schedule)
         if step.over_batch is not None:
             (loss,) = losses.values()
             return loss.clone()

@@ -47,8 +47,7 @@ class Recording:
         """Return empty lists for the lanes that run here to write into."""
         self._lowered, self._spans = lowered, [[] for _ in executors]
         for executor in executors:
-            if executor.streams is not None:
-                executor.streams.start_clock()
+            executor.streams.start_clock()
         # of a step that leaves actions out there is no order to hold the bubble against
         self._is_whole = step.mode.has_backward and step.batch.num_mbs == self._schedule.num_mbs
         return self._spans
@@ -59,19 +58,19 @@ class Recording:
         if self.measures_memory:
             held = self._measured(lane_group, executors)
         assert self._lowered is not None
-        offset = lane_group.clock_offset()
+        offset = lane_group.control.clock_offset()
         own = [
             [(place, start / 1e9 + offset, end / 1e9 + offset) for place, start, end in executor.settle(spans)]
             for executor, spans in zip(executors, self._spans, strict=True)
         ]
-        everyone = [span for process in lane_group.gather(own) for lane in process for span in lane]
+        everyone = [span for process in lane_group.control.gather(own) for lane in process for span in lane]
         self.timelines.append(_timeline(self._lowered, everyone, held, is_whole=self._is_whole))
 
     def _measured(self, lane_group: LaneGroup, executors: Sequence[Executor]) -> dict[str, NDArray[np.float64]]:
         """Return what each stage was seen to hold for a micro-batch; note what each lane held at most."""
         peaks = [max(executor.held_bytes, default=0) for executor in executors]
         stages = [[value, stage, size] for e in executors for (value, stage), size in e.stage_bytes.items()]
-        everyone = lane_group.gather([peaks, stages])
+        everyone = lane_group.control.gather([peaks, stages])
         self.measured_bytes = tuple(peak for own, _ in everyone for peak in own)
         held = {f"{value}_bytes": np.zeros(self._schedule.num_stages) for value in ("saved", "pending", "input")}
         for value, stage, size in (row for _, rows in everyone for row in rows):

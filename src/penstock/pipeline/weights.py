@@ -172,7 +172,7 @@ class Weights:
                 if all(tensor is not other for other in own.setdefault(name, [])):
                     own[name].append(tensor)
         fault = self._misfit(state, own, strict=strict)
-        faults = [told for told in self._lane_group.gather(fault) if told]
+        faults = [told for told in self._lane_group.control.gather(fault) if told]
         if faults:
             raise UsageError(f"the state does not fit the model; {' and '.join(dict.fromkeys(faults))}")
         with torch.no_grad():
@@ -265,7 +265,7 @@ class Weights:
             local = _added([p.grad for p in own], own[0].device)
             parts = [local]
             if not set(lanes) <= mine:
-                given = self._lane_group.exchange(self._number_of[name], _as_plain(local), lanes)
+                given = self._lane_group.values.exchange(self._number_of[name], _as_plain(local), lanes)
                 parts = [_from_plain(one, own[0].shape) for one in given]
             total = _added(parts, own[0].device)
             for parameter in own:
@@ -278,7 +278,7 @@ class Weights:
         self._stand_in.grad = (
             None if own else torch.zeros_like(self._stand_in)
         )  # what the scaler looks at, on this lane
-        if all(self._lane_group.gather(is_finite)):
+        if all(self._lane_group.control.gather(is_finite)):
             return
         for parameter in (*own, self._stand_in):
             if parameter.grad is not None and parameter.grad.numel():
@@ -292,7 +292,7 @@ class Weights:
             for name, lanes in self._holders.items():
                 if mine & set(lanes) and not set(lanes) <= mine:
                     own = self._own(name)
-                    first = self._lane_group.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
+                    first = self._lane_group.values.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
                     for parameter in own:
                         parameter.copy_(first)
 
@@ -310,7 +310,7 @@ class Weights:
                 names = [] if set(lanes) <= mine else [name for name, _ in stage.named_buffers()]
                 if names:
                     own = [stage.held.get(name) for name in names]
-                    given = self._lane_group.exchange(_BUFFERS + index, own, lanes)
+                    given = self._lane_group.values.exchange(_BUFFERS + index, own, lanes)
                     for buffer, *copies in zip(own, *given, strict=True):
                         together = torch.stack([copy.to(buffer.device) for copy in copies])
                         is_float = buffer.is_floating_point() or buffer.is_complex()
@@ -327,7 +327,7 @@ class Weights:
             total: torch.Tensor = own
         else:
             total = torch.linalg.vector_norm(
-                torch.tensor(self._lane_group.gather(float(own)), dtype=own.dtype), norm_type
+                torch.tensor(self._lane_group.control.gather(float(own)), dtype=own.dtype), norm_type
             )
         if float(max_norm) == float("inf"):  # nothing is to be scaled; inf / inf would spoil all for one
             return total

@@ -1,1 +1,1 @@
-"""CHOOSE: simulate a schedule, and make one from costs and a memory limit."""
+"""Planning: simulate schedules, cut models into stages, and search for schedules."""

@@ -1,16 +1,18 @@
-"""Causes: split a timeline's bubble by running its order again and again, each time with one more thing as it was.
+"""Attribution: split the bubble of a timeline into causes.
 
-    run     actions take                  transfers take         what its bubble holds more than the run before
-    even    the mean of their kind        nothing                warm-up and cool-down: the order's own
-    uneven  what they took                nothing                imbalance
-    sent    what they took                what they took         transfers
-    as was  the timeline itself                                  runtime overhead: all that is left
+The order of the step is simulated several times. Each run adds one more real effect:
 
-All runs keep each lane's order and wait for the same values. A lane's bubble in a run is the makespan less the lane's
-own compute. Every run waits for no more than the step did, so makespans grow from `uneven` on. They may fail to where
-clocks disagree, so that a value is used before it was made: then the earlier run counts as no longer than the later.
-A lane that stands still less in `uneven` than in `even`, for its own actions are longer than the mean, has no
-imbalance, and what it stood still counts as warm-up.
+    run     actions take              transfers take      the bubble that the run adds
+    even    the mean of their kind    no time             warm-up and cool-down, caused by the order
+    uneven  their own time            no time             imbalance
+    sent    their own time            their own time      transfers
+    as was  the timeline itself                           runtime overhead: the rest
+
+All runs keep the order of each lane and wait for the same values. In each run, the bubble of a lane is the makespan
+minus the compute time of the lane. No run waits for more than the step did, so makespans grow from `uneven` on. If
+clocks disagree, a value can seem to be used before it was made; then the makespan of the earlier run is limited to
+that of the later. A lane whose actions take longer than the mean can idle less in `uneven` than in `even`. It then has
+no imbalance, and its idle time counts as warm-up.
 """
 
 from __future__ import annotations
@@ -37,19 +39,19 @@ __all__ = ["find_causes"]
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
-_NOISE = 1e-6  # of the step: differences below it are of clocks and sums, not of causes
+_NOISE = 1e-6  # of the step: smaller differences come from clocks and rounding
 
 
 def find_causes(timeline: Timeline, lowered: Lowered) -> Causes:
-    """Return what a timeline's bubble is made of; a simulated one has no runtime overhead.
+    """Return the causes of the bubble of a timeline; a simulated timeline has no runtime overhead.
 
     Args:
-        timeline: a step with a span for every compute action, and `place` for every span. Sends whose end is not
-            known count as there when their lane stopped waiting for them; what has no span takes no time.
+        timeline: a step with a span for each compute action and a `place` for each span. A send without a known end
+            counts as arrived when its receiver stopped waiting. Actions without a span take no time.
         lowered: the schedule that the step ran.
 
     Raises:
-        UsageError: when the timeline is not one of this schedule.
+        UsageError: if the timeline belongs to another schedule.
 
     >>> from penstock.planning.simulate import simulate
     >>> from penstock.schedule.lower import lower
@@ -67,7 +69,7 @@ def find_causes(timeline: Timeline, lowered: Lowered) -> Causes:
     even = work.makespan(work.even_duration, work.even_lag)
     still = np.maximum(0.0, uneven - np.array(timeline.busy_seconds))
     warm_up = _at_most(still, np.maximum(0.0, even - work.lane_sums(work.even_duration)), noise)
-    waited, ready = work.signs()
+    waited, ready = work.waits()
     share = 1 / step if step else 0.0
     lanes = [
         Causes(
@@ -85,7 +87,7 @@ def find_causes(timeline: Timeline, lowered: Lowered) -> Causes:
 
 
 class _Work:
-    """A timeline's spans as work in queues: how long each took, and how long its value was on its way.
+    """The spans of a timeline as work in queues, with the duration of each and the time its value was in transit.
 
     Positions are those of `Wiring.queues`: compute, lane after lane, then sends and copies.
     """
@@ -102,21 +104,21 @@ class _Work:
         self._read_transfers(span_of)
 
     def makespan(self, duration: Floats, lag: Floats) -> float:
-        """Return how long a run takes with these times."""
+        """Return the makespan of a run with the given times."""
         run = advance(replace(self.queues, duration=duration, lag=lag))
         if not run.is_done:
-            raise ScheduleError("the schedule deadlocks: verify() shows where")
+            raise ScheduleError("the schedule deadlocks; verify() shows where")
         return float(run.seen.max(initial=0.0))
 
     def lane_sums(self, seconds: Floats) -> Floats:
-        """Return the sums of compute over each lane."""
+        """Return the compute time of each lane."""
         lane = self.wiring.pieces[0].queue
         sums = np.zeros(self.timeline.num_lanes)
         np.add.at(sums, lane, seconds[: self.num_compute])
         return sums
 
-    def signs(self) -> tuple[Floats, Floats]:
-        """Return for each lane the seconds it waited for values on their way, and those with all there it needed."""
+    def waits(self) -> tuple[Floats, Floats]:
+        """Return for each lane the seconds spent waiting for values in transit, and idling with all values there."""
         needs = np.where(self.queues.needs < 0, len(self.seen), self.queues.needs)
         seen, lag = np.append(self.seen, -np.inf), np.append(self.lag, 0.0)
         lag[: self.num_compute] = 0.0
@@ -136,23 +138,23 @@ class _Work:
         return waited, ready
 
     def _span_of_row(self) -> Ints:
-        """Return the span of each row, -1 where there is none."""
+        """Return the span of each row, or -1."""
         timeline, rows = self.timeline, self.lowered.rows
         place = timeline.place
         if len(place) != len(timeline):
-            raise UsageError("the timeline does not say where its spans stand in the lowered lanes: give it `place`")
+            raise UsageError("the timeline needs `place`: the position of each span in the lowered lanes")
         if len(place) and not 0 <= place.min() <= place.max() < len(rows):
-            raise UsageError(f"the timeline has places that the schedule has not; actions: {len(rows)}")
+            raise UsageError(f"the timeline has places outside the schedule; actions: {len(rows)}")
         for name in ("kind", "stage", "mb", "lane"):
             other = np.flatnonzero(getattr(rows, name)[place] != getattr(timeline, name))
             if other.size:
                 at = int(other[0])
                 raise UsageError(
-                    f"the timeline is of another schedule: span {at} has the place of "
+                    f"the timeline belongs to another schedule: span {at} has the place of "
                     f"{rows.action(int(place[at]))} on lane {rows.lane[place[at]]}, but another {name}"
                 )
         if timeline.num_lanes != self.lowered.schedule.num_lanes or len(np.unique(place)) < len(place):
-            raise UsageError("the timeline is of another schedule, or of several steps: each action runs once")
+            raise UsageError("the timeline belongs to another schedule or has several steps: each action may run once")
         span_of = np.full(len(rows), NONE, dtype=np.int32)
         span_of[place] = np.arange(len(place), dtype=np.int32)
         return span_of
@@ -161,10 +163,10 @@ class _Work:
         rows = self.wiring.order[: self.num_compute][self.span[: self.num_compute] == NONE]
         if rows.size:
             names = ", ".join(str(self.lowered.rows.action(int(row))) for row in rows[:5])
-            raise UsageError(f"the timeline lacks spans of compute; missing: {len(rows)}, as {names}")
+            raise UsageError(f"the timeline lacks spans of compute actions; missing: {len(rows)}, such as {names}")
 
     def _read_compute(self) -> None:
-        """Read off how long actions took; pairs that overlap are one piece of work, each half seen at its own end."""
+        """Read the durations of actions; an overlapping pair is one piece of work whose halves have their own ends."""
         timeline, count, size = self.timeline, self.num_compute, len(self.span)
         span = self.span[:count]
         start, seconds = timeline.start.copy(), np.zeros(len(timeline))
@@ -187,7 +189,7 @@ class _Work:
         self.seen[:count] = ends
 
     def _read_transfers(self, span_of: Ints) -> None:
-        """Read off how long values were on their way: from when they could leave, and did, until they were there."""
+        """Read how long values were in transit: from when they were ready and sent until they arrived."""
         timeline, count = self.timeline, self.num_compute
         span = self.span[count:]
         issued = np.where(span != NONE, timeline.start[span], -np.inf)
@@ -203,7 +205,7 @@ class _Work:
         self.lag[count:] = np.where(np.isfinite(on_way), np.maximum(0.0, on_way), 0.0)
 
     def _left(self, issued: Floats, made: Floats) -> Floats:
-        """Return when values left: when they were issued, or since when they queued behind others of their channel."""
+        """Return when values left: when they were issued, or when they began to queue in their channel."""
         left = issued.copy()
         for first, last in zip(self.queues.first.tolist(), self.queues.last.tolist(), strict=True):
             if first >= self.num_compute and last > first:
@@ -214,7 +216,7 @@ class _Work:
         return left
 
     def _end_of_wait(self, span_of: Ints) -> Floats:
-        """Return for each send's row when its lane stopped waiting for it; NaN where it did not wait."""
+        """Return for the row of each send when its receiver stopped waiting for it; NaN if it did not wait."""
         rows, timeline = self.lowered.rows, self.timeline
         ends = np.full(len(rows), np.nan)
         where = np.array([RULES[kind].where is Where.NOTHING for kind in KINDS])[rows.kind]
@@ -225,7 +227,7 @@ class _Work:
         return ends
 
     def _first_use(self) -> Floats:
-        """Return when each sent or copied value was first used: it was there by then."""
+        """Return when each sent or copied value was first used; it had arrived by then."""
         first = np.full(len(self.seen) + 1, np.inf)
         for column in self.queues.needs[: self.num_compute].T:
             np.minimum.at(first, np.where(column < 0, len(self.seen), column), self.start)
@@ -233,12 +235,12 @@ class _Work:
 
 
 def _at_most(limit: float | Floats, seconds: float | Floats, noise: float) -> Floats:
-    """Return seconds, cut off at a limit, and that limit where they are as good as there."""
+    """Limit seconds, and round them to the limit if they are closer to it than the noise."""
     return np.where(seconds > np.subtract(limit, noise), limit, seconds)
 
 
 def _means(group: Positions, seconds: Floats, count: int) -> Floats:
-    """Return seconds in which every one of a group has the mean of its group, up to a count; zero behind it."""
+    """Replace the first `count` seconds by the mean of their group, and the others by zero."""
     total = np.bincount(group, weights=seconds[:count])
     number = np.bincount(group)
     even = np.zeros_like(seconds)

@@ -1,4 +1,4 @@
-"""Limits: memory limits of searched schedules, in bytes, and the defaults where costs have none."""
+"""Memory limits: limits of lanes in bytes, and default sizes for costs without bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Limit = float | str | Sequence[float | str]  # bytes, as 16e9 or "16GiB"; one fo
 
 
 def sized(costs: Costs | None, num_stages: int, *, pending_share: float = 0.5) -> StageCosts:
-    """Return costs a stage; where bytes are not given, a stage micro-batch saves 1 and leaves a share pending.
+    """Return the costs of each stage; without given bytes, a stage saves 1 per micro-batch and leaves a share pending.
 
-    Half is what a transformer block leaves, roughly: the inputs of its matmuls, out of all that it saves.
+    The default share is roughly that of a transformer block: the inputs of its matmuls are half of what it saves.
     """
     given = costs or Costs()
     if given.saved_bytes is None:
@@ -31,7 +31,7 @@ def sized(costs: Costs | None, num_stages: int, *, pending_share: float = 0.5) -
 
 
 def units_to_bytes(units: int, lane_of: Sequence[int], costs: StageCosts) -> tuple[float, ...]:
-    """Return each lane's limit when it may hold so many micro-batches of all its stages: 1f1b's unit."""
+    """Return the limit of each lane if it may hold `units` micro-batches of all its stages, the unit of 1f1b."""
     lanes = range(1 + max(lane_of))
     return tuple(
         units * sum(float(costs.saved_bytes[s]) for s, home in enumerate(lane_of) if home == lane) for lane in lanes
@@ -39,30 +39,30 @@ def units_to_bytes(units: int, lane_of: Sequence[int], costs: StageCosts) -> tup
 
 
 def limit_per_lane(memory_limit: Limit | None, lanes: int) -> tuple[float, ...]:
-    """Return one limit per lane, in bytes; infinite where none is given.
+    """Return one limit per lane in bytes; infinite without a limit.
 
     >>> limit_per_lane(["1kB", 2000], 2)
     (1000.0, 2000.0)
 
     Raises:
-        CostError: when it is not above zero, or not one number or one a lane.
+        CostError: if a limit is not above zero, or there is neither one number nor one per lane.
     """
     if memory_limit is None:
         return (float("inf"),) * lanes
     try:
         given = np.asarray(_bytes(memory_limit), dtype=np.float64)
     except (TypeError, ValueError):
-        words = f"memory_limit: {memory_limit!r:.80} is not a number of bytes"
-        raise CostError(f'{words}; give one, as 16e9 or "16GiB", or a list with one per lane') from None
+        fault = f"memory_limit: {memory_limit!r:.80} is not a number of bytes"
+        raise CostError(f'{fault}; pass a number such as 16e9 or "16GiB", or a list with one per lane') from None
     if given.ndim > 1 or (given.ndim == 1 and len(given) != lanes):
-        raise CostError(f"memory_limit must be one number or one for each of {lanes} lanes; given: {memory_limit!r}")
+        raise CostError(f"memory_limit must be one number, or one per lane; lanes: {lanes}, given: {memory_limit!r}")
     if not (given > 0).all():
-        raise CostError(f"memory_limit: {memory_limit!r} must be above zero")
+        raise CostError(f"memory_limit: {memory_limit!r} must be above 0")
     return tuple(np.broadcast_to(given, lanes).tolist())
 
 
 def _bytes(given: Any) -> Any:  # noqa: ANN401 - whatever the user gave
-    """Return texts as numbers; the rest as it is."""
+    """Convert texts to numbers; return everything else unchanged."""
     if isinstance(given, bool):
         raise TypeError(given)
     if isinstance(given, str):

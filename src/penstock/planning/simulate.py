@@ -1,4 +1,4 @@
-"""Simulate: run a lowered schedule over time, with costs, and return its timeline."""
+"""Simulation: run a lowered schedule with costs, and return its timeline."""
 
 from __future__ import annotations
 
@@ -34,54 +34,55 @@ def simulate(
     keep: Keep | Sequence[Keep] = "hold",
     skips: Iterable[Sequence[int]] = (),
 ) -> Timeline:
-    """Return the timeline of a step: when each action of each lane starts and ends.
+    """Return the timeline of a step: the start and end of each action of each lane.
 
     Args:
-        schedule: a schedule, or one that is already lowered (then give neither keep nor skips).
+        schedule: a schedule, or a lowered schedule (then leave keep and skips out).
         costs: seconds and bytes of each stage; by default F, I and W take one second each.
-        cluster: device speeds and links; by default all devices alike and links that only have latency.
+        cluster: device speeds and links; by default all devices have speed 1, and transfers take only the time that
+            `costs` gives.
         keep: what stages do with saved values, as in `lower`.
-        skips: values that jump over stages, as in `lower`.
+        skips: values that skip stages, as in `lower`.
 
     Raises:
-        ScheduleError: when the schedule cannot run to its end.
-        CostError: when costs or cluster do not fit the schedule.
+        ScheduleError: if the schedule deadlocks.
+        CostError: if the costs or the cluster do not match the schedule.
 
     >>> from penstock.schedule.builders.gpipe import gpipe
     >>> simulate(gpipe(lanes=4, micro_batches=8), Costs(forward=1.0, backward=2.0)).step_seconds
     33.0
     """
     if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs: give a penstock.Costs; given: {type(costs).__name__}")
+        raise UsageError(f"costs: pass a penstock.Costs; given: {type(costs).__name__}")
     if cluster is not None and not isinstance(cluster, Cluster):
-        raise UsageError(f"cluster: give a penstock.Cluster; given: {type(cluster).__name__}")
+        raise UsageError(f"cluster: pass a penstock.Cluster; given: {type(cluster).__name__}")
     if isinstance(schedule, Lowered) and (keep != "hold" or tuple(skips)):
-        raise UsageError("a lowered schedule has its keep policies and skips already: give neither")
+        raise UsageError("a lowered schedule already has its keep policies and skips: leave keep= and skips= out")
     lowered = schedule if isinstance(schedule, Lowered) else lower(schedule, keep=keep, skips=skips)
     plan = lowered.schedule
     stage_costs = (costs or Costs()).for_stages(plan.num_stages)
     wiring = Wiring(lowered, stage_costs, cluster or Cluster())
     run = advance(wiring.queues())
     if not run.is_done:
-        raise ScheduleError("the schedule deadlocks: verify() shows where")
+        raise ScheduleError("the schedule deadlocks; verify() shows where")
     return wiring.timeline(run)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows that go into queues, sorted by queue: lanes' compute, links' sends, host links' copies."""
+    """Rows for queues, sorted by queue: compute of lanes, sends on links, or copies on host links."""
 
     at: Positions  # rows
-    queue: Positions  # a number for each row's queue, from 0
-    server: Positions  # of each queue
+    queue: Positions  # the number of the queue of each row, from 0
+    server: Positions  # the server of each queue
     duration: Floats
     lag: Floats
 
 
 class Wiring:
-    """Turns a lowered schedule into queues for `advance`, and the run back into a timeline.
+    """Converts a lowered schedule to queues for `advance`, and the run back to a timeline.
 
-    Positions in the queues number all work: `order` gives the row of each, lanes' compute before all else.
+    Positions number all work in the queues; `order` has the row of each position. Compute comes first.
     """
 
     def __init__(self, lowered: Lowered, costs: StageCosts, cluster: Cluster) -> None:
@@ -93,7 +94,7 @@ class Wiring:
         self.order = np.concatenate([piece.at for piece in self.pieces])
 
     def queues(self) -> Queues:
-        """Return the work in its queues, numbered lane after lane, then channel after channel."""
+        """Return the queues, numbered lane after lane, then channel after channel."""
         first, last, server = [], [], []
         position = 0
         for piece in self.pieces:
@@ -109,14 +110,14 @@ class Wiring:
         return Queues(np.concatenate(first), np.concatenate(last), np.concatenate(server), needs, duration, lag)
 
     def pairs(self) -> tuple[Positions, Positions]:
-        """Return the positions of the first and of the second of each overlapping pair."""
-        place = np.empty(len(self.rows), dtype=np.int64)  # of a lane's row in the queues
+        """Return the positions of the first and the second action of each overlapping pair."""
+        place = np.empty(len(self.rows), dtype=np.int64)  # position of each compute row in the queues
         place[self.pieces[0].at] = np.arange(len(self.pieces[0].at))
         first, second = pair_rows(self.lowered.schedule, self.rows)
         return place[first], place[second]
 
     def timeline(self, run: Run) -> Timeline:
-        """Return the spans of all that took time somewhere: compute, sends and copies."""
+        """Return the spans of compute, sends and copies."""
         rows, order = self.rows, self.order
         lane_of_peer = self._peer_lane()
         return Timeline(
@@ -148,14 +149,14 @@ class Wiring:
         return _Piece(at, rows.lane[at].astype(np.int64), servers, duration, np.zeros(len(at)))
 
     def _sends(self) -> _Piece:
-        """Sends queue for each pair of lanes; what a channel's link takes is its bytes over its bandwidth."""
+        """Return the sends, with one queue per pair of lanes; a send takes its bytes divided by the bandwidth."""
         at, rows, num_lanes = self._pick(Where.LINK), self.rows, self.lowered.schedule.num_lanes
         pair = rows.lane[at].astype(np.int64) * num_lanes + self._peer_lane()[at]
         order = np.argsort(pair, kind="stable")
         at, pair = at[order], pair[order]
         pairs, queue = np.unique(pair, return_inverse=True)
         links = [self.cluster.between(int(p) // num_lanes, int(p) % num_lanes) for p in pairs]
-        # an activation crosses the cut behind its stage, a gradient the cut before it
+        # an activation crosses the cut after its stage, a gradient the cut before it
         is_forward = rows.kind[at] == KIND_INDEX[Kind.SEND_F]
         cut = np.where(is_forward, rows.stage[at], rows.peer[at])
         duration = self.costs.output_bytes[cut] / _column(links, "bytes_per_second")[queue]
@@ -181,10 +182,10 @@ class Wiring:
         return lane
 
     def _needs(self) -> Ints:
-        """Return what the queued rows wait for, as places in the queues; a receive stands for its send."""
+        """Return the positions that the queued rows wait for; waiting for a receive means waiting for its send."""
         flow: Flow = self.lowered.flow
         rows = self.rows
-        place = np.full(len(rows) + 1, NONE, dtype=np.int32)  # the last entry: nothing to wait for
+        place = np.full(len(rows) + 1, NONE, dtype=np.int32)  # the last entry means "nothing to wait for"
         place[self.order] = np.arange(len(self.order), dtype=np.int32)
         receives = self._pick(Where.NOTHING)
         place[receives] = place[flow.needs[receives, 0]]
@@ -195,7 +196,7 @@ class Wiring:
         return np.stack(columns, axis=1)
 
     def _issued_after(self) -> Positions:
-        """Return for every send and copy the compute row before it in its lane: it is issued after that."""
+        """Return for each send and copy the compute row after which its lane issues it."""
         rows = self.rows
         is_lane = self.where == list(Where).index(Where.LANE)
         last = np.maximum.accumulate(np.where(is_lane, np.arange(len(rows)), -1))
@@ -203,7 +204,7 @@ class Wiring:
         return np.where(is_lane, NONE, before)
 
     def _overlap(self, needs: Ints, duration: Floats, lag: Floats) -> Ints:
-        """Make two overlapping neighbours wait for each other's needs, start together and last as long as the pair."""
+        """Let overlapping neighbours wait for each other's needs, start together, and take the time of the pair."""
         plan = self.lowered.schedule
         if not plan.overlaps:
             return needs
@@ -218,7 +219,7 @@ class Wiring:
         return wait_together(needs, first, second)
 
     def _number(self, names: list[object]) -> Positions:
-        """Number servers by name, across all pieces: what has the same name is one server."""
+        """Number servers by name, across all pieces; equal names are one server."""
         return np.array([self.servers.setdefault(name, len(self.servers)) for name in names], dtype=np.int64)
 
 

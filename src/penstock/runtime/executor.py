@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices.streams import Event, Streams, Workspace
+from penstock.devices.streams import Stamp, Streams, Workspace
 from penstock.errors import LaneError, error_in_short
 from penstock.model.source import line_of
 from penstock.runtime.action_watch import Watch, apart_from
@@ -30,7 +30,6 @@ _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.P
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 Doing = list[tuple[Callable[..., None], Instruction]]  # what to do for each instruction
-Stamp = int | Event  # nanoseconds, or on a GPU an event that will know them
 Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
 
@@ -49,14 +48,14 @@ class Executor:
         stages: its stages, by number.
         transport: how values come and go.
         board_row: where to say what it is doing.
-        streams: where its work runs, on a GPU.
+        streams: where its work runs.
         versions: of the weights, where they change within a step.
         program_of: of any lane, for errors.
     """
 
     def __init__(
         self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
-        *, program_of: Callable[[int], LaneProgram], versions: Versions | None = None, streams: Streams | None = None,
+        *, program_of: Callable[[int], LaneProgram], streams: Streams, versions: Versions | None = None,
     ) -> None:  # fmt: skip
         self.program_of = program_of
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
@@ -93,7 +92,7 @@ class Executor:
         try:
             # a replay computes nothing that could be done in another way: what is around the call does not matter
             modes = _NOTHING if tape is not None and tape.is_replay else _alone(self._kind)
-            with modes, _NOTHING if self.streams is None else self.streams.running():
+            with modes, self.streams.running():
                 self._step, doing = (step, self.doing) if tape is None else tape.open(step)
                 if step.watch is None:
                     self._run(doing, self._step, spans)
@@ -116,7 +115,7 @@ class Executor:
 
     def _run(self, doing: Doing, step: Step, spans: Spans | None) -> None:
         row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
-        stamp: Callable[[], Stamp] = clock if self.streams is None else self.streams.stamp
+        stamp = self.streams.stamp
         for at, (do, instruction) in enumerate(doing):
             if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
                 continue
@@ -170,10 +169,8 @@ class Executor:
 
     def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
         """Return spans in nanoseconds of the host's clock; on a GPU, waits for their end."""
-        if self.streams is None:
-            return spans  # type: ignore[return-value]  # they are so already
-        told = self.streams.nanoseconds
-        return [(place, told(start), told(end)) for place, start, end in spans]  # type: ignore[arg-type]
+        nanoseconds = self.streams.nanoseconds
+        return [(place, nanoseconds(start), nanoseconds(end)) for place, start, end in spans]
 
     def _weigh(self, i: Instruction) -> None:
         """Count what the lane holds after an action."""

@@ -1,1 +1,1 @@
-"""WHEN: actions, the rule table, schedules and the families that build them."""
+"""Schedules as data: actions, the rule table, text forms, lowering and verification."""

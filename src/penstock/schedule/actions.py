@@ -17,7 +17,7 @@ __all__ = ["Action", "Kind", "Lane", "decode", "encode"]
 
 
 class Kind(StrEnum):
-    """What an action does. The text of a kind is what stands in an action's text form."""
+    """What an action does. The value of a kind appears in the text form of its actions."""
 
     F = "F"  # forward
     B = "B"  # backward, both gradients at once
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
     @property
     def words(self) -> str:
-        """The kind in words, for people."""
+        """The kind in plain words."""
         return _WORDS[self]
 
 
@@ -52,14 +52,14 @@ _WORDS: dict[Kind, str] = {
     Kind.OFFLOAD: "offload to host memory",
     Kind.FETCH: "fetch from host memory",
 }
-if missing := [kind for kind in Kind if kind not in _WORDS]:  # fails at import, not in a picture
-    raise RuntimeError(f"these kinds have no words: {missing}")
+if missing := [kind for kind in Kind if kind not in _WORDS]:  # fail at import, not while drawing
+    raise RuntimeError(f"_WORDS has no entry for: {missing}")
 
 KINDS: tuple[Kind, ...] = tuple(Kind)
 KIND_INDEX: dict[Kind, int] = {kind: index for index, kind in enumerate(KINDS)}
 
-# An action as one int64: kind in the top byte, then 24 bits of stage, then 32 bits of micro-batch (one of them unused).
-# Lanes of millions of actions stay small, and everything that reads them works on whole arrays.
+# An action as one int64: the kind in the top byte, then 24 bits of stage and 32 bits of micro-batch (one bit unused).
+# Lanes of millions of actions stay small, and their readers work on whole arrays.
 STAGE_BITS, MB_BITS = 24, 32
 MAX_STAGES, MAX_MBS = 1 << STAGE_BITS, 1 << (MB_BITS - 1)  # a micro-batch fits a signed 32-bit number
 _STAGE_MASK, _MB_MASK = MAX_STAGES - 1, MAX_MBS - 1
@@ -71,7 +71,7 @@ Ints = NDArray[np.int32]
 
 
 class Action(NamedTuple):
-    """One thing a lane does: a kind, for one stage and one micro-batch.
+    """One action of a lane: a kind, for one stage and one micro-batch.
 
     >>> str(Action(Kind.F, 2, 0)), Action.parse("3I7")
     ('2F0', Action(kind=<Kind.I: 'I'>, stage=3, mb=7))
@@ -89,7 +89,7 @@ class Action(NamedTuple):
         """Read an action's text form.
 
         Raises:
-            ScheduleError: when the text is not stage, kind, micro-batch.
+            ScheduleError: if the text is not a stage, a kind and a micro-batch.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -99,7 +99,9 @@ class Action(NamedTuple):
             )
         stage, mb = int(match[1]), int(match[3])
         if stage >= MAX_STAGES or mb >= MAX_MBS:
-            raise ScheduleError(f"{text.strip()[:40]!r} is out of range: stages end at 2^24, micro-batches at 2^31")
+            raise ScheduleError(
+                f"{text.strip()[:40]!r} is out of range: use stages below 2^24, micro-batches below 2^31"
+            )
         return cls(Kind(match[2]), stage, mb)
 
 
@@ -126,14 +128,14 @@ def _checked(item: Action | str) -> Action:
     try:
         kind, stage, mb = Kind(item[0]), operator.index(item[1]), operator.index(item[2])
     except (TypeError, ValueError, IndexError, KeyError):
-        raise ScheduleError(f"{item!r} is not an action: give a kind, a stage and a micro-batch") from None
+        raise ScheduleError(f"{item!r} is not an action: pass a kind, a stage and a micro-batch") from None
     if not (0 <= stage < MAX_STAGES and 0 <= mb < MAX_MBS):
-        raise ScheduleError(f"{item!r} is out of range: stages go from 0 to 2^24, micro-batches from 0 to 2^31")
+        raise ScheduleError(f"{item!r} is out of range: stages are in 0..2^24 - 1, micro-batches in 0..2^31 - 1")
     return Action(kind, stage, mb)
 
 
 class Lane(Sequence[Action]):
-    """One ordered list of actions, kept as integers and read as actions; equal to a tuple of the same actions.
+    """One ordered list of actions: stored as integers, read as actions, and equal to a tuple of the same actions.
 
     >>> Lane.of("0F0 0F1 0B0")[1:]
     Lane('0F1 0B0')
@@ -152,7 +154,7 @@ class Lane(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Lane | str | Iterable[Action | str]) -> Lane:
-        """Make a lane from actions, their texts, or one text with spaces between them."""
+        """Make a lane from actions, from their texts, or from one text with spaces between the actions."""
         if isinstance(actions, Lane):
             return actions
         items = actions.split() if isinstance(actions, str) else actions
@@ -181,10 +183,10 @@ class Lane(Sequence[Action]):
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # as that of the tuple it is equal to
+        return hash(tuple(self))  # a lane equals the tuple of its actions, so their hashes must be equal
 
     def __reduce__(self) -> tuple[type[Lane], tuple[Codes]]:
-        return Lane, (self.codes,)  # frozen again when it is read back
+        return Lane, (self.codes,)  # the constructor makes the array read-only again
 
     def __str__(self) -> str:
         return " ".join(map(str, self))

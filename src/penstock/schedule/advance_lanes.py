@@ -1,14 +1,14 @@
-"""Advance: run queues of actions until all are done or none can go on.
+"""Lane advance: run queues of actions until all are done or none can continue.
 
-A queue is an ordered run of positions: a lane's compute, or what one lane sends to another. The head of
-a queue starts when all that it waits for is there and its server is free. Every lane and every private
-link is a server of its own; channels that share a link share a server, which takes whoever was ready
-first. `verify` runs this without a clock (all durations zero), `simulate` with one.
+A queue is an ordered run of positions: the compute of a lane, or the messages from one lane to another. The
+head of a queue starts when its inputs are available and its server is free. Each lane and each private link has
+its own server. Channels that share a link share a server, which serves the head that was ready first. `verify`
+runs the queues with all durations zero, `simulate` with real durations.
 
-Each round moves every queue that can move by one place, all of them at once. A queue that cannot is left
-alone until what it waits for has ended, so the cost is linear in the work. Heads on shared servers are held
-back until nothing else can move. Then whatever comes later is ready no earlier than the earliest
-head held now, so that one may go: the result is that of an event loop ordered by time.
+Each round advances every queue that can move by one position, all at once. A blocked queue is skipped until its
+input has ended, so the cost is linear in the amount of work. Heads on shared servers wait until nothing else
+can move. No later head can then be ready before the earliest of them, so that one starts. The result is that of
+an event loop ordered by time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Queues:
-    """Work in queues. Positions number all work; queue q holds first[q] .. last[q] - 1, in this order."""
+    """Work in queues. Positions number all work; queue q runs first[q] .. last[q] - 1 in this order."""
 
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     server: NDArray[np.int64]  # of each queue
-    needs: Ints  # [positions, most needs]: positions waited for; negative: nothing
-    duration: Floats  # how long the server is busy
-    lag: Floats  # from the end to when others see the result
+    needs: Ints  # [positions, maximum number of needs]: the positions to wait for; negative: none
+    duration: Floats  # the time for which the server is busy
+    lag: Floats  # from the end until others see the result
 
 
 @dataclass(frozen=True)
 class Run:
-    """When each position started and was seen by others (NaN: never ran), and where each queue stopped."""
+    """When each position started and became visible to others (NaN: never ran), and where each queue stopped."""
 
     start: Floats
     seen: Floats
@@ -49,23 +49,23 @@ class Run:
 
 
 def advance(queues: Queues) -> Run:
-    """Run the queues to the end, or until none can go on."""
+    """Run the queues until all are done or none can continue."""
     return _Rounds(queues).run()
 
 
 class _Rounds:
-    """The state of the queues between rounds. A round looks only at queues that moved, or whose wait has ended."""
+    """The state of the queues between rounds. A round looks only at queues that moved or stopped waiting."""
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
         num = len(queues.duration)
         self.start = np.full(num, np.nan)
-        self.seen = np.full(num + 1, np.inf)  # the last entry stands for "nothing to wait for"
+        self.seen = np.full(num + 1, np.inf)  # the last entry means "nothing to wait for"
         self.seen[num] = 0.0
         self.needs = np.where(queues.needs < 0, num, queues.needs)
         self.cursor = queues.first.copy()
         self.free = np.zeros(int(queues.server.max(initial=-1)) + 1)
-        # who waits for a position: a chain of queues, its first link here, the others behind it
+        # the queues that wait for a position, as a linked list: its first queue, then the next of each queue
         self.first_waiter = np.full(num + 1, -1, dtype=np.int32)
         self.next_waiter = np.full(len(queues.first), -1, dtype=np.int32)
 
@@ -87,7 +87,7 @@ class _Rounds:
         return Run(self.start, seen, cursor, bool((cursor == queues.last).all()))
 
     def _round(self, moving: Positions) -> Positions:
-        """Move what can move; return the queues to look at next: those that moved, and those that waited for them."""
+        """Advance the queues that can move; return those that moved or waited for them, for the next round."""
         at = self.cursor[moving]
         arrivals = self.seen[self.needs[at]]
         ready = arrivals.max(axis=1)
@@ -116,7 +116,7 @@ class _Rounds:
         return np.concatenate(woken).astype(np.int64) if woken else np.empty(0, dtype=np.int64)
 
     def _wait(self, queue: Positions, position: Positions) -> None:
-        """Note who waits for what. Of several that wait for the same one writes its note, the rest try again."""
+        """Add queues to the lists of waiters. If several wait for one position, one is added and the rest try again."""
         while queue.size:
             self.next_waiter[queue] = self.first_waiter[position]
             self.first_waiter[position] = queue

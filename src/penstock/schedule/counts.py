@@ -1,4 +1,4 @@
-"""Checks of the counts that a schedule is asked for, with what would do instead."""
+"""Counts: check the numbers of lanes, stages and micro-batches; place stages on lanes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ __all__ = ["check_count", "loop", "need_even_lanes", "snake"]
 
 
 def check_count(name: str, value: object, most: int) -> int:
-    """Return a whole number from 1 up; refuse anything else."""
+    """Return a whole number of at least 1 and below `most`; refuse anything else."""
     count = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else 0
     if count < 1:
         raise ScheduleError(f"{name}: {value!r} must be a whole number, 1 or more")
     if count >= most:
-        raise ScheduleError(f"{name}: {count} is too many; less than {most} would do")
+        raise ScheduleError(f"{name}: {count} is too many; use less than {most}")
     return count
 
 
 def need_even_lanes(name: str, lanes: int) -> None:
-    """Refuse an odd number of lanes, naming the nearest that would do."""
+    """Refuse an odd number of lanes, and name the nearest even numbers."""
     if lanes % 2:
         options = f"{lanes - 1} or {lanes + 1}" if lanes > 1 else "2"
         raise ScheduleError(
-            f"{name} runs two ways over its lanes, so their number must be even; lanes: {lanes}, {options} would do"
+            f"{name} runs two ways over its lanes, so their number must be even; lanes: {lanes}, use {options}"
         )
 
 
 def loop(lanes: int, stages_per_lane: int) -> tuple[int, ...]:
-    """Return the lane of each stage where stages go round the lanes: 0 1 2 0 1 2."""
+    """Return the lane of each stage when stages go round the lanes: 0 1 2 0 1 2."""
     return tuple(stage % lanes for stage in range(lanes * stages_per_lane))
 
 
 def snake(lanes: int, stages_per_lane: int) -> tuple[int, ...]:
-    """Return the lane of each stage where stages go there and back over the lanes: 0 1 2 2 1 0."""
+    """Return the lane of each stage when stages go back and forth over the lanes: 0 1 2 2 1 0."""
     there = tuple(range(lanes))
     return tuple(lane for turn in range(stages_per_lane) for lane in (there[::-1] if turn % 2 else there))

@@ -1,8 +1,8 @@
-"""Flow: the rule table applied to whole lanes: for every action, the positions of the actions it waits for.
+"""Flow: the rule table applied to whole lanes: for each action, the positions of the actions it waits for.
 
-`Rows` is a table of actions, lane after lane; an action's position in it is its name here. It serves a
-schedule as built (compute only, a value passes straight from maker to user) and a lowered one alike
-(a value that was sent is waited for at its receive).
+`Rows` is a table of actions, lane after lane. An action is identified by its position in this table. The table
+holds a schedule as built (compute only: a value passes directly from maker to user) or a lowered one (the user
+waits for the receive).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rows:
     lane: Ints
     peer: Ints  # of a transfer: the stage at the other end; else -1
     starts: NDArray[np.int64]  # lane l has the positions starts[l] .. starts[l + 1] - 1
-    given_at: Ints | None = None  # an action's place in its lane as it was given, where rows were left out
+    given_at: Ints | None = None  # if rows were dropped: the original index of each action in its lane
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -56,7 +56,7 @@ class Rows:
 
     @cached_property
     def present(self) -> tuple[Kind, ...]:
-        """The kinds that occur."""
+        """The kinds that occur, in the order of KINDS."""
         counts = np.bincount(self.kind, minlength=len(KINDS))
         return tuple(kind for kind in KINDS if counts[KIND_INDEX[kind]])
 
@@ -65,13 +65,13 @@ class Rows:
         return Action(KINDS[self.kind[position]], int(self.stage[position]), int(self.mb[position]))
 
     def index(self, position: int) -> int:
-        """Return an action's place in its own lane."""
+        """Return the index of an action in its lane."""
         if self.given_at is not None:
             return int(self.given_at[position])
         return int(position - self.starts[self.lane[position]])
 
     def without(self, places: Iterable[tuple[int, int]]) -> Rows:
-        """Return the rows less those at some (lane, index); the others keep the index they had."""
+        """Return the rows without those at the given (lane, index) places; the others keep their index."""
         keep = np.ones(len(self), dtype=np.bool_)
         keep[[int(self.starts[lane]) + index for lane, index in places]] = False
         given_at = (np.arange(len(self)) - self.starts[self.lane]).astype(np.int32)
@@ -81,43 +81,39 @@ class Rows:
 
 
 def edges_of(num_stages: int, skips: Iterable[Sequence[int]] = ()) -> tuple[tuple[int, int], ...]:
-    """Return which stage hands values to which: every stage to its next, and the skips.
+    """Return the (from, to) pairs of stages that pass values: each stage to its next, and the skips.
 
     Raises:
-        ScheduleError: when a skip does not lead from a stage to a later one.
+        ScheduleError: if a skip does not lead from a stage to a later one.
     """
     chain = [(s, s + 1) for s in range(num_stages - 1)]
     extra = []
     for skip in check_skips(skips):
         if not 0 <= skip[0] < skip[1] < num_stages:
-            raise ScheduleError(f"a skip leads from a stage to a later one; skip: {skip}, stages: {num_stages}")
+            raise ScheduleError(f"a skip must lead from a stage to a later one; skip: {skip}, stages: {num_stages}")
         extra.append(skip)
     return tuple(dict.fromkeys(chain + sorted(extra)))
 
 
 def check_skips(skips: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Return skips as pairs of numbers.
-
-    Raises:
-        ScheduleError: when they are anything else.
-    """
+    """Return skips as pairs of integers; refuse anything else with a ScheduleError."""
     try:
         return tuple((operator.index(source), operator.index(target)) for source, target in skips)
     except (TypeError, ValueError):
-        raise ScheduleError(f"skips are pairs (from stage, to stage) of whole numbers; given: {skips!r}") from None
+        raise ScheduleError(f"skips must be pairs (from stage, to stage) of whole numbers; given: {skips!r}") from None
 
 
 @dataclass(frozen=True)
 class Flow:
-    """For every action the positions it waits for (padded with NONE), and where each value is made."""
+    """For each action, the positions it waits for (padded with NONE); for each value, the position that makes it."""
 
     rows: Rows
     edges: tuple[tuple[int, int], ...]
-    needs: Ints  # [actions, most needs of one]
+    needs: Ints  # [actions, maximum number of needs]
     made: dict[Value, Ints]  # [stages, micro-batches] -> position
 
     def needed(self, position: int, column: int) -> tuple[Value, int]:
-        """Return the value, and the stage that makes it, behind one entry of `needs`."""
+        """Return the value that one entry of `needs` stands for, and the stage that makes it."""
         stage = int(self.rows.stage[position])
         for need in RULES[KINDS[self.rows.kind[position]]].needs:
             if need.at in (At.HERE, At.PEER):
@@ -132,12 +128,12 @@ class Flow:
         raise IndexError(column)
 
 
-# Values that pass between stages, and which end of an edge makes them: its source or its target.
+# Values that pass between stages, and the end of the edge that makes them: 0 its source, 1 its target.
 _CROSSES = {Value.ACTIVATION: 0, Value.GRADIENT: 1, Value.SENT_ACTIVATION: 0, Value.SENT_GRADIENT: 1}
 
 
 def _incoming(edges: Sequence[tuple[int, int]], value: Value) -> dict[int, list[int]]:
-    """Return for each stage the indices of the edges over which it gets a value."""
+    """Return for each stage the indices of the edges through which it receives a value."""
     incoming: dict[int, list[int]] = {}
     for index, edge in enumerate(edges):
         incoming.setdefault(edge[1 - _CROSSES[value]], []).append(index)
@@ -145,7 +141,7 @@ def _incoming(edges: Sequence[tuple[int, int]], value: Value) -> dict[int, list[
 
 
 def trace_flow(schedule: Schedule, rows: Rows | None = None, *, skips: Iterable[Sequence[int]] = ()) -> Flow:
-    """Apply the rule table to a schedule's rows; rows must lie within its stages and micro-batches."""
+    """Apply the rule table to the rows of a schedule; rows must be within its stages and micro-batches."""
     rows = Rows.of(schedule) if rows is None else rows
     tracer = _Tracer(schedule, rows, edges_of(schedule.num_stages, skips))
     columns: list[Ints] = []
@@ -163,7 +159,7 @@ def trace_flow(schedule: Schedule, rows: Rows | None = None, *, skips: Iterable[
 
 
 class _Tracer:
-    """Knows where every value is made first and made again, and answers who makes what a row waits for."""
+    """Records where each value is made and remade, and finds the maker of each value that a row waits for."""
 
     def __init__(self, schedule: Schedule, rows: Rows, edges: tuple[tuple[int, int], ...]) -> None:
         self.rows, self.edges = rows, edges
@@ -190,11 +186,11 @@ class _Tracer:
         return tables[value]
 
     def _edge(self, at: NDArray[np.int64], value: Value, *, receiving: bool = False) -> NDArray[np.int64]:
-        """Return the edge of each transfer row: an activation runs source to target, a gradient back."""
+        """Return the edge of each transfer row: activations go from source to target, gradients back."""
         here, peer = self.rows.stage[at], self.rows.peer[at]
         makes_here = (_CROSSES[value] == 0) != receiving
         source, target = (here, peer) if makes_here else (peer, here)
-        # edges are few and their keys sorted once, so this stays small where stages are many
+        # look up in sorted keys: a table of stages x stages would be large
         keys = np.array([a * self.num_stages + b for a, b in self.edges], dtype=np.int64)
         order = np.argsort(keys)
         wanted = source.astype(np.int64) * self.num_stages + target
@@ -207,12 +203,12 @@ class _Tracer:
         if (found < 0).any():
             bad = int(at[np.argmin(found)])
             raise ScheduleError(
-                f"{self.rows.action(bad)} hands a value to stage {self.rows.peer[bad]}, but no edge leads there"
+                f"{self.rows.action(bad)} passes a value to stage {self.rows.peer[bad]}, but no edge leads there"
             )
         return found
 
     def waits(self, need: Need, at: NDArray[np.int64]) -> Iterable[tuple[Ints, NDArray[np.int64]]]:
-        """Yield (maker positions, user positions) for a need of the rows at some positions."""
+        """Yield (maker positions, user positions) for one need of the rows at the given positions."""
         rows = self.rows
         if need.at is At.HERE:
             yield self._find(need, rows.stage[at], rows.mb[at]), at
@@ -230,7 +226,7 @@ class _Tracer:
         return found
 
     def _waits_across(self, need: Need, at: NDArray[np.int64]) -> Iterable[tuple[Ints, NDArray[np.int64]]]:
-        """The values that come in over edges: each stage may have several, the k-th of each stage together."""
+        """Do the same for values that arrive through edges: round k handles the k-th incoming edge of each stage."""
         rows, maker_end = self.rows, _CROSSES[need.value]
         incoming = _incoming(self.edges, need.value)
         edge_ends = np.array(self.edges, dtype=np.int32).reshape(-1, 2)

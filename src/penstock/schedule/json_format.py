@@ -1,4 +1,4 @@
-"""Plain: a schedule as numbers and texts that JSON can hold, and back."""
+"""JSON format: convert a schedule to plain numbers and texts, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["from_json", "to_json"]
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Return everything that a schedule is.
+    """Return all fields of a schedule as plain data.
 
     >>> from penstock.schedule.builders.gpipe import gpipe
     >>> from_json(to_json(gpipe(lanes=2, micro_batches=2))) == gpipe(lanes=2, micro_batches=2)
@@ -30,7 +30,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(plain: dict[str, Any]) -> Schedule:
-    """Return the schedule that was written so."""
+    """Return the schedule that `to_json` wrote."""
     versions = plain["versions"]
     return Schedule(
         lanes=tuple(plain["lanes"]),

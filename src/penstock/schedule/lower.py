@@ -1,4 +1,4 @@
-"""Lower: add to a schedule what a runtime needs: transfers, recompute, offload and fetch, and slots."""
+"""Lowering: add what a runtime needs to a schedule: transfers, recompute, offload, fetch and slots."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from penstock.schedule.violations import find_incomplete, find_unknown
 
 __all__ = ["RECOMPUTING", "Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
 
-# hold: what the forward saves stays. recompute: the forward is run again before the backward; except_last: not for the
-# last micro-batch, whose backward comes soon. offload: it goes to host memory and back.
+# hold: saved values stay. recompute: the forward runs again before the backward. except_last: recompute, except for the
+# last micro-batch, whose backward comes soon. offload: saved values go to host memory and back.
 Keep = Literal["hold", "recompute", "except_last", "offload"]
 RECOMPUTING: tuple[Keep, ...] = ("recompute", "except_last")
-# tagged: a receive names its message. ordered: one queue from lane to lane, nothing blocks.
-# blocking: as ordered, and a send waits until its receive is reached.
+# tagged: a receive names its message. ordered: one queue for each pair of lanes; sends do not block.
+# blocking: like ordered, but a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]
 
 Positions = NDArray[np.int64]
 
-# The order in which what belongs to one action stands around it.
+# The order of the actions that lowering places around one action.
 _FETCH, _RECOMPUTE, _RECV, _SELF, _SEND, _OFFLOAD = range(6)
 _SLOTS_PER_ACTION = 8
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule with everything a runtime does, still lanes of actions one can read."""
+    """A schedule with everything that a runtime does, still as readable lanes of actions."""
 
     schedule: Schedule
     rows: Rows
@@ -49,19 +49,19 @@ class Lowered:
 
     @cached_property
     def flow(self) -> Flow:
-        """What every action waits for."""
+        """The actions that each action waits for."""
         return trace_flow(self.schedule, self.rows, skips=self.skips)
 
     @cached_property
     def slots(self) -> Slots:
-        """Which buffer each value lives in; a buffer is used again once the action that frees its value has ended."""
+        """The buffer of each value; a buffer is reused after the action that frees its value."""
         return assign_slots(self.rows)
 
     def lane_texts(self, *, slots: bool = False) -> Iterator[list[str]]:
-        """Yield each lane's actions as texts; a transfer past the next stage names the stage: `0SEND_F1>3`.
+        """Yield the actions of each lane as texts; a transfer beyond the next stage names the stage: `0SEND_F1>3`.
 
         Args:
-            slots: also show the slot of the value an action makes: `1RECV_F0#2`.
+            slots: also show the slot of the value that an action makes: `1RECV_F0#2`.
         """
         for lane in range(self.schedule.num_lanes):
             yield [self._text(at, slots=slots) for at in range(*self.rows.starts[lane : lane + 2].tolist())]
@@ -86,14 +86,14 @@ def lower(
     skips: Iterable[Sequence[int]] = (),
     channels: Channels = "tagged",
 ) -> Lowered:
-    """Add transfers and what the keep policies ask for.
+    """Add transfers, and the actions that the keep policies require.
 
     Args:
         schedule: a schedule that verifies.
-        keep: what stages do with saved values: one policy, or one a stage.
-        skips: (from stage, to stage) for values that jump over stages; they go straight from lane to lane.
-        channels: how the transport matches receives to sends; where it does so by order, receives are
-            posted in the order of the sends.
+        keep: what stages do with saved values: one policy, or one per stage.
+        skips: (from stage, to stage) for values that skip stages; they go directly from lane to lane.
+        channels: how the transport matches receives to sends. If it matches by order, receives are posted in
+            the order of the sends.
 
     >>> from penstock.schedule.builders.one_f_one_b import build_1f1b
     >>> print(lower(build_1f1b(lanes=2, micro_batches=1)))
@@ -109,24 +109,24 @@ def lower(
     front, back = _pair_ends(schedule, flow.rows)
     parts = [_Part.of_compute(flow.rows)]
     parts += _transfers(schedule, flow, channels, front, back)
-    parts += _keeping(flow, policies, front, back)
+    parts += _keep_actions(flow, policies, front, back)
     return Lowered(schedule, _merge(parts, flow.rows), policies, pairs, channels)
 
 
 def _checked_flow(schedule: Schedule, skips: tuple[tuple[int, int], ...]) -> Flow:
-    """Return what actions wait for, if all that a step needs is there."""
+    """Return what actions wait for; refuse a schedule that is incomplete."""
     rows = Rows.of(schedule)
     faults = list(find_unknown(schedule, rows, is_lowered=False))
     if not faults:
         flow = trace_flow(schedule, rows, skips=skips)
         faults = find_incomplete(schedule, flow)
     if faults:
-        raise ScheduleError(f"{schedule.name} cannot run; faults: {len(faults)}, verify() shows all; {faults[0]}")
+        raise ScheduleError(f"{schedule.name} cannot run; faults: {len(faults)}, verify() lists all; {faults[0]}")
     return flow
 
 
 def check_channels(channels: str) -> Channels:
-    """Return how a transport matches receives, if it is a way that we know."""
+    """Return `channels` if it is a known value."""
     if channels not in get_args(Channels):
         hint = nearest(str(channels), get_args(Channels))
         raise ScheduleError(f"channels: {channels!r} is not one of {', '.join(get_args(Channels))}.{hint}")
@@ -134,7 +134,7 @@ def check_channels(channels: str) -> Channels:
 
 
 def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]:
-    """Return one policy a stage, or say what is wrong with them."""
+    """Return one policy per stage; refuse unknown policies and a wrong number of them."""
     if not isinstance(keep, (str, Sequence)):
         raise ScheduleError(f"keep: {keep!r} is not a policy or a list of policies")
     policies = (keep,) * num_stages if isinstance(keep, str) else tuple(keep)
@@ -143,15 +143,13 @@ def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]
             hint = nearest(str(policy), get_args(Keep))
             raise ScheduleError(f"keep: {policy!r} is not one of {', '.join(get_args(Keep))}.{hint}")
     if len(policies) != num_stages:
-        raise ScheduleError(
-            f"keep: give one policy, or one for each stage; policies: {len(policies)}, stages: {num_stages}"
-        )
+        raise ScheduleError(f"keep: pass one policy, or one per stage; policies: {len(policies)}, stages: {num_stages}")
     return policies
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some actions, and the key that says where they go: their anchor's position, then their turn around it."""
+    """Actions and their sort keys: the position of the action they belong to, then their order around it."""
 
     kind: Kind | NDArray[np.int8]
     stage: Ints
@@ -169,7 +167,7 @@ def _key(anchor: Positions, turn: int) -> Positions:
 
 
 def _pair_ends(schedule: Schedule, rows: Rows) -> tuple[Positions, Positions]:
-    """Return for each action the first and the last of those that start with it: itself, or its overlapping pair."""
+    """Return the first and the last action of each action's overlapping pair; without a pair, the action itself."""
     front, back = np.arange(len(rows)), np.arange(len(rows))
     first, second = pair_rows(schedule, rows)
     front[second], back[first] = first, second
@@ -177,7 +175,7 @@ def _pair_ends(schedule: Schedule, rows: Rows) -> tuple[Positions, Positions]:
 
 
 def _transfers(schedule: Schedule, flow: Flow, channels: Channels, front: Positions, back: Positions) -> list[_Part]:
-    """Return the sends and receives of every value whose maker and user are on different lanes."""
+    """Return the sends and receives of all values whose maker and user are on different lanes."""
     edges = np.array(flow.edges, dtype=np.int32).reshape(-1, 2)
     if not len(edges):
         return []
@@ -203,7 +201,7 @@ _KIND_PAIRS = ((Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B))
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Values on their way: from which stage to which, the action that makes each, and the one that uses it."""
+    """Values in transit: source and target stage, the action that makes each value, and the action that uses it."""
 
     is_gradient: NDArray[np.bool_]
     from_stage: Ints
@@ -214,23 +212,23 @@ class _Transfers:
 
     @classmethod
     def of(cls, flow: Flow, value: Value, from_stage: Ints, to_stage: Ints, mb: Ints) -> _Transfers:
-        # the action that makes a value on one stage is the one that uses it on the next
+        # the action that makes this value on the source stage has a counterpart on the target stage, which uses it
         maker, user = (flow.made[value][stage, mb].astype(np.int64) for stage in (from_stage, to_stage))
         return cls(np.full(len(mb), value is Value.GRADIENT), from_stage, to_stage, mb, maker, user)
 
     @classmethod
     def in_order_of_sending(cls, *groups: _Transfers) -> _Transfers:
-        """Join groups; several values of one action leave in the order of their targets."""
+        """Join groups in the order of the sending actions; values of one action keep their order."""
         maker = np.concatenate([group.maker for group in groups])
         order = np.argsort(maker, kind="stable")
         return cls(*(np.concatenate([getattr(g, f.name) for g in groups])[order] for f in fields(cls)))
 
 
 def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lanes: int) -> Positions:
-    """Move receives ahead so that on each channel they stand in the order of the sends.
+    """Move receives forward so that each channel receives in the order of its sends.
 
-    Read a channel's transfers in send order, from the last to the first: each must be received no later
-    than the one behind it.
+    Go through the transfers of a channel from the last send to the first: each receive must be no later than the
+    one after it.
     """
     channel = rows.lane[maker].astype(np.int64) * num_lanes + rows.lane[receive_at]
     order = np.argsort(channel, kind="stable")
@@ -243,8 +241,8 @@ def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lane
     return posted
 
 
-def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
-    """Return the recompute, offload and fetch actions that the policies ask for."""
+def _keep_actions(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
+    """Return the recompute, offload and fetch actions that the policies require."""
     parts: list[_Part] = []
     for policy in (*RECOMPUTING, "offload"):
         stages = np.array([s for s, chosen in enumerate(keep) if chosen == policy], dtype=np.int32)
@@ -256,10 +254,10 @@ def _keeping(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positio
         stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
         peer = np.full(len(mb), NONE, dtype=np.int32)
         if policy in RECOMPUTING:
-            # before the receive: it needs no gradient, so it runs while that is still on its way
+            # before the receive: recomputing needs no gradient, so it overlaps the transfer
             parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
         else:
-            # one action early, so that the copy back runs beside compute, but not before the copy out
+            # one action early, so that the fetch overlaps compute, but not before the offload
             early = np.minimum(np.maximum(front[backward] - 1, back[forward] + 1), front[backward])
             parts.append(_Part(Kind.OFFLOAD, stage, mb, peer, _key(back[forward], _OFFLOAD)))
             parts.append(_Part(Kind.FETCH, stage, mb, peer, _key(front[early], _FETCH)))

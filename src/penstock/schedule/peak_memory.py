@@ -1,4 +1,4 @@
-"""Memory: what each lane holds at most, counted along its own order of actions."""
+"""Peak memory: the most that each lane holds, counted in the order of its actions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["HELD", "MemoryLimit", "changes", "changes_of", "find_over_limit"]
 
 Floats = NDArray[np.float64]
 
-# Values that take a lane's memory until they are freed.
+# Values that occupy memory of a lane until they are freed.
 HELD = frozenset({Value.SAVED, Value.PENDING, Value.INPUT})
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Bytes that each stage saves and leaves pending for a micro-batch, and how many each lane may hold."""
+    """Saved and pending bytes of each stage for one micro-batch, and the memory limit of each lane."""
 
     saved_bytes: Floats
     pending_bytes: Floats
-    limit_bytes: Floats  # one a lane
-    input_bytes: Floats | None = None  # what a stage that recomputes holds in place of what its forward saves
+    limit_bytes: Floats  # one per lane
+    input_bytes: Floats | None = None  # what a stage that recomputes holds instead of its saved values
 
 
 def changes(
     saved: Floats, pending: Floats, kept_input: Floats | None = None, recomputes: NDArray[np.bool_] | None = None
 ) -> tuple[Floats, Floats]:
-    """Return what each kind (row) adds for each stage (column) at its start, and at its end.
+    """Return the bytes that each kind (row) adds for each stage (column): at its start, and at its end.
 
-    Saved values grow from the start of the action that makes them; what is pending is what the end of the
-    input gradient leaves of them. A stage that recomputes holds its input in place of what its forward saves.
+    Saved values count from the start of the action that makes them. Pending values count from the end of the input
+    gradient. A stage that recomputes holds its input instead of the values that its forward saves.
     """
     kept = np.zeros_like(saved) if kept_input is None or recomputes is None else np.where(recomputes, kept_input, 0.0)
     first_saved = saved if recomputes is None else np.where(recomputes, 0.0, saved)
@@ -54,30 +54,30 @@ def changes(
 def changes_of(
     kind: NDArray[np.int8], stage: Ints, mb: Ints, *, saved: Floats, pending: Floats, kept_input: Floats
 ) -> tuple[Floats, Floats]:
-    """Return what each action adds at its start, and at its end.
+    """Return the bytes that each action adds: at its start, and at its end.
 
-    A stage that recomputes holds its inputs from forward to backward, and what is saved on top of them: from the
-    recompute on, or from the forward on for a micro-batch that is not recomputed.
+    A stage that recomputes holds its input from forward to backward, and in addition its saved values: from the
+    recompute on, or, if the micro-batch is not recomputed, from the forward on.
     """
-    again = kind == KIND_INDEX[Kind.RECOMPUTE]
+    recompute = kind == KIND_INDEX[Kind.RECOMPUTE]
     is_recomputed = np.zeros((len(saved), int(mb.max(initial=0)) + 1), dtype=np.bool_)
-    is_recomputed[stage[again], mb[again]] = True
-    is_again = is_recomputed[stage, mb]
+    is_recomputed[stage[recompute], mb[recompute]] = True
+    recomputes = is_recomputed[stage, mb]
     keeps_input = np.where(is_recomputed.any(axis=1), kept_input, 0.0)
     every = np.ones(len(saved), dtype=np.bool_)
     held = changes(saved + keeps_input, pending)
-    again_held = changes(saved, pending, kept_input, every)
+    recomputed = changes(saved, pending, kept_input, every)
     at_start, at_end = (
-        np.where(is_again, b[kind, stage], a[kind, stage]) for a, b in zip(held, again_held, strict=True)
+        np.where(recomputes, b[kind, stage], a[kind, stage]) for a, b in zip(held, recomputed, strict=True)
     )
     return at_start, at_end
 
 
 def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Iterator[tuple[int, int, str]]:
-    """Yield (lane, index, message) for the first action of each lane that goes over its limit.
+    """Yield (lane, index, message) for the first action of each lane that exceeds its limit.
 
-    This follows the lanes' own order: copies to host memory count as done where they stand. How much they hold
-    while they run depends on the host link, which `simulate` knows.
+    Actions count in the order of the lane, and a copy to host memory counts as done at once. What copies hold while
+    they run depends on the host link; `simulate` computes it.
     """
     kept_input = np.zeros(schedule.num_stages) if limit.input_bytes is None else limit.input_bytes
     at_start, at_end = changes_of(
@@ -87,9 +87,9 @@ def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Itera
         here = slice(*rows.starts[lane : lane + 2].tolist())
         starts, ends = at_start[here], at_end[here]
         held = np.cumsum(starts) + np.concatenate([[0.0], np.cumsum(ends)[:-1]]) if len(starts) else starts
-        # sums of many floats: a limit that is met exactly is not passed
+        # rounding of long sums: a limit that is met exactly is not exceeded
         over = np.flatnonzero(held > limit.limit_bytes[lane] * (1 + 1e-9))
         if over.size:
             at = int(rows.starts[lane]) + int(over[0])
             facts = f"its peak is {held.max():,.6g}; limit: {limit.limit_bytes[lane]:,.6g}"
-            yield lane, rows.index(at), f"{rows.action(at)} takes the lane to {held[over[0]]:,.6g} bytes, {facts}"
+            yield lane, rows.index(at), f"{rows.action(at)} brings the lane to {held[over[0]]:,.6g} bytes, {facts}"

@@ -21,42 +21,42 @@ MAX_FORWARDS = 100_000_000  # lanes × micro-batches; 4 million take 2.5 GiB to 
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule's name, its builder, what it does in a line, and where it comes from."""
+    """The name of a schedule, its builder, a summary in one line, and its source."""
 
     name: str
     builder: Builder
     summary: str
     paper: str = ""
-    stages_per_lane: int | None = None  # where its definition fixes them
+    stages_per_lane: int | None = None  # if the definition of the schedule fixes it
     doubles_weights: bool = False  # each stage lives on two lanes
-    trains_exactly: bool = True  # the same gradients as without a pipeline; asynchronous ones do not
+    trains_exactly: bool = True  # gradients are those of the model without a pipeline; False: asynchronous
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The builder's own keywords, beside lanes and micro_batches."""
+        """The keywords of the builder, without lanes and micro_batches."""
         known = ("lanes", "micro_batches")
         return tuple(name for name in inspect.signature(self.builder).parameters if name not in known)
 
 
 class Registry:
-    """The schedules one can ask for by name."""
+    """The schedules that can be built by name."""
 
     def __init__(self, entries: list[Entry], aliases: Mapping[str, str] | None = None) -> None:
         self._entries = {entry.name: entry for entry in entries}
         self._aliases = dict(aliases or {})
 
     def names(self) -> tuple[str, ...]:
-        """Return all names, in the order they were registered."""
+        """Return all names in the order of registration."""
         return tuple(self._entries)
 
     def entry(self, name: str) -> Entry:
-        """Return what is registered under a name; case and dashes do not matter.
+        """Return the entry of a name; case and dashes do not matter.
 
         Raises:
-            ScheduleError: for an unknown name, with the nearest one.
+            ScheduleError: if the name is unknown; the message suggests the nearest one.
         """
         if not isinstance(name, str):
-            raise ScheduleError(f"a schedule's name is a string; given: {name!r}")
+            raise ScheduleError(f"the name of a schedule must be a string; given: {name!r}")
         word = name.strip().lower().replace("-", "_")
         word = self._aliases.get(word, word)
         if word not in self._entries:
@@ -68,13 +68,15 @@ class Registry:
         """Add a schedule.
 
         Raises:
-            ScheduleError: when the name is taken or the builder takes other arguments than it should.
+            ScheduleError: if the name is taken, or the builder lacks lanes= or micro_batches=.
         """
         if not isinstance(entry.name, str) or not callable(entry.builder):
-            raise ScheduleError("a schedule is registered as a name and a function that builds it")
+            raise ScheduleError("to register a schedule, pass its name and a function that builds it")
         word = entry.name.lower().replace("-", "_")
         if not word.isidentifier() and not word.replace("_", "").isalnum():
-            raise ScheduleError(f"a schedule's name has letters, digits and underscores; name: {entry.name!r}")
+            raise ScheduleError(
+                f"the name of a schedule may have letters, digits and underscores; name: {entry.name!r}"
+            )
         if word in self._entries or word in self._aliases:
             raise ScheduleError(f"the name {entry.name!r} is taken")
         parameters = inspect.signature(entry.builder).parameters
@@ -84,10 +86,10 @@ class Registry:
         self._entries[word] = entry
 
     def build(self, name: str, *, lanes: int, micro_batches: int, options: Mapping[str, Any]) -> Schedule:
-        """Build a schedule by name; options that are None are left to the builder.
+        """Build a schedule by name; an option that is None takes the default of the builder.
 
         Raises:
-            ScheduleError: for an unknown name, counts that do not fit, or an option the schedule has no use for.
+            ScheduleError: if the name is unknown, a count is invalid, or the schedule does not take an option.
         """
         entry = self.entry(name)
         lanes = check_count("lanes", lanes, MAX_STAGES)
@@ -104,12 +106,12 @@ class Registry:
             raise ScheduleError(_no_use(entry, unused))
         schedule = entry.builder(lanes=lanes, micro_batches=micro_batches, **given)
         if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"the builder of {entry.name!r} returned no Schedule but: {type(schedule).__name__}")
+            raise ScheduleError(f"the builder of {entry.name!r} must return a Schedule; given: {type(schedule).__name__}")
         return schedule
 
 
 def _check_size(lanes: int, micro_batches: int) -> None:
-    """Refuse what no memory would hold, before trying."""
+    """Refuse a schedule that would not fit in memory."""
     if lanes * micro_batches > MAX_FORWARDS:
         raise ScheduleError(
             f"too many actions; lanes × micro_batches: {lanes * micro_batches:,}, at most: {MAX_FORWARDS:,}"
@@ -118,8 +120,6 @@ def _check_size(lanes: int, micro_batches: int) -> None:
 
 def _no_use(entry: Entry, unused: list[str]) -> str:
     if "stages_per_lane" in unused and entry.stages_per_lane is not None:
-        return (
-            f"{entry.name} has {entry.stages_per_lane} stage(s) per lane by its definition: leave stages_per_lane out"
-        )
+        return f"{entry.name} has {entry.stages_per_lane} stage(s) per lane by definition: leave stages_per_lane out"
     takes = ", ".join(entry.options) or "none"
-    return f"{entry.name} has no use for: {', '.join(unused)}; options it takes: {takes}"
+    return f"{entry.name} does not take: {', '.join(unused)}; its options: {takes}"

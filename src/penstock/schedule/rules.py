@@ -1,7 +1,7 @@
-"""The rule table: for each kind of action, what it needs, what it makes and what it frees.
+"""Rules: the table of what each kind of action needs, makes and frees.
 
-This is the only place where dependencies are written. `flow` turns the table into arrays, and
-`verify`, `lower`, `simulate`, the memory count and the executor's checks read those.
+Dependencies are defined only here. `flow` turns the table into arrays. `verify`, `lower`, `simulate`, the memory
+count and the checks of the executor read these arrays.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["GOAL", "RULES", "At", "Copy", "Need", "Rule", "Value", "Where"]
 
 
 class Value(StrEnum):
-    """A named thing that an action needs or makes; one for every stage and micro-batch."""
+    """A named thing that an action needs or makes; there is one per stage and micro-batch."""
 
-    ACTIVATION = "activation"  # a stage's output, for the stages after it
-    GRADIENT = "gradient"  # of a stage's input, for the stages before it
+    ACTIVATION = "activation"  # output of a stage, for later stages
+    GRADIENT = "gradient"  # gradient of the input of a stage, for earlier stages
     SENT_ACTIVATION = "sent activation"
     SENT_GRADIENT = "sent gradient"
-    INPUT = "input"  # what recompute starts from
+    INPUT = "input"  # the input of a recompute
     SAVED = "saved"  # what the forward keeps for the backward
     PENDING = "pending"  # what the input gradient leaves for the weight gradient
     HOST = "offloaded"  # saved values, in host memory
@@ -30,7 +30,7 @@ class Value(StrEnum):
 
 
 class At(Enum):
-    """Whose value an action needs."""
+    """The stage whose value an action needs."""
 
     HERE = "this stage"
     BEFORE = "the stages before"
@@ -39,7 +39,7 @@ class At(Enum):
 
 
 class Copy(Enum):
-    """Which copy, where a value is made on one lane (or moment) and made again on another."""
+    """Which copy of a value an action needs, if the value is made first and made again later or on another lane."""
 
     FIRST = "as first made"
     LATEST = "as received, recomputed or fetched"
@@ -56,7 +56,7 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """One value an action waits for."""
+    """One value that an action waits for."""
 
     value: Value
     at: At = At.HERE
@@ -65,7 +65,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one kind of action needs, makes, makes again and frees, and what it occupies."""
+    """The values that one kind of action needs, makes, makes again and frees, and what it occupies."""
 
     where: Where
     needs: tuple[Need, ...] = ()
@@ -105,7 +105,7 @@ RULES: dict[Kind, Rule] = {
     Kind.FETCH: Rule(Where.HOST_LINK, needs=(Need(Value.HOST),), remakes=(Value.SAVED,), frees=(Value.HOST,)),
 }
 
-# What a training step is for: every stage makes this once for every micro-batch.
+# The goal of a training step: each stage makes this value once for each micro-batch.
 GOAL = Value.WEIGHT_GRAD
 
 if missing := [kind for kind in Kind if kind not in RULES]:  # fails at import, not in the middle of a run
@@ -113,10 +113,10 @@ if missing := [kind for kind in Kind if kind not in RULES]:  # fails at import, 
 
 
 def makers(value: Value) -> tuple[Kind, ...]:
-    """Return the kinds that make a value first."""
+    """Return the kinds that make a value for the first time."""
     return tuple(kind for kind, rule in RULES.items() if value in rule.makes)
 
 
 def occupying(where: Where) -> tuple[Kind, ...]:
-    """Return the kinds that occupy a lane, a link, or nothing."""
+    """Return the kinds that occupy the given resource."""
     return tuple(kind for kind, rule in RULES.items() if rule.where is where)

@@ -1,4 +1,4 @@
-"""Schedule: the lanes of actions, and where each stage lives. Frozen data, nothing else."""
+"""Schedule: the lanes of actions and the lane of each stage, as frozen data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Schedule"]
 class Schedule:
     """The lanes of actions of one step.
 
-    Most schedules are one-way: stage `s` lives on `lane_of[s]`. In a bidirectional one a stage lives
-    on a lane for each way, and micro-batch `mb` takes way `way_of[mb]`: `ways[way][stage]` is the lane.
+    Most schedules have one way: stage `s` lives on `lane_of[s]`. In a bidirectional schedule, a stage lives on one
+    lane per way. Micro-batch `mb` takes way `way_of[mb]`; `ways[way][stage]` is the lane.
 
     Attributes:
-        lanes: for each lane its actions, in the order it runs them.
+        lanes: the actions of each lane in the order in which it runs them.
         ways: for each way, the lane of each stage.
-        num_mbs: how many micro-batches a step has.
-        way_of: for each micro-batch, its way; by default they take turns.
+        num_mbs: number of micro-batches of a step.
+        way_of: the way of each micro-batch; by default, ways alternate.
         overlaps: (lane, index) of the first of two neighbours that run at the same time.
-        versions: for each lane, for each action, the version of the stage's weights that it uses
-            (for U: that it makes); None where weights do not change within a step.
-        name: what to call it in tables.
+        versions: for each action of each lane, the version of the stage's weights that it uses (U: that it makes);
+            None if weights do not change within a step.
+        name: the name in tables and messages.
     """
 
     lanes: tuple[Lane, ...]
@@ -49,7 +49,7 @@ class Schedule:
         if self.num_mbs < 1:
             raise ScheduleError(f"a schedule needs at least one micro-batch; micro-batches: {self.num_mbs}")
         if len({len(way) for way in self.ways}) > 1:
-            raise ScheduleError("every way must give a lane for every stage")
+            raise ScheduleError("each way must name a lane for each stage")
         outside = sorted({lane for way in self.ways for lane in way if not 0 <= lane < len(self.lanes)})
         if outside:
             raise ScheduleError(f"stages are placed on lanes that do not exist: {outside}; lanes: {len(self.lanes)}")
@@ -64,7 +64,7 @@ class Schedule:
             raise ScheduleError("versions must hold one number for each action of each lane")
 
     def _normalise(self) -> None:
-        """Take lists for tuples, texts for lanes and numpy's whole numbers for Python's."""
+        """Convert lists to tuples, texts to lanes and NumPy integers to Python integers."""
         try:
             values = {
                 "lanes": tuple(Lane.of(lane) for lane in self.lanes),
@@ -75,13 +75,13 @@ class Schedule:
                 "versions": None if self.versions is None else tuple(_frozen(used) for used in self.versions),
             }
         except (TypeError, ValueError, OverflowError) as error:
-            raise ScheduleError(f"a schedule is made of lanes of actions and whole numbers: {error}") from None
+            raise ScheduleError(f"a schedule consists of lanes of actions and whole numbers: {error}") from None
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, lanes: Iterable[str | Iterable[Action | str]], *, name: str = "schedule") -> Schedule:
-        """Make a schedule from lanes of actions or texts; where each stage lives is read off them.
+        """Make a schedule from lanes of actions or texts, which also determine the lane of each stage.
 
         >>> Schedule.of(["0F0 0B0", "1F0 1B0"]).lane_of
         (0, 1)
@@ -89,32 +89,32 @@ class Schedule:
         from penstock.schedule.text_format import read_lanes
 
         if isinstance(lanes, str):
-            raise ScheduleError("give a list of lanes, one text for each")
+            raise ScheduleError("pass a list of lanes, one text per lane")
         return read_lanes([lane if isinstance(lane, str) else " ".join(map(str, lane)) for lane in lanes], name=name)
 
     @property
     def lane_of(self) -> tuple[int, ...]:
-        """The lane of each stage (of a bidirectional schedule: on the first way)."""
+        """The lane of each stage (in a bidirectional schedule: on the first way)."""
         return self.ways[0]
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes there are."""
+        """Number of lanes."""
         return len(self.lanes)
 
     @property
     def num_stages(self) -> int:
-        """How many pieces the model is cut into."""
+        """Number of stages."""
         return len(self.ways[0])
 
     @property
     def num_actions(self) -> int:
-        """How many actions all lanes hold together."""
+        """Number of actions of all lanes."""
         return sum(len(lane) for lane in self.lanes)
 
     @property
     def is_bidirectional(self) -> bool:
-        """Do micro-batches pass the stages on more than one way?"""
+        """Whether the schedule has more than one way."""
         return len(self.ways) > 1
 
     def home(self, stage: int, mb: int) -> int:
@@ -127,12 +127,12 @@ class Schedule:
 
     @cached_property
     def home_table(self) -> Ints:
-        """The lane of every stage (row) for every way (column)."""
+        """The lane of each stage (row) on each way (column)."""
         return np.array(self.ways, dtype=np.int32).T.copy()
 
     @cached_property
     def way_table(self) -> Ints:
-        """The way of every micro-batch."""
+        """The way of each micro-batch."""
         return np.array(self.way_of, dtype=np.int32)
 
     @cached_property
@@ -142,11 +142,11 @@ class Schedule:
         return frozenset(kind for kind, index in KIND_INDEX.items() if index in present)
 
     def codes(self) -> Codes:
-        """Return all lanes' actions as integers, one lane after the other."""
+        """Return the actions of all lanes as integers, lane after lane."""
         return np.concatenate([lane.codes for lane in self.lanes])
 
     def version(self, lane: int, index: int) -> int:
-        """Return the version of the weights that an action uses; 0 where weights do not change."""
+        """Return the version of the weights that an action uses; 0 if weights do not change within a step."""
         return 0 if self.versions is None else int(self.versions[lane][index])
 
     def __iter__(self) -> Iterator[Lane]:
@@ -155,7 +155,7 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        # the name does not count, nor a way that no micro-batch takes
+        # names and unused ways do not count
         mine = (self.lanes, self.num_stages, self.num_mbs, self.overlaps)
         theirs = (other.lanes, other.num_stages, other.num_mbs, other.overlaps)
         return mine == theirs and self._homes_as(other) and _same(self.versions, other.versions)
@@ -178,7 +178,7 @@ class Schedule:
         return to_text(self)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the compute actions in torch.distributed.pipelining's CSV form, whole or not at all."""
+        """Write the compute actions as a CSV file of torch.distributed.pipelining; the write is atomic."""
         from penstock.schedule.text_format import write_csv
 
         write_csv(self, path)

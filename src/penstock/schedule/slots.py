@@ -1,4 +1,4 @@
-"""Slots: number the buffers that values live in, so that a runtime allocates each once and uses it again."""
+"""Slots: number the buffers of values, so that a runtime can allocate each buffer once and reuse it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.schedule.rules import RULES, At, Rule, Value
 
 __all__ = ["Slots", "assign_slots"]
 
-Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value the stage it comes from (else -1)
+Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value its source stage (else -1)
 
-_HELD = HELD - {Value.INPUT}  # an input is held in the slot it was received in
+_HELD = HELD - {Value.INPUT}  # an input stays in the slot that received it
 
 
 @dataclass(frozen=True)
 class Slots:
-    """For each action the slot of the value it leaves in a buffer (-1: none), and how many slots each pool has."""
+    """The slot of the value that each action leaves in a buffer (-1: none), and the number of slots per pool."""
 
     of: Ints
     counts: dict[Pool, int]
 
 
 def assign_slots(rows: Rows) -> Slots:
-    """Give each value the lowest slot of its pool that is free when it is made; rows must come from `lower`."""
+    """Give each value the lowest free slot of its pool; rows must come from `lower`."""
     of = np.full(len(rows), NONE, dtype=np.int32)
     counts: dict[Pool, int] = defaultdict(int)
     free: dict[Pool, list[int]] = defaultdict(list)
@@ -40,26 +40,26 @@ def assign_slots(rows: Rows) -> Slots:
     )
     for at, (kind, stage, mb, lane, peer) in enumerate(columns):
         rule = RULES[KINDS[kind]]
-        for value in _takes(rule):
+        for value in _allocated(rule):
             if value is Value.SAVED and value in rule.makes and (stage, mb) in recomputed:
-                continue  # thrown away at once: the recompute makes it again
+                continue  # dropped at once: the recompute makes it again
             pool = (lane, stage, value, peer)
             slot = heapq.heappop(free[pool]) if free[pool] else counts[pool]
             counts[pool] = max(counts[pool], slot + 1)
             held[lane, stage, value, mb].append((pool, slot))
             of[at] = slot
-        for value in _gives_back(rule, recomputes=(stage, mb) in recomputed):
+        for value in _released(rule, recomputes=(stage, mb) in recomputed):
             for pool, slot in held.pop((lane, stage, value, mb), ()):
                 heapq.heappush(free[pool], slot)
     return Slots(of, dict(counts))
 
 
-def _takes(rule: Rule) -> tuple[Value, ...]:
+def _allocated(rule: Rule) -> tuple[Value, ...]:
     return tuple(v for v in rule.makes if v in _HELD) + rule.remakes
 
 
-def _gives_back(rule: Rule, *, recomputes: bool) -> tuple[Value, ...]:
-    """What is received goes back with the action that uses it; a stage that recomputes uses its input until then."""
+def _released(rule: Rule, *, recomputes: bool) -> tuple[Value, ...]:
+    """A received value is released by the action that uses it; a stage that recomputes keeps its input longer."""
     used_up = tuple(need.value for need in rule.needs if need.at in (At.BEFORE, At.AFTER))
     if recomputes:
         kept = (Value.ACTIVATION,) if Value.INPUT in rule.frees else ()

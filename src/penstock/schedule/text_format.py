@@ -1,7 +1,7 @@
-"""Text forms: a schedule as readable lines, and as the CSV of torch.distributed.pipelining.
+"""Text format: a schedule as readable lines, and as the CSV of torch.distributed.pipelining.
 
-A line is a lane. `2F0` is an action, `2F0@3` one that uses version 3 of its stage's weights, and
-`(1F4;2B1)` two neighbours that overlap; torch writes these as `(1F4;2B1)OVERLAP_F_B`, and so does the CSV.
+One line is one lane. `2F0` is an action. `2F0@3` is an action that uses version 3 of the weights of its stage.
+`(1F4;2B1)` are two neighbours that overlap; torch and the CSV write `(1F4;2B1)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["load_csv", "read_lanes", "to_text", "write_csv"]
 
-_OVERLAP = "OVERLAP_F_B"  # torch's word
+_OVERLAP = "OVERLAP_F_B"  # the name in torch
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:" + _OVERLAP + r")?")
 _MAX_CSV_BYTES = 1 << 30
 _TORCH_ONLY = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return a schedule as one line a lane.
+    """Return a schedule as text, one line per lane.
 
     >>> print(to_text(Schedule.of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])))
     0F0 0F1 0B0 0B1
@@ -41,27 +41,27 @@ def to_text(schedule: Schedule) -> str:
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Write a schedule as a CSV file that torch.distributed.pipelining loads as compute_only."""
+    """Write a CSV file that torch.distributed.pipelining loads as compute_only."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\r\n").writerows(_cells(schedule, closing=f"){_OVERLAP}"))
     write_whole(path, text.getvalue())
 
 
 def load_csv(path: str | PathLike[str]) -> Schedule:
-    """Read a CSV file of torch.distributed.pipelining's compute_only form; empty cells are idle steps.
+    """Read a CSV file in the compute_only form of torch.distributed.pipelining; empty cells are idle steps.
 
     Raises:
-        ScheduleError: when the file is not such a CSV, naming the line and the cell.
+        ScheduleError: if the file is no such CSV; the message names the line and the cell.
     """
     if not isinstance(path, (str, PathLike)):
-        raise ScheduleError(f"a CSV file is given by its path; given: {path!r}")
+        raise ScheduleError(f"pass the path of a CSV file; given: {path!r}")
     name = os.fspath(path)
     try:
         if not Path(name).is_file():
-            Path(name).stat()  # says what is wrong, where there is nothing
+            Path(name).stat()  # raises if the path does not exist
             raise ScheduleError(f"{name}: cannot be read: it is not a file")
         if Path(name).stat().st_size > _MAX_CSV_BYTES:
-            raise ScheduleError(f"{name}: larger than 1 GiB, which no schedule is")
+            raise ScheduleError(f"{name}: is larger than 1 GiB, so it is not a schedule")
         text = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, (UnicodeDecodeError, ScheduleError)):
@@ -84,7 +84,7 @@ def _not_text(name: str, error: Exception) -> Exception:
 
 
 def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", source: str = "") -> Schedule:
-    """Read lanes of texts; where each stage lives is read off them."""
+    """Read lanes of texts; the lanes also determine where each stage lives."""
     parsed: list[list[Action]] = []
     versions: list[list[int]] = []
     overlaps: set[tuple[int, int]] = set()
@@ -112,7 +112,7 @@ def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", 
         parsed.append(actions)
         versions.append(used)
     if not any(parsed):
-        raise ScheduleError(f"{source or 'the schedule'}: holds no actions")
+        raise ScheduleError(f"{source or 'the schedule'}: has no actions")
     return _place(parsed, versions, overlaps, name=name, source=source)
 
 
@@ -141,13 +141,13 @@ def _read_cell(cell: str) -> Iterator[tuple[Action, int]]:
     for word in (pair[1], pair[2]) if pair else (cell,):
         text, _, version = word.partition("@")
         if version and not re.fullmatch("[0-9]{1,9}", version):
-            raise ScheduleError(f"{word[:40]!r} has no whole number as its version after '@'")
+            raise ScheduleError(f"{word[:40]!r} must have a whole number (the version) after '@'")
         if _TORCH_ONLY.fullmatch(text):
-            raise ScheduleError(f"{word[:40]!r} belongs to torch's lowered form: load the compute-only one")
+            raise ScheduleError(f"{word[:40]!r} belongs to torch's lowered form: load the compute-only form")
         action = Action.parse(text)
         if action.kind not in occupying(Where.LANE) or action.kind is Kind.RECOMPUTE:
             raise ScheduleError(
-                f"{word[:40]!r} is a transfer or a copy: a schedule holds compute only, lowering adds the rest"
+                f"{word[:40]!r} is a transfer or a copy: a schedule has only compute actions, lowering adds the rest"
             )
         yield action, int(version or 0)
 
@@ -159,7 +159,7 @@ def _place(
     num_stages = _count({a.stage for lane in parsed for a in lane}, f"{prefix}stage")
     num_mbs = _count({a.mb for lane in parsed for a in lane}, f"{prefix}micro-batch")
     num_actions = sum(map(len, parsed))
-    if num_stages * num_mbs > 4 * num_actions + 10_000:  # before anything of that size is made
+    if num_stages * num_mbs > 4 * num_actions + 10_000:  # refuse before allocating arrays of this size
         raise ScheduleError(
             f"{prefix}lacks most of its actions; stages: {num_stages}, micro-batches: {num_mbs}, actions: {num_actions}"
         )
@@ -171,7 +171,7 @@ def _place(
 
 
 def _count(numbers: set[int], what: str) -> int:
-    """Return how many there are, if they are numbered from 0 without a gap."""
+    """Return how many numbers there are; they must start at 0 and have no gap."""
     if len(numbers) != max(numbers) + 1:
         gap = next(n for n in range(len(numbers) + 1) if n not in numbers)
         word = what.rsplit(maxsplit=1)[-1]
@@ -182,7 +182,7 @@ def _count(numbers: set[int], what: str) -> int:
 def _ways(
     parsed: list[list[Action]], num_stages: int, num_mbs: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Read off which lane each stage has for each micro-batch; a stage missing for one is taken from the others."""
+    """Find the lane of each stage for each micro-batch; a stage that one micro-batch lacks is taken from the others."""
     home: Ints = np.full((num_mbs, num_stages), -1, dtype=np.int32)
     for lane, actions in reversed(list(enumerate(parsed))):
         for action in actions:

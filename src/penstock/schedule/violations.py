@@ -1,4 +1,4 @@
-"""Faults: what can be wrong with a schedule's actions, whatever their order."""
+"""Violations: faults of the actions of a schedule that do not depend on their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FaultKind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: what, and where (lane and index; index -1 where no action is to blame)."""
+    """One fault: its kind, its place (lane and index; index -1: no single action), and a message."""
 
     kind: FaultKind
     lane: int
@@ -36,7 +36,7 @@ class Fault:
 
 
 def find_unknown(plan: Schedule, rows: Rows, *, is_lowered: bool) -> Iterator[Fault]:
-    """Yield actions of stages or micro-batches that are not there, and kinds that do not belong."""
+    """Yield actions of stages or micro-batches that do not exist, and actions of a wrong kind."""
     outside = (rows.stage >= plan.num_stages) | (rows.mb >= plan.num_mbs)
     compute = [KIND_INDEX[kind] for kind in BUILT]
     foreign = ~np.isin(rows.kind, compute) if not is_lowered else np.zeros(len(rows), dtype=np.bool_)
@@ -44,13 +44,13 @@ def find_unknown(plan: Schedule, rows: Rows, *, is_lowered: bool) -> Iterator[Fa
         reason = (
             f"the schedule has stages 0..{plan.num_stages - 1} and micro-batches 0..{plan.num_mbs - 1}"
             if outside[at]
-            else "a schedule holds compute only, lowering adds the rest"
+            else "a schedule has only compute actions, lowering adds the rest"
         )
         yield Fault("unknown", int(rows.lane[at]), rows.index(at), f"{rows.action(at)}: {reason}")
 
 
 def find_incomplete(plan: Schedule, flow: Flow) -> list[Fault]:
-    """Return actions on the wrong lane, repeated or missing ones, needs that nothing meets, and bad overlaps."""
+    """Return misplaced, repeated and missing actions, unmet needs and invalid overlaps."""
     faults = [*_find_misplaced(plan, flow.rows), *_find_repeated(plan, flow.rows)]
     faults += [*_find_missing(plan, flow), *_find_unmet(flow)]
     return faults + [Fault("overlap", *fault) for fault in find_bad_overlaps(plan)]
@@ -63,13 +63,13 @@ def _find_misplaced(plan: Schedule, rows: Rows) -> Iterator[Fault]:
 
 
 def _find_repeated(plan: Schedule, rows: Rows) -> Iterator[Fault]:
-    """A value may be made once; so neither an action twice, nor two actions that make the same."""
+    """Each value may be made only once: find repeated actions, and different actions that make the same value."""
     for kinds in sorted({makers(value) for rule in RULES.values() for value in rule.makes}):
         at = np.flatnonzero(np.isin(rows.kind, [KIND_INDEX[kind] for kind in kinds]))
         key = rows.stage[at].astype(np.int64) * plan.num_mbs + rows.mb[at]
-        if rows.peer[at].max(initial=NONE) != NONE:  # a send makes one value for each stage it sends to
+        if rows.peer[at].max(initial=NONE) != NONE:  # a send makes one value per target stage
             key = key * plan.num_stages + rows.peer[at]
-        is_dense = key.max(initial=0) < 8 * len(key)  # a count of each is quicker than sorting, where it is small
+        is_dense = key.max(initial=0) < 8 * len(key)  # then counting is faster than sorting
         has_repeats = np.bincount(key).max(initial=0) > 1 if is_dense else len(np.unique(key)) < len(key)
         order = np.argsort(key, kind="stable") if has_repeats else np.empty(0, dtype=np.int64)
         for k in np.flatnonzero(np.diff(key[order], prepend=-1) == 0).tolist():
@@ -78,9 +78,9 @@ def _find_repeated(plan: Schedule, rows: Rows) -> Iterator[Fault]:
 
 def _repeated(rows: Rows, first: int, second: int) -> Fault:
     is_same = rows.action(first) == rows.action(second)
-    both = f"{rows.action(first)} and {rows.action(second)} both stand"
-    text = f"{rows.action(second)} stands again" if is_same else both
-    place = f"the first on lane {rows.lane[first]}, action {rows.index(first)}"
+    both = f"{rows.action(first)} and {rows.action(second)} make the same value"
+    text = f"{rows.action(second)} is repeated" if is_same else both
+    place = f"the first is on lane {rows.lane[first]}, action {rows.index(first)}"
     return Fault("repeated", int(rows.lane[second]), rows.index(second), f"{text}; {place}")
 
 

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from penstock.devices.kinds import kind_of
 from penstock.errors import HangError, LaneError, LostError
 from penstock.faults.out_of_memory import is_out_of_memory
 from penstock.pipeline.smaller_micro_batches import split_finer
@@ -75,8 +74,8 @@ class MemoryRetry:
         self._stepper.forget()
         self._before.put_back()
         gc.collect()
-        if any(device.type == "cuda" for device in self._pipe.devices):
-            torch.cuda.empty_cache()
+        for device in set(self._pipe.devices):
+            kind_of(device).release_memory()
 
     def _tell(self, faults: Faults, number: int, message: str) -> None:
         count = self._pipe.schedule.num_mbs

@@ -735,7 +735,7 @@ def noted(monkeypatch):
         return result
 
     monkeypatch.setattr(interpreting, "compute", computed)
-    monkeypatch.setattr(torch.cuda, "stream", Pretended.now)
+    monkeypatch.setattr(interpreting, "OnStream", Pretended.now)
     return found
 
 

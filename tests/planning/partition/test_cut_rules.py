@@ -52,14 +52,14 @@ def test_users_say_where_to_cut_and_what_stays_together():
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"stages": 9}, "9 stages need 8 cuts; nodes: 8, places for a cut: 7; ask for fewer stages"),
-        ({"stages": 2, "cuts_at": [1, 2]}, "cuts: 2 asked for; 2 stages have 1"),
+        ({"stages": 9}, "9 stages need 8 cuts; nodes: 8, places for a cut: 7; request fewer stages"),
+        ({"stages": 2, "cuts_at": [1, 2]}, "cuts: 2 requested; 2 stages have 1"),
         (
             {"stages": 2, "cuts_at": [3], "together": [[2, 3]]},
-            "a cut at 3 is asked for, and group 0 of together (nodes 2",
+            "a cut at 3 is requested, but group 0 of together (nodes 2",
         ),
-        ({"stages": 2, "cuts_at": [3], "together": ["block.1"]}, "'block.1' (nodes 2 to 3) is to be in one stage"),
-        ({"stages": 2, "together": [range(8)]}, "places for a cut: 0, 7 more may not be cut"),
+        ({"stages": 2, "cuts_at": [3], "together": ["block.1"]}, "'block.1' (nodes 2 to 3) must be in one stage"),
+        ({"stages": 2, "together": [range(8)]}, "places for a cut: 0, 7 more cannot be cut"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, says):
@@ -71,34 +71,34 @@ def test_no_cut_where_values_are_changed_in_place():
     graph = chain_graph([4] * 4, uncuttable=frozenset({2}))
     profile = profile_of(graph, [3.0] * 4)
     assert partition(profile, stages=2).cuts == (1,)
-    with pytest.raises(PartitionError, match=r"a cut at 2 is asked for, but .* \(in block.1\) are changed in place"):
+    with pytest.raises(PartitionError, match=r"a cut at 2 is requested, but .* \(in block.1\) are changed in place"):
         partition(profile, stages=2, cuts_at=[2])
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({}, "give one of schedule, lane_of and stages"),
-        ({"stages": 2, "lane_of": [0, 1]}, "give one of schedule, lane_of and stages"),
+        ({}, "pass exactly one of schedule, lane_of and stages"),
+        ({"stages": 2, "lane_of": [0, 1]}, "pass exactly one of schedule, lane_of and stages"),
         ({"stages": 0}, "stages: 0 is not a whole number of at least 1"),
         ({"stages": True}, "stages: True"),
-        ({"lane_of": [0, 2]}, "lanes are numbered from 0, and each has a stage; given: [0, 2]"),
-        ({"lane_of": ["x"]}, "is not a lane for each stage"),
-        ({"schedule": "1f1b"}, "schedule: give a penstock.schedules.Schedule; given: str"),
+        ({"lane_of": [0, 2]}, "lanes must be numbered from 0, and each needs a stage; given: [0, 2]"),
+        ({"lane_of": ["x"]}, "is not a list of lane numbers, one per stage"),
+        ({"schedule": "1f1b"}, "schedule: pass a penstock.schedules.Schedule; given: str"),
         ({"stages": 2, "keep": "offload"}, "keep: 'offload' is not one of hold, recompute"),
         (
             {"stages": 2, "keep": "x", "transfers": "hiden"},
             "transfers: 'hiden' is not one of waited, hidden. Did you mean",
         ),
-        ({"stages": 2, "in_flight": [1]}, "in_flight: give one number, or one for each of 2 stages"),
-        ({"stages": 2, "in_flight": -1}, "in_flight: -1 must be numbers"),
+        ({"stages": 2, "in_flight": [1]}, "in_flight: pass one number, or one per stage; stages: 2"),
+        ({"stages": 2, "in_flight": -1}, "in_flight: -1 must be finite numbers"),
         ({"stages": 2, "cuts_at": ["n55"]}, "cuts: there is no node or module 'n55'. Did you mean 'n5'?"),
         ({"stages": 2, "cuts_at": [0]}, "cuts: a cut at 0 leaves a stage without nodes"),
         (
             {"stages": 2, "cuts_at": [99], "together": [["q"]]},
             "there is no node 99; nodes: 8; together: there is no node or",
         ),
-        ({"stages": 2, "together": "block.1"}, "together: give a list of groups"),
+        ({"stages": 2, "together": "block.1"}, "together: pass a list of groups"),
     ],
 )
 def test_wrong_arguments_are_refused(asked, says):
@@ -107,11 +107,11 @@ def test_wrong_arguments_are_refused(asked, says):
 
 
 def test_wrong_limits_and_clusters_are_refused():
-    with pytest.raises(CostError, match="one for each of 2 lanes"):
+    with pytest.raises(CostError, match="one per lane; lanes: 2"):
         partition(EVEN, stages=2, memory_limit=[1, 2, 3])
-    with pytest.raises(CostError, match="speed must be one number or one for each of 2 lanes"):
+    with pytest.raises(CostError, match="speed must be one number, or one per lane; lanes: 2"):
         partition(EVEN, stages=2, cluster=Cluster(speed=[1.0]))
-    with pytest.raises(UsageError, match="in_flight: the schedule says"):
+    with pytest.raises(UsageError, match="in_flight: the schedule determines"):
         partition(EVEN, schedule=schedules.build("1f1b", lanes=2, micro_batches=2), in_flight=1)
 
 
@@ -130,19 +130,19 @@ def test_what_is_missing_is_said_and_what_would_fit():
     profile = profile_of(chain_graph([4] * 8, parameters=[10] * 8), [3.0] * 8, saved=100.0, batch_size=4)
     with pytest.raises(PartitionError) as error:
         partition(profile, schedule=build(lanes=2), memory_limit=600, with_lanes=lambda n: build(lanes=n))
-    lane0 = "lane 0 is 120 bytes (120 B) over its 600 B (weights: 30 B, gradients: 30 B, optimizer: 60 B, saved: 600 B)"
+    lane0 = "lane 0 exceeds its 600 B by 120 bytes (120 B; weights: 30 B, gradients: 30 B, optimizer: 60 B, saved: 600 B)"
     lane1 = (
-        "lane 1 is 100 bytes (100 B) over its 600 B (weights: 50 B, gradients: 50 B, optimizer: 100 B, saved: 500 B)"
+        "lane 1 exceeds its 600 B by 100 bytes (100 B; weights: 50 B, gradients: 50 B, optimizer: 100 B, saved: 500 B)"
     )
-    advice = 'what would fit: more lanes: 4, or keep="recompute", or a smaller micro-batch: 2 in place of 4 samples'
+    advice = 'what would fit: more lanes: 4, or keep="recompute", or a smaller micro-batch: 2 instead of 4 samples'
     assert (
-        str(error.value) == f"no cuts fit the memory; with the cuts that come nearest ([3]) {lane0}; {lane1}; {advice}"
+        str(error.value) == f"no cuts fit the memory; with the closest cuts ([3]) {lane0}; {lane1}; {advice}"
     )
 
 
 def test_what_does_not_fit_is_not_advised():
     build = partial(schedules.build, "gpipe", micro_batches=4)
-    with pytest.raises(PartitionError, match="nothing that was tried would fit"):
+    with pytest.raises(PartitionError, match="none of the changes tried would fit"):
         partition(EVEN, schedule=build(lanes=2), memory_limit=30, with_lanes=lambda n: build(lanes=n))
     with pytest.raises(PartitionError, match="what would fit: more lanes: 4"):
         partition(EVEN, stages=2, memory_limit=300)
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_not_advised():
 def test_lanes_with_several_stages_are_refused_with_what_they_miss():
     schedule = schedules.build("zb_v", lanes=2, micro_batches=4)
     with pytest.raises(
-        PartitionError, match=r"lane \d is [\d,]+ bytes \(.*\) over its 400 B \(weights: .*what would fit: keep="
+        PartitionError, match=r"lane \d exceeds its 400 B by [\d,]+ bytes \(.* B; weights: .*what would fit: keep="
     ):
         partition(EVEN, schedule=schedule, memory_limit=400)
 

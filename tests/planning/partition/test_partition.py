@@ -89,7 +89,7 @@ def test_groups_stay_together(data, profile):
     oracle = Oracle(profile, schedule, Cluster(), waits=True)
     best = oracle.best([np.inf] * 2, apart=range(min(group) + 1, max(group) + 1))
     if best is None:
-        with pytest.raises(PartitionError, match="ask for fewer stages"):
+        with pytest.raises(PartitionError, match="request fewer stages"):
             partition(profile, schedule=schedule, together=[group])
         return
     found = partition(profile, schedule=schedule, together=[group])

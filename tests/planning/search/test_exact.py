@@ -245,9 +245,9 @@ def test_wrong_arguments_are_refused():
 
 def test_a_hint_of_another_problem_is_refused():
     hint = search(make(range(2), 3))
-    with pytest.raises(UsageError, match="other actions"):
+    with pytest.raises(UsageError, match="actions of the hint are not those"):
         solve_exactly(make(range(2), 4), hint=hint)
-    with pytest.raises(UsageError, match="holds more"):
+    with pytest.raises(UsageError, match="needs more memory"):
         solve_exactly(make(range(2), 3, limit=1), hint=hint)
     stuck = replace(hint, schedule=Schedule.of(["0I0 0F0 0W0", "1F0 1I0 1W0"]))
     with pytest.raises(UsageError, match="deadlocks"):
@@ -320,7 +320,7 @@ def test_ortools_stays_out_of_this_process():
 
 
 def test_prove_refuses_what_is_too_big_before_it_searches():
-    with pytest.raises(SolverError, match="too big"):
+    with pytest.raises(SolverError, match="too large"):
         schedules.prove(lanes=64, micro_batches=1024)
 
 

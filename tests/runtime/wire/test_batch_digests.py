@@ -250,7 +250,7 @@ def test_a_loader_that_shares_out_data_is_refused_before_the_first_step(tmp_path
     for told, losses in processes.run(sharing_process, 2, tmp_path):
         assert [text.partition(":")[0] for text in told] == ["loader", "data", "data", "validation"]
         assert all("a DistributedSampler, num_replicas=2" in text for text in told)
-        assert all("Leave the sharding out" in text for text in told)
+        assert all("Do not shard" in text for text in told)
         assert len(losses) == 2
 
 

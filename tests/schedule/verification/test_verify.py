@@ -178,8 +178,8 @@ def test_a_deadlock_says_who_waits_for_whom():
     crossed = Schedule.of(["0F1 0B1 0F0 0B0", "1F0 1B0 1F1 1B1"])
     with pytest.raises(VerifyError) as error:
         verify(crossed)
-    assert "0B1 waits for ever for 1B1 on lane 1 (action 3)" in str(error.value)
-    assert "1F0 waits for ever for 0F0 on lane 0 (action 2)" in str(error.value)
+    assert "0B1 waits forever for 1B1 on lane 1 (action 3)" in str(error.value)
+    assert "1F0 waits forever for 0F0 on lane 0 (action 2)" in str(error.value)
 
 
 def test_channels_without_tags_must_see_one_order():
@@ -207,7 +207,7 @@ def test_sends_that_wait_for_their_receive_deadlock_where_two_lanes_send_to_each
     """The reason why 1f1b on blocking channels needs fused sends and receives."""
     schedule = schedules.build("1f1b", lanes=4, micro_batches=6)
     verify(schedule, channels="ordered")
-    with pytest.raises(VerifyError, match="waits for ever") as error:
+    with pytest.raises(VerifyError, match="waits forever") as error:
         verify(schedule, channels="blocking")
     assert {fault.kind for fault in error.value.faults} == {"deadlock"}
     verify(schedules.build("gpipe", lanes=4, micro_batches=6), channels="blocking")
@@ -228,9 +228,9 @@ def test_a_transfer_that_is_missing_from_a_lowered_schedule_is_caught():
 @pytest.mark.parametrize(
     ("overlaps", "message"),
     [
-        ({(0, 9)}, "no neighbour"),
-        ({(5, 0)}, "no neighbour"),
-        ({(0, 0)}, "only a forward and a backward"),
+        ({(0, 9)}, "no action follows"),
+        ({(5, 0)}, "no action follows"),
+        ({(0, 0)}, "only a forward followed by a backward"),
         ({(0, 1), (0, 2)}, "overlaps another"),
     ],
 )
@@ -270,12 +270,12 @@ def test_places_are_those_of_the_schedule_as_given_also_beside_unknown_actions()
     """The story: places were counted without the unknown action."""
     faults = find_faults(Schedule((Lane.of("0F7 0B0 0F0"),), ((0,),), 1))
     assert [(fault.kind, fault.index) for fault in faults] == [("unknown", 0), ("deadlock", 1)]
-    assert "0F0 behind it on its own lane (action 2)" in faults[1].message
+    assert "0F0 which comes later on the same lane (action 2)" in faults[1].message
 
 
 def test_a_lowered_schedule_is_verified_for_the_channels_it_was_lowered_for():
     lowered = lower(schedules.build("1f1b", lanes=3, micro_batches=4), channels="blocking")
-    with pytest.raises(VerifyError, match="waits for ever"):
+    with pytest.raises(VerifyError, match="waits forever"):
         verify(lowered)
     verify(lowered, channels="ordered")
 
@@ -284,7 +284,7 @@ def test_arguments_that_cannot_be_are_refused():
     schedule = schedules.build("1f1b", lanes=2, micro_batches=2)
     with pytest.raises(ScheduleError, match="Did you mean 'tagged'"):
         verify(schedule, channels="taged")
-    with pytest.raises(UsageError, match="skips already"):
+    with pytest.raises(UsageError, match="already has its skips"):
         verify(lower(schedule), skips=[(0, 1)])
     with pytest.raises(CostError, match="saved_bytes"):
         verify(schedule, costs=Costs(forward=1.0), memory_limit=1)

@@ -183,7 +183,7 @@ def test_a_slow_lane_is_written_down_once_when_two_steps_have_shown_it(tmp_path)
     journal.close()
     told = [line for line in events(tmp_path) if line["event"] == "slow_lane"]
     assert [line["step"] for line in told] == [4]
-    assert "lane 1 takes 2.0 × the others" in told[0]["message"]
+    assert "lane 1 takes 2.0 times as long as the others" in told[0]["message"]
 
 
 # ---- TensorBoard

@@ -259,7 +259,7 @@ def test_a_slow_lane_is_told_once(tmp_path):
         for step in (1, 2, 3):
             trainer.step, trainer.reading = step, reading(step, line=slow)
             view.on_record(trainer, tmp_path)
-    assert re.findall(r"step (\d): lane 2 takes 3.0 × the others", file.getvalue()) == ["2"]
+    assert re.findall(r"step (\d): lane 2 takes 3.0 times as long as the others", file.getvalue()) == ["2"]
 
 
 def test_the_summary_tells_of_what_did_not_work(tmp_path):

@@ -1,4 +1,4 @@
-"""Foreign: weights from and to safetensors files, Hugging Face folders, torch.distributed.checkpoint and .pt files."""
+"""Exchange: import and export weights as safetensors files, Hugging Face folders, DCP checkpoints and .pt files."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class Moved:
-    """What was exported or imported: where it is now, and how much it is."""
+    """The result of an export or import."""
 
     path: Path
     num_tensors: int
     num_bytes: int
 
 
-# ---- out
+# ---- export
 
 
 def export_checkpoint(
     manifest: Manifest, target: str | Path, *, form: Form, config: str | Path | None = None, force: bool = False
 ) -> Moved:
-    """Write the model of a checkpoint in a form that others read; every tensor is checked on the way.
+    """Write the model of a checkpoint in another format; every tensor is checked.
 
     Args:
-        manifest: of the checkpoint.
-        target: a file for "safetensors", a folder for the others.
+        manifest: the manifest of the checkpoint.
+        target: a file for "safetensors", a folder for the other forms.
         form: "safetensors" (one file, all names of the state dict), "huggingface" (model*.safetensors with their
             index), or "dcp" (torch.distributed.checkpoint).
-        config: a config.json to put beside the weights of "huggingface".
-        force: write over what is there.
+        config: for "huggingface", a config.json to copy next to the weights.
+        force: overwrite an earlier export.
 
     Raises:
-        CheckpointError: when the checkpoint is damaged.
-        OutputError: when the target is there, would take the place of something else, or cannot be written.
-        UsageError: for a form or config that cannot be.
+        CheckpointError: if the checkpoint is damaged.
+        OutputError: if the target exists, would replace something else, or cannot be written.
+        UsageError: for an invalid form or config.
     """
     path = Path(target)
     if form not in FORMS:
         raise UsageError(f"form: {form!r} is not one of {', '.join(FORMS)}")
     if config is not None and form != "huggingface":
-        raise UsageError("config: only a Hugging Face folder has one")
+        raise UsageError("config: only form='huggingface' takes a config")
     if config is not None:
         read_json(Path(config))
     try:
@@ -72,7 +72,7 @@ def export_checkpoint(
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(f"{path}: cannot be looked at: {error.strerror or error}") from error
+        raise OutputError(f"{path}: cannot be read: {error.strerror or error}") from error
     hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     disk = Disk()
     try:
@@ -90,33 +90,35 @@ def export_checkpoint(
 
 
 def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
-    """Raise where an export would take the place of anything but an export; force or not.
+    """Check that an export replaces nothing but an earlier export, with or without `force`.
 
     Raises:
-        OutputError: naming the target, and what to do.
+        OutputError: with the target and advice.
     """
     if path.name in ("", ".."):
-        raise OutputError(f"{path}: give the name of a {_kind(form)} that is to be made")
+        raise OutputError(f"{path}: give the name of a new {_kind(form)}")
     real, source = path.parent.resolve() / path.name, source.resolve()
     places = {real, real.resolve()}
     if any(source == place or source in place.parents or place in source.parents for place in places):
-        raise OutputError(f"{path}: is, holds or lies in {source}, which is to be exported; choose another place")
+        raise OutputError(f"{path}: overlaps {source}, the checkpoint to export; choose another path")
     is_there = path.exists() or path.is_symlink()
-    run = source.parent  # of a training; a checkpoint that was copied elsewhere has none around it
+    run = source.parent  # the training's folder, unless the checkpoint was copied elsewhere
     is_inside = (run / "latest").exists() and any(run in place.parents for place in places)
     is_checkpoint = is_folder_name(path.name) or any((place / MANIFEST).exists() for place in real.parents)
     if (is_inside and is_there) or is_checkpoint:
-        raise OutputError(f"{path}: belongs to a training or to its checkpoints; choose another place")
+        raise OutputError(f"{path}: belongs to a training or its checkpoints; choose another path")
     if not is_there:
         return
     if not force:
-        raise OutputError(f"{path}: is there already; choose another name, or force (--force)")
+        raise OutputError(f"{path}: already exists; choose another name, or pass force=True (--force)")
     if path.is_dir() and form == "safetensors":
-        raise OutputError(f"{path}: is a folder, and {form} is a file; choose another name")
+        raise OutputError(f"{path}: is a folder, but {form} writes a file; choose another name")
     inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
     others = sorted(one.name for one in inside if one.is_dir() or not _EXPORTED.fullmatch(one.name))
     if others:
-        raise OutputError(f"{path}: holds what no export writes ({', '.join(others[:3])}); choose another place")
+        raise OutputError(
+            f"{path}: contains files that no export writes ({', '.join(others[:3])}); choose another path"
+        )
 
 
 def _kind(form: Form) -> str:
@@ -124,7 +126,7 @@ def _kind(form: Form) -> str:
 
 
 def _put(hidden: Path, path: Path) -> None:
-    """Move what was written to its place; what was there goes only then."""
+    """Move the new export to its place, and only then delete the old one."""
     old = path.with_name(f"{hidden.name}.old")
     if path.exists() or path.is_symlink():
         path.replace(old)
@@ -176,32 +178,32 @@ def _write_dcp(manifest: Manifest, path: Path, disk: Disk) -> tuple[int, int]:
 _WRITERS = {"safetensors": _write_safetensors, "huggingface": _write_huggingface, "dcp": _write_dcp}
 
 
-# ---- in
+# ---- import
 
 
 def import_weights(
     source: str | Path, folder: str | Path, *, step: int = 0, prefix: str = "", key: str | None = None
 ) -> Moved:
-    """Make a checkpoint of weights that someone else wrote; `Checkpoints.restore` then takes them up.
+    """Make a checkpoint from weights in another format, for `Checkpoints.restore`.
 
-    It holds the model only: optimizer, learning rate and the rest start anew. Nothing in the source is run.
+    It contains only the model: the optimizer, the learning rate and the rest start anew. No code of the source runs.
 
     Args:
-        source: a safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a .pt file that
-            holds a state dict.
-        folder: where checkpoints are.
-        step: what it is the checkpoint of.
-        prefix: take only names that begin so, without it, as "model." of {"model": state_dict}.
-        key: where in a .pt file the state dict is, if it is not all of it.
+        source: a safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a .pt file with
+            a state dict.
+        folder: the folder of the checkpoints.
+        step: the step of the new checkpoint.
+        prefix: take only names with this prefix and remove it, for example "model." for {"model": state_dict}.
+        key: the key of the state dict within a .pt file, if the file contains more.
 
     Raises:
-        CheckpointError: when the source is damaged, or holds what could run.
-        OutputError: when the step has a checkpoint already, or it cannot be written.
+        CheckpointError: if the source is damaged, or contains code that could run.
+        OutputError: if the step already has a checkpoint, or the new one cannot be written.
     """
     path, folder = Path(source), Path(folder)
     final = folder / folder_name(step)
     if final.exists():
-        raise OutputError(f"{final}: is there already; choose another step or folder")
+        raise OutputError(f"{final}: already exists; choose another step or folder")
     tensors = {name: tensor.contiguous() for name, tensor in _chosen(_read(path, key), prefix, path).items()}
     check_storable(tensors)
     files = {"model-00001-of-00001.safetensors": tensors}
@@ -221,16 +223,16 @@ def import_weights(
 
 def _read(path: Path, key: str | None) -> Mapping[str, torch.Tensor]:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
+        raise CheckpointError(f"{path}: no such file or folder")
     is_torch = path.is_file() and path.suffix in _TORCH_ENDINGS
     if key is not None and not is_torch:
-        raise UsageError("key: only a .pt file has one")
+        raise UsageError("key: only a .pt file takes a key")
     if is_torch:
         return _state_dict(load_tensors(path, str(path)), key, path)
     if path.is_file():
         return dict(_safetensors(path))
     if (path / MANIFEST).exists():
-        raise UsageError(f"{path}: is a checkpoint of Penstock already; restore() takes it up as it is")
+        raise UsageError(f"{path}: is already a Penstock checkpoint; restore() loads it directly")
     if (path / METADATA).exists():
         return read_dcp(path)
     return _huggingface(path)
@@ -240,7 +242,7 @@ def _chosen(tensors: Mapping[str, torch.Tensor], prefix: str, path: Path) -> dic
     chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     if not chosen:
         some = ", ".join(list(tensors)[:5]) or "none"
-        raise CheckpointError(f"{path}: no tensor's name begins with {prefix!r}; there are: {some}")
+        raise CheckpointError(f"{path}: no tensor name begins with {prefix!r}; existing names: {some}")
     return chosen
 
 
@@ -249,10 +251,10 @@ def _safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is no good safetensors file: {error!s:.200}") from error
+        raise CheckpointError(f"{path}: is not a valid safetensors file: {error!s:.200}") from error
 
 
 def _huggingface(path: Path) -> dict[str, torch.Tensor]:
@@ -263,17 +265,17 @@ def _huggingface(path: Path) -> dict[str, torch.Tensor]:
         files = sorted(set(map(str, weight_map.values())))
         bad = next((name for name in files if not _FILE_NAME.fullmatch(name)), None)
         if bad is not None:
-            raise CheckpointError(f"{path / INDEX}: {bad!r:.80} cannot be the name of a file beside it")
+            raise CheckpointError(f"{path / INDEX}: {bad!r:.80} is not a valid file name")
     else:
         weight_map, files = None, sorted(file.name for file in path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{path}: holds no weights that are read here: model*.safetensors, or torch.distributed.checkpoint's files"
+            f"{path}: contains neither *.safetensors files nor a checkpoint of torch.distributed.checkpoint"
         )
     tensors = {name: tensor for file in files for name, tensor in _safetensors(path / file)}
     missing = sorted((weight_map or {}).keys() - tensors.keys())
     if missing:
-        raise CheckpointError(f"{path}: the files do not hold what the index names: {', '.join(missing[:5])}")
+        raise CheckpointError(f"{path}: the files lack tensors that the index lists: {', '.join(missing[:5])}")
     return tensors
 
 
@@ -285,5 +287,7 @@ def _state_dict(found: Any, key: str | None, path: Path) -> dict[str, torch.Tens
             found = found[part]
     if not isinstance(found, Mapping) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         keys = ", ".join(map(str, list(found)[:10])) if isinstance(found, Mapping) else type(found).__name__
-        raise CheckpointError(f"{path}: is no state dict, but holds: {keys}. Say where in it the state dict is (--key)")
+        raise CheckpointError(
+            f"{path}: is not a state dict; it contains: {keys}. Give the key of the state dict (--key)"
+        )
     return {str(name): tensor.detach() for name, tensor in found.items()}

@@ -1,7 +1,7 @@
-"""Pickled: look at a pickle as data. No name in it is looked up and nothing is called, so nothing in it can run.
+"""Pickle reader: read a pickle as data. It imports no name and calls nothing, so no code in the pickle can run.
 
-A pickle is a program for a small stack machine. This one runs only the steps that build numbers, texts and containers;
-where Python's own would import a name or call it, it notes the name and what it would have been called with.
+A pickle is a program for a small stack machine. This machine runs only the instructions that build numbers, strings and
+containers. Instead of an import or a call, it records the name and the arguments.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Made", "Name", "read_pickled"]
+__all__ = ["Name", "RecordedCall", "read_pickled"]
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name that a pickle has: module and what is in it."""
+    """A name in a pickle: its module and its name there."""
 
     module: str
     name: str
@@ -28,8 +28,8 @@ class Name:
 
 
 @dataclass(eq=False)
-class Made:
-    """What a pickle would have made by a call; `state` is what it would have been given then."""
+class RecordedCall:
+    """The record of a call; `state` is the state that the pickle would set on the result."""
 
     name: Name
     args: tuple[Any, ...]
@@ -37,20 +37,20 @@ class Made:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Its attributes, of a data class."""
+        """The attributes of a dataclass instance."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 def read_pickled(data: bytes, allowed: Mapping[str, Collection[str]], *, source: str) -> Any:  # noqa: ANN401
-    """Return what a pickle describes, with `Made` for every object of a class.
+    """Return the data of a pickle, with `RecordedCall` in place of every object of a class.
 
     Args:
         data: the pickle.
-        allowed: for each module the names that may be in it.
-        source: the file, for messages.
+        allowed: for each module, the names that the pickle may contain.
+        source: the file name for messages.
 
     Raises:
-        CheckpointError: for any other name, and for what is no pickle.
+        CheckpointError: for any other name, or an invalid pickle.
     """
     machine = _Machine(allowed, source)
     try:
@@ -60,13 +60,13 @@ def read_pickled(data: bytes, allowed: Mapping[str, Collection[str]], *, source:
             machine.run(code.name, argument)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a crafted file makes of the stack
+    except Exception as error:  # a crafted file can break the stack in any way
         raise CheckpointError(f"{source}: cannot be read: {error!s:.200}") from error
-    raise CheckpointError(f"{source}: ends in the middle")
+    raise CheckpointError(f"{source}: is cut short")
 
 
 class _Machine:
-    """The stack, the marks in it, and what is remembered by number."""
+    """The stack, its marks and the memo."""
 
     def __init__(self, allowed: Mapping[str, Collection[str]], source: str) -> None:
         self.stack: list[Any] = []
@@ -83,14 +83,14 @@ class _Machine:
             _STEPS[code](self, argument)
         elif code not in _NOTHING:
             raise CheckpointError(
-                f"{self._source}: {code} has no place in a description of tensors: refused, nothing was run"
+                f"{self._source}: refused without running it: {code} is not allowed in a description of tensors"
             )
 
     def name(self, module: str, name: str) -> None:
         if name not in self._allowed.get(module, ()):
             raise CheckpointError(
-                f"{self._source}: names {str(module)[:80]}.{str(name)[:80]}, which a description of tensors does not "
-                "need: refused, nothing was run"
+                f"{self._source}: refused without running it: {str(module)[:80]}.{str(name)[:80]} is not allowed in a "
+                "description of tensors"
             )
         self.stack.append(Name(module, name))
 
@@ -101,13 +101,13 @@ class _Machine:
     def call(self) -> None:
         args, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, Name) or not isinstance(args, tuple):
-            raise CheckpointError(f"{self._source}: calls what is no name: refused, nothing was run")
-        self.stack.append(Made(name, args))
+            raise CheckpointError(f"{self._source}: refused without running it: it calls something that is not a name")
+        self.stack.append(RecordedCall(name, args))
 
     def build(self) -> None:
         state = self.stack.pop()
-        if not isinstance(self.stack[-1], Made):
-            raise CheckpointError(f"{self._source}: changes what it has not made: refused, nothing was run")
+        if not isinstance(self.stack[-1], RecordedCall):
+            raise CheckpointError(f"{self._source}: refused without running it: it sets the state of something else")
         self.stack[-1].state = state
 
     def remember(self, number: int | None) -> None:

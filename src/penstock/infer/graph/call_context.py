@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 import torch
 
+from penstock.devices import cuda
+
 __all__ = ["Around"]
 
 
@@ -27,13 +29,13 @@ class Around:
     def __enter__(self) -> None:
         self._others: ExitStack | None = None
         is_inferring = torch.is_inference_mode_enabled()
-        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
+        is_elsewhere = self._device.type == "cuda" and cuda.current_gpu() != self._device.index
         if is_inferring or is_elsewhere:
             self._others = ExitStack()
             if is_inferring:
                 self._others.enter_context(torch.inference_mode(False))
             if is_elsewhere:
-                self._others.enter_context(torch.cuda.device(self._device))
+                self._others.enter_context(cuda.on_gpu(self._device))
         self._had_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 

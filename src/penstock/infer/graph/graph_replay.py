@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.devices.cuda_streams import OnStream, Stream, current_stream
 from penstock.devices.graph_capture import Maker, no_collection
+from penstock.devices.kinds import kind_of
 from penstock.infer.graph.interpreter import Interpreter
 
 __all__ = ["Replay"]
@@ -37,7 +39,7 @@ class Replay:
     def __init__(
         self, interpreter: Interpreter, *, held: Sequence[torch.Tensor], places: list[int],
         changed: Sequence[torch.Tensor], values: Sequence[torch.Tensor], batch_size: int, device: torch.device,
-        maker: Maker, streams: Sequence[torch.cuda.Stream] | None,
+        maker: Maker, streams: Sequence[Stream] | None,
     ) -> None:  # fmt: skip
         self._interpreter, self._streams, self._device = interpreter, streams, device
         self._slots = [torch.empty_like(value, device=device, requires_grad=False) for value in values]
@@ -71,10 +73,10 @@ class Replay:
         if self._streams is None:
             yield
             return
-        now, first = torch.cuda.current_stream(self._device), self._streams[0]
+        now, first = current_stream(self._device), self._streams[0]
         first.wait_stream(now)
         try:
-            with torch.cuda.stream(first):
+            with OnStream(first):
                 yield
         finally:
             now.wait_stream(first)
@@ -83,11 +85,10 @@ class Replay:
     def _unchanged(self, changed: Sequence[torch.Tensor]) -> Iterator[None]:
         """Put back what runs change that only warm up: buffers, and how far random numbers have been drawn."""
         before = [tensor.clone() for tensor in changed]
-        drawn = None if self._streams is None else torch.cuda.get_rng_state(self._device)
+        drawn = kind_of(self._device).random_state(self._device)
         try:
             yield
         finally:
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
-            if drawn is not None:
-                torch.cuda.set_rng_state(drawn, self._device)
+            kind_of(self._device).set_random_state(self._device, drawn)

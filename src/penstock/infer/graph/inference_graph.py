@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from penstock.compile.options import Compile, Options, options_of
+from penstock.devices.cuda_streams import Event, Stream, current_stream, new_stream
 from penstock.devices.device_names import check_device, has_graphs
 from penstock.devices.graph_capture import Maker, make_graphs
-from penstock.devices.streams import current_stream
+from penstock.devices.kinds import kind_of
 from penstock.errors import PenstockError, UsageError
 from penstock.infer.graph.branches import MOST_BRANCHES
 from penstock.infer.graph.call_context import Around
@@ -88,8 +89,8 @@ class Graph:
         self._forms: dict[object, Form] = {}
         self._replays: Shapes[Replay] = Shapes()
         self._maker: Maker | None = None  # makes graphs with one pool of memory
-        self._streams: list[torch.cuda.Stream] | None = None
-        self._done: torch.cuda.Event | None = None  # behind the last call
+        self._streams: list[Stream] | None = None
+        self._done: Event | None = None  # behind the last call
         self._last: int | None = None  # the stream that it was on, as CUDA numbers them
         self.obstacle = "" if has_graphs(self.device) else f"CUDA graphs need a GPU, and the model is on {self.device}"
         if not self.obstacle:
@@ -139,11 +140,8 @@ class Graph:
         elif program.reassigned:
             self._give_up(f"the model puts other tensors in the place of buffers: {', '.join(program.reassigned[:3])}")
         elif self.device.type == "cuda":
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._streams = [
-                torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-                for _ in range(program.branches.num_streams)
-            ]
+            self._done = kind_of(self.device).record_event(self.device)
+            self._streams = [new_stream(self.device) for _ in range(program.branches.num_streams)]
 
     def _give_up(self, why: str) -> None:
         self.obstacle = why

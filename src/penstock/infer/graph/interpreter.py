@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import fx
 
 from penstock.compile.options import Options
+from penstock.devices.cuda_streams import Event, OnStream, Stream
 from penstock.infer.graph.branches import Branches
 from penstock.infer.graph.compiled_parts import compiled_part, find_parts
 from penstock.infer.graph.node_execution import compute
@@ -115,7 +115,7 @@ class Interpreter:
         return {node: known[node] for node in self.reading.once}
 
     def run(
-        self, arguments: Sequence[Any], once: Mapping[fx.Node, Any], streams: Sequence[torch.cuda.Stream] | None = None
+        self, arguments: Sequence[Any], once: Mapping[fx.Node, Any], streams: Sequence[Stream] | None = None
     ) -> tuple[Any, ...]:
         """Compute the outputs.
 
@@ -128,7 +128,7 @@ class Interpreter:
         # The allocator gives memory of a stream again to the same stream, once nobody holds it. It knows nothing of
         # other streams that may still read it: so what crosses is held until no more memory is asked for.
         crossed: list[Any] = []
-        events: dict[int, torch.cuda.Event] = {}
+        events: dict[int, Event] = {}
         for stream in _sides(streams):  # (1)
             stream.wait_stream(streams[0])  # type: ignore[index]  # there are sides only where there are streams
         for number, steps in self._runs:
@@ -147,10 +147,10 @@ class Interpreter:
         return tuple(known[node] for node in self.reading.outputs)
 
 
-def _sides(streams: Sequence[torch.cuda.Stream] | None) -> Iterator[torch.cuda.Stream]:
+def _sides(streams: Sequence[Stream] | None) -> Iterator[Stream]:
     """Yield the streams beside the first."""
     yield from () if streams is None else streams[1:]
 
 
-def _on(streams: Sequence[torch.cuda.Stream] | None, number: int) -> AbstractContextManager[Any]:
-    return nullcontext() if streams is None else torch.cuda.stream(streams[number])
+def _on(streams: Sequence[Stream] | None, number: int) -> AbstractContextManager[Any]:
+    return nullcontext() if streams is None else OnStream(streams[number])

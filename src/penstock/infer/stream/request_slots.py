@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.devices.streams import Event, Streams
+from penstock.devices.cuda import blocking_event
+from penstock.devices.cuda_streams import CudaStreams, Event, OnStream, Stream
+from penstock.devices.kinds import kind_of
 
 __all__ = ["RequestSlot"]
 
@@ -22,7 +24,7 @@ class RequestSlot:
         self._pinned_in, self._on_device, self._pinned_out = _Memory(), _Memory(), _Memory()
         self._done: Event | None = None
 
-    def bring(self, values: Sequence[torch.Tensor], streams: Streams) -> tuple[list[torch.Tensor], Event]:
+    def bring(self, values: Sequence[torch.Tensor], streams: CudaStreams) -> tuple[list[torch.Tensor], Event]:
         """Copy tensors to the first device, through pinned memory and beside the work there.
 
         Args:
@@ -36,7 +38,7 @@ class RequestSlot:
         ready: Event | None = None
         for at, value in enumerate(values):
             if value.is_cuda:
-                ready = torch.cuda.current_stream(value.device).record_event()
+                ready = kind_of(value.device).record_event(value.device)
             is_staged = value.device.type == "cpu" and not value.is_pinned()
             staged.append(self._pinned_in.like(at, value, is_pinned=True).copy_(value) if is_staged else value)
         with streams.running(streams.copies):
@@ -44,19 +46,18 @@ class RequestSlot:
             found = streams.bring(staged, ready, lambda _: rooms)
             return found, streams.mark()
 
-    def take(self, values: Sequence[torch.Tensor], ready: Event, stream: torch.cuda.Stream) -> None:
+    def take(self, values: Sequence[torch.Tensor], ready: Event, stream: Stream) -> None:
         """Copy tensors to pinned memory on a stream of their device, when they are ready."""
         stream.wait_event(ready)
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             for at, value in enumerate(values):
                 self._pinned_out.like(at, value, is_pinned=True).copy_(value, non_blocking=True)
         self.mark(stream)
 
-    def mark(self, stream: torch.cuda.Stream) -> None:
+    def mark(self, stream: Stream) -> None:
         """Note that the GPU has done all for this request when it comes to here on a stream."""
         # blocking: the thread that waits sleeps, and leaves the processor to those that prepare requests
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._done.record(stream)
+        self._done = blocking_event(stream)
 
     def wait(self) -> None:
         """Wait until the GPU has done what was marked."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices.streams import Event, Streams, current_stream
+from penstock.devices.cuda_streams import CudaStreams, Event, current_stream, new_stream
 from penstock.model.example import arguments_of
 from penstock.model.structure import flatten, rebuild
 
@@ -62,8 +62,8 @@ class Line:
 
     def __init__(self, run: Callable[..., Any], device: torch.device) -> None:
         self.run, self.device = run, device
-        self.streams = Streams(device) if device.type == "cuda" else None
-        self.out = None if self.streams is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.streams = CudaStreams(device) if device.type == "cuda" else None
+        self.out = None if self.streams is None else new_stream(device)
         if self.streams is not None:  # the model may still be on its way to the GPU
             self.streams.compute.wait_stream(current_stream(device))
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from penstock.devices.streams import Event
+from penstock.devices.cuda_streams import Event, Stream, current_stream
+from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
 from penstock.infer.stream.request_slots import RequestSlot
 from penstock.infer.stream.stage_runner import Line, Parcel, arguments
@@ -56,7 +57,7 @@ class _Ticket:
     seat: RequestSlot
     parcel: Parcel | None = None
     kept: Sequence[torch.Tensor] = ()
-    stream: torch.cuda.Stream | None = None
+    stream: Stream | None = None
     error: BaseException | None = None
 
 
@@ -178,7 +179,7 @@ class Works:
         with _Guard(ticket, "preprocess"):
             if ticket.made is not None:
                 event, device = ticket.made
-                torch.cuda.current_stream(device).wait_event(event)
+                kind_of(device).wait_event(device, event)
             thing = request if self._preprocess is None else self._preprocess(request)
             parcel = Parcel.of(arguments(thing), is_apart=self._is_apart)
             first = self._lines[0].streams
@@ -258,4 +259,4 @@ def _made_on_gpu(request: object) -> tuple[Event, torch.device] | None:
     args, kwargs = arguments(request)
     on_gpu = (part for part in (*args, *kwargs.values()) if isinstance(part, torch.Tensor) and part.is_cuda)
     found = next(on_gpu, None)
-    return None if found is None else (torch.cuda.current_stream(found.device).record_event(), found.device)
+    return None if found is None else (current_stream(found.device).record_event(), found.device)

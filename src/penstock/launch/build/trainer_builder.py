@@ -17,6 +17,8 @@ import torch
 from penstock._version import __version__
 from penstock.compile.options import options_of
 from penstock.deciding.plan import NAME, Plan
+from penstock.devices import cuda
+from penstock.devices.kinds import kind_of
 from penstock.errors import ScheduleError, UsageError
 from penstock.launch.build.data_source import build_data, count_tokens_of, first_item
 from penstock.launch.build.model_source import build_model
@@ -216,7 +218,7 @@ def lanes_of(config: Config) -> int | None:
 
 def threads_of(config: Config, lanes: int) -> int | None:
     """Return how many threads torch will have in each lane of the CPU, a thread or a process; None for GPUs."""
-    is_cpu = not torch.cuda.is_available()
+    is_cpu = not cuda.has_gpu()
     if config.devices is not None:
         listed = config.devices if isinstance(config.devices, list) else [config.devices]
         is_cpu = all(str(device).startswith("cpu") for device in listed)
@@ -234,7 +236,7 @@ def _scaler(config: Config) -> torch.amp.GradScaler | None:
     if config.precision != "fp16":
         return None
     listed = [config.devices] if isinstance(config.devices, str) else config.devices or []
-    kinds = [torch.device(name).type for name in listed] or ["cuda" if torch.cuda.is_available() else "cpu"]
+    kinds = [torch.device(name).type for name in listed] or ["cuda" if cuda.has_gpu() else "cpu"]
     return torch.amp.GradScaler(kinds[0])
 
 
@@ -283,4 +285,4 @@ def environment(pipe: Pipeline) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    return f"{device}: {kind_of(device).name(device)}"

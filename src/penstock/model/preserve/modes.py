@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from penstock.devices import cuda
+
 __all__ = ["RandomStates", "in_mode"]
 
 
@@ -32,8 +34,7 @@ class RandomStates:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        is_running = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if is_running else []
+        self._gpus = cuda.random_states()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
 
@@ -46,7 +47,6 @@ class RandomStates:
     def restore(self) -> None:
         """Go back."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        cuda.set_random_states(self._gpus)
         random.setstate(self._python)
         np.random.set_state(self._numpy)

@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.devices import cuda
+from penstock.devices.kinds import kind_of
+
 __all__ = ["Call", "Clock", "Timing", "clock_for", "engine_overhead", "in_queue", "median_time", "wall_clock_for"]
 
 _MOST_CALLS = 64  # in one burst; a device's queue holds about a thousand kernels
@@ -55,8 +58,8 @@ class Clock(Protocol):
 class _HostClock:
     """Host and device are one, or the device is asked to finish before the clock is read."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize or (lambda: None)
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
 
     def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:  # noqa: ARG002 - for queues
         self._synchronize()
@@ -81,12 +84,11 @@ class _CudaClock:
         self._gap = statistics.median(self.time(lambda: None, 1, ahead_seconds=1e-4).device for _ in range(9))
 
     def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:
-        with torch.cuda.device(self._device), _no_collection():
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
+        with cuda.on_gpu(self._device), _no_collection():
+            start, end = cuda.timed_events()
+            kind_of(self._device).synchronize(self._device)
             if ahead_seconds:
-                torch.cuda._sleep(int(ahead_seconds * self._CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+                cuda.sleep(int(ahead_seconds * self._CYCLES_A_SECOND))
             start.record()
             begin = time.perf_counter()
             for _ in range(count):
@@ -108,11 +110,7 @@ def clock_for(device: torch.device) -> Clock:
 
 def wall_clock_for(device: torch.device) -> Clock:
     """Return a clock on the wall: what the host does is timed too, and the device is waited for at both ends."""
-    if device.type == "cpu":
-        return _HostClock()
-    if device.type == "cuda":
-        return _HostClock(lambda: torch.cuda.synchronize(device))
-    return _HostClock(torch.get_device_module(device).synchronize)
+    return _HostClock(lambda: kind_of(device).synchronize(device))
 
 
 def median_time(clock: Clock, make: Callable[[], Call], *, is_reusable: bool, repeats: int, seconds: float) -> Timing:

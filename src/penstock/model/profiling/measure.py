@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
 from penstock.model.profile import Profile
 from penstock.model.profiling.call_timing import Call, Clock, Timing, clock_for, engine_overhead, in_queue, median_time
@@ -193,7 +193,5 @@ def _check_device(device: torch.device | None) -> None:
 
 
 def _describe(device: torch.device | None) -> str:
-    if device is not None and device.type == "cuda":
-        return f"{device.type} {torch.cuda.get_device_name(device)}"
-    kind = "cpu" if device is None else device.type
-    return f"{kind} {platform.machine()}, {torch.get_num_threads()} threads"
+    device = torch.device("cpu") if device is None else device
+    return f"{device.type} {kind_of(device).name(device)}"

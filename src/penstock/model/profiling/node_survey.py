@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from penstock.devices import cuda
 from penstock.errors import GraphError, PenstockError, UsageError, in_short
 from penstock.model.graph import Graph, Node
 from penstock.model.parameters import held_tensors
@@ -312,11 +313,10 @@ def _look(tensor: torch.Tensor) -> Hashable:
 @contextlib.contextmanager
 def _random_state_kept(device: torch.device | None) -> Iterator[None]:
     """Leave all random generators as they were."""
-    is_running = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    used = is_running or (device is not None and device.type == "cuda" and torch.cuda.is_available())
+    used = cuda.is_in_use() or (device is not None and device.type == "cuda" and cuda.has_gpu())
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
+        with torch.random.fork_rng(devices=range(cuda.num_gpus()) if used else []):
             yield
     finally:
         random.setstate(state)

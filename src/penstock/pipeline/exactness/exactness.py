@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
 from penstock.model.example import Call, arguments_of
 from penstock.model.preserve.modes import RandomStates
@@ -157,8 +158,8 @@ class Exactness:
             self._runs = []
         finally:
             states.restore()
-            if any(home.type == "cuda" for home in homes):  # what the comparison took is the lanes' again
-                torch.cuda.empty_cache()
+            for home in set(homes):  # what the comparison took is the lanes' again
+                kind_of(home).release_memory()
 
     def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
         few = call.rows(list(range(min(FEW, call.batch_size))))

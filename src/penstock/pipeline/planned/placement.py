@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.deciding.defaults import LANES
+from penstock.devices import cuda
 from penstock.devices.device_names import check_device
 from penstock.errors import UsageError
 from penstock.runtime.lanes.lane_group import world_size
@@ -37,7 +38,7 @@ def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: 
         return lanes
     if devices is not None and not isinstance(devices, (str, torch.device, int)):
         return max(1, len(devices))
-    return max(LANES, torch.cuda.device_count())
+    return max(LANES, cuda.num_gpus())
 
 
 def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes: int) -> list[torch.device]:
@@ -47,7 +48,7 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes:
         UsageError: when there are not as many as lanes, or one of them does not exist.
     """
     if devices is None:
-        count = torch.cuda.device_count()
+        count = cuda.num_gpus()
         return [torch.device("cuda", lane % count) if count else torch.device("cpu") for lane in range(num_lanes)]
     listed = [devices] * num_lanes if isinstance(devices, (str, torch.device, int)) else list(devices)
     if len(listed) != num_lanes:

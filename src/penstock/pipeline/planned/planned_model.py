@@ -258,7 +258,7 @@ def plan_model(
     if group is None or len(group.lanes) == first.num_lanes:
         plan = choose()
     else:  # the profile is not sent: another process that is asked to explain measures for itself
-        found = group.decide(send, _settings(request, captured, first))
+        found = group.control.decide(send, _settings(request, captured, first))
         plan = Plan.from_dict(found, source=found["source"])
         plan = replace(plan, explanation=chosen[0].explanation) if chosen else plan
     planned = PlannedModel(captured, plan, explainer)

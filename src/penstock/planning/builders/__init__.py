@@ -1,1 +1,1 @@
-"""Builders: one file per family of schedules that is made for costs."""
+"""Cost-based builders: one file per family of schedules that is made for given costs."""

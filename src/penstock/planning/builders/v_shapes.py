@@ -1,9 +1,9 @@
-"""zb_v, v_half, v_min: two stages a lane, placed as a V (Qi et al., Zero Bubble, 2024, and Controllable Memory, 2024).
+"""zb_v, v_half, v_min: two stages per lane, placed as a V (Qi et al., Zero Bubble and Controllable Memory, 2024).
 
-Lane l holds stage l on the way there and its mirror image on the way back, so a lane that keeps one of
-them long keeps the other only briefly: all lanes need the same memory, and how much follows from how
-fast micro-batches hop from lane to lane. Here the forwards and input gradients have a fixed order; the
-weight gradients go where there is time, within the schedule's memory.
+Lane l has stage l on the way out and its mirror image on the way back. A lane that keeps the values of one stage long
+keeps those of the other only briefly, so all lanes need the same memory. The amount depends on how fast micro-batches
+move from lane to lane. Forwards and input gradients have a fixed order here. Weight gradients fill the gaps, within
+the memory of the schedule.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from penstock.schedule.schedule import Schedule
 
 
 def zb_v(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
-    """No bubble where F, I and W take the same time, within the memory of 1f1b."""
+    """No bubble if F, I and W take the same time; needs the memory of 1f1b."""
     order = tuple(_zb_v_lane(lane, lanes, micro_batches) for lane in range(lanes))
     return _v_shape("zb_v", order, lanes, micro_batches, costs, units=lanes)
 
 
 def v_half(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
-    """About half the memory of 1f1b, and a smaller bubble."""
+    """About half the memory of 1f1b, with a smaller bubble."""
     order = _hops("v_half", lanes, micro_batches, there=1, back=2)
     return _v_shape("v_half", order, lanes, micro_batches, costs, units=(lanes + 2) // 2)
 
 
 def v_min(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
-    """About a third of the memory of 1f1b, and a somewhat smaller bubble."""
-    # where three divides the lanes, all hops would meet in the same ticks; pauses at the turns keep them apart
+    """About a third of the memory of 1f1b, with a slightly smaller bubble."""
+    # if the number of lanes is a multiple of 3, all moves would fall on the same ticks; pauses at the turns avoid this
     pauses = (1, 1, 2) if lanes % 3 == 0 else (0, 0, 0)
     order = _hops("v_min", lanes, micro_batches, there=1, back=1, pauses=pauses)
     return _v_shape("v_min", order, lanes, micro_batches, costs, units=(lanes + 4) // 3)
@@ -46,13 +46,13 @@ def v_min(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Sche
 def _v_shape(
     name: str, order: tuple[Lane, ...], lanes: int, micro_batches: int, costs: Costs | None, *, units: int
 ) -> Schedule:
-    """Fill in the weight gradients; where costs are given, improve the whole for them."""
-    # their papers count a micro-batch as held until its weight gradient has run
+    """Fill in the weight gradients; if costs are given, improve the schedule for them."""
+    # the papers count a micro-batch as held until its weight gradient has run
     lane_of, stage_costs = snake(lanes, 2), sized(costs, 2 * lanes, pending_share=1.0)
     limits = units_to_bytes(units, lane_of, stage_costs)
     problem = Problem(name, lane_of, micro_batches, stage_costs, limits, order=order)
     drafts = fill_weights(problem, objective="span")
-    if not drafts:  # pending values that outweigh saved ones: the order alone passes the limit
+    if not drafts:  # pending values are larger than saved values: the order alone exceeds the limit
         drafts = fill_weights(replace(problem, limit_bytes=(math.inf,) * lanes), objective="span")
     best = drafts[0] if costs is None else improve(problem, drafts, objective="span") or drafts[0]
     return best.schedule
@@ -61,15 +61,14 @@ def _v_shape(
 def _hops(
     name: str, lanes: int, micro_batches: int, *, there: int, back: int, pauses: tuple[int, int, int] = (0, 0, 0)
 ) -> tuple[Lane, ...]:
-    """Return the order of forwards and input gradients that hop from lane to lane at a steady pace.
+    """Return the order of forwards and input gradients that move from lane to lane at a steady pace.
 
-    A forward takes `there` ticks a lane on its way there and `back` on its way back, an input gradient the
-    same; micro-batches follow each other every six ticks, in which a lane runs two F, two I and two W. At each
-    of the three turns (forwards at the last lane, from forward to backward, input gradients at the last lane)
-    a micro-batch may pause for some ticks.
+    A forward takes `there` ticks per lane on the way out and `back` ticks per lane on the way back; an input gradient
+    takes the same. A micro-batch starts every six ticks, in which a lane runs two F, two I and two W. A micro-batch may
+    pause at each of the three turns: forwards at the last lane, forward to backward, input gradients at the last lane.
     """
-    turn = lanes * there + pauses[0]  # where the way back starts, counted from where the way there does
-    loss = turn + (lanes - 1) * back  # when the first micro-batch reaches its last stage
+    turn = lanes * there + pauses[0]  # tick at which the way back starts
+    loss = turn + (lanes - 1) * back  # tick at which the first micro-batch reaches its last stage
 
     def lane_of(s: Ints) -> Ints:
         return np.where(s < lanes, s, 2 * lanes - 1 - s)
@@ -88,9 +87,9 @@ def _hops(
 
 
 def _zb_v_lane(lane: int, lanes: int, micro_batches: int) -> Lane:
-    """Return the order of one lane's forwards and input gradients, in five phases.
+    """Return the order of the forwards and input gradients of one lane, in five phases.
 
-    0 stands for the lane's stage on the way there, 1 for the one on the way back:
+    0 is the stage of the lane on the way out, 1 its stage on the way back:
 
         1  0F           2·(lanes-lane)-1 times
         2  1F 0F        lane times
@@ -98,7 +97,7 @@ def _zb_v_lane(lane: int, lanes: int, micro_batches: int) -> Lane:
         4  0F 0I 1F 1I  until no forward is left
         5  0I 1I        until no input gradient is left
     """
-    count = max(micro_batches, 2 * lanes - 1)  # the phases need this many; those beyond the count are dropped
+    count = max(micro_batches, 2 * lanes - 1)  # the phases need this many; surplus micro-batches are dropped
     phases = ["0F"] * (2 * (lanes - lane) - 1) + ["1F", "0F"] * lane + ["1F", "1I"] * (lanes - lane)
     phases += ["0F", "0I", "1F", "1I"] * count + ["0I", "1I"] * count
     stages = {"0": lane, "1": 2 * lanes - 1 - lane}

@@ -1,4 +1,4 @@
-"""zb_1p, zb_2p: a zero-bubble schedule made for given costs under a memory limit (Qi et al., Zero Bubble, 2024)."""
+"""zb_1p, zb_2p: zero-bubble schedules made for given costs and a memory limit (Qi et al., Zero Bubble, 2024)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.schedule.schedule import Schedule
 
 
 def zb_1p(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
-    """The shortest that search finds while every lane holds at most as many micro-batches as there are lanes."""
+    """The shortest schedule that the search finds if each lane holds at most `lanes` micro-batches."""
     return _limited("zb_1p", lanes, micro_batches, costs, units=lanes)
 
 
 def zb_2p(*, lanes: int, micro_batches: int, costs: Costs | None = None) -> Schedule:
-    """As zb_1p, with twice the memory."""
+    """Like zb_1p, with twice the memory."""
     return _limited("zb_2p", lanes, micro_batches, costs, units=2 * lanes)
 
 
@@ -26,5 +26,5 @@ def _limited(name: str, lanes: int, micro_batches: int, costs: Costs | None, *, 
     problem = Problem(name, lane_of, micro_batches, stage_costs, units_to_bytes(units, lane_of, stage_costs))
     draft = search(problem, objective="span")
     if draft is None:
-        raise ScheduleError(f"{name}: no schedule fits; pending_bytes may not be larger than saved_bytes by much")
+        raise ScheduleError(f"{name}: no schedule fits: pending_bytes is too large compared with saved_bytes")
     return draft.schedule

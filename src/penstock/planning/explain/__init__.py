@@ -1,1 +1,1 @@
-"""Explain: what was decided for a model and why, as data, text and a page."""
+"""Explanations of a plan: its decisions and their reasons, as data, text and a page."""

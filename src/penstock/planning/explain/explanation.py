@@ -1,4 +1,4 @@
-"""Explanation: what was decided for a model and why: capture, stages, cuts, balance, memory, and the predicted step."""
+"""Explanation: the decisions for a model and their reasons: capture, stages, cuts, memory and the predicted step."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = ["Explanation"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """What was decided for a model. `print` shows the tables; `to_json` and `to_html` write them.
+    """The decisions for a model. `print` shows the tables; `to_json` and `to_html` write them.
 
     Attributes:
-        model: what to call it.
-        path: how it was captured: "direct", "export", "replay".
-        reason: why so.
-        profile: what each node takes; its graph is the captured one.
+        model: the name of the model.
+        path: how the model was captured: "direct", "export" or "replay".
+        reason: the reason for this path.
+        profile: the costs of each node; its graph is the captured graph.
         partition: the cuts.
         schedule: what the lanes run.
         timeline: the predicted step.
         keep: what stages do with saved values.
-        memory_limit: bytes of each lane; None where nothing is limited.
-        num_given_cuts: how many of the cuts were asked for.
-        num_elements_of: how many numbers each parameter holds.
-        notes: what else to know, a sentence each.
-        cluster: speeds and links of the lanes; None where transfers take no time.
+        memory_limit: limit of each lane in bytes; None: no limit.
+        num_given_cuts: number of cuts that the user requested.
+        num_elements_of: number of elements of each parameter.
+        notes: further remarks, one sentence each.
+        cluster: speeds and links of the lanes; None: transfers take no time.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Explanation:
     cluster: Cluster | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return all that it is made of, as data that JSON can hold; `from_plain` makes it again."""
+        """Return all fields as plain data for JSON; `from_plain` reads them."""
         return {
             "model": self.model,
             "path": self.path,
@@ -78,9 +78,9 @@ class Explanation:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], schedule: Schedule, cuts_at: Sequence[int]) -> Explanation:
-        """Return the explanation that was written so, of a plan with this schedule and these cuts.
+        """Return the explanation that `to_plain` wrote, for a plan with the given schedule and cuts.
 
-        Cuts that were edited since are told as they are now.
+        If the cuts were edited since, their partition is computed again.
         """
         profile = Profile.from_plain(plain["profile"], graph_of(plain["graph"]))
         cluster = None if plain["cluster"] is None else Cluster.from_plain(plain["cluster"])
@@ -106,7 +106,7 @@ class Explanation:
 
     @property
     def has_links(self) -> bool:
-        """Whether transfers were given a speed; else they take no time."""
+        """Whether a cluster was given; otherwise transfers take no time."""
         return self.cluster is not None
 
     @property
@@ -116,20 +116,20 @@ class Explanation:
 
     @property
     def balance(self) -> float:
-        """The slowest lane's time over the mean of all; 1.0 where all are alike."""
+        """The time of the slowest lane divided by the mean of all lanes; 1.0 is best."""
         lanes = self.partition.lane_seconds
         mean = sum(lanes) / len(lanes)
         return max(lanes) / mean if mean else 1.0
 
     @property
     def samples_per_second(self) -> float:
-        """How many samples a second the predicted step trains."""
+        """Samples per second of the predicted step."""
         step = self.timeline.step_seconds
         return self.profile.batch_size * self.schedule.num_mbs / step if step else 0.0
 
     @property
     def speedup(self) -> float:
-        """How much quicker the predicted step is than all of its work on one lane of speed 1."""
+        """The time of all work on one lane of speed 1, divided by the time of the predicted step."""
         work = float((self.profile.forward + self.profile.input_grad + self.profile.weight_grad).sum())
         step = self.timeline.step_seconds
         return work * self.schedule.num_mbs / step if step else 1.0
@@ -204,7 +204,7 @@ class Explanation:
         )
 
     def _saved(self, stage: int) -> float:
-        """Return what a stage alone holds at its fullest, on the lane where that is most."""
+        """Return the peak bytes of the saved values of a stage alone, on the lane where the peak is highest."""
         nodes, profile = self.ranges[stage], self.profile
         here = slice(nodes.start, nodes.stop)
         each = np.array(
@@ -238,7 +238,7 @@ class Explanation:
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
-        """The parameters that have several names, or that several stages use."""
+        """The parameters that have several names or are used by several stages."""
         users: dict[str, dict[int, None]] = {}
         for node, stage in zip(self.graph.nodes, self.stage_of, strict=True):
             for name in node.parameters:
@@ -251,7 +251,7 @@ class Explanation:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers all parameters hold."""
+        """Number of elements of all parameters."""
         return sum(self.num_elements_of.get(name, 0) for name, p in self.graph.parameters.items() if not p.is_buffer)
 
     def __repr__(self) -> str:
@@ -261,7 +261,7 @@ class Explanation:
         return self.to_text(color=False)
 
     def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """Return the tables as text; by default as wide as the terminal, and coloured where the output is one."""
+        """Return the tables as text; by default with the width of the terminal, and in colour if stdout is one."""
         from penstock.planning.explain.explanation_text import draw_explanation
 
         return draw_explanation(self, width=width, color=color)
@@ -304,10 +304,10 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one self-contained page that draws the model as a strip of nodes with the cuts on it.
+        """Write a self-contained page that draws the model as a strip of nodes with its cuts.
 
         Raises:
-            OutputError: when the file cannot be written.
+            OutputError: if the file cannot be written.
         """
         from penstock.planning.explain.explanation_page import strip_of
         from penstock.report.model_strip import write_strip
@@ -316,6 +316,6 @@ class Explanation:
 
 
 def _crosses(value: Crossing, stage: int, last: int) -> bool:
-    """Does a value cross the cut after a stage? An output crosses to the end."""
+    """Return whether a value crosses the cut after a stage; an output crosses all later cuts."""
     end = last if value.is_output else max(value.targets)
     return value.source <= stage < end

@@ -1,4 +1,4 @@
-"""Explanation, page: what the strip of nodes shows of an explanation."""
+"""Explanation page: the data of the strip of nodes that shows an explanation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["strip_of"]
 
 _MATMUL = re.compile(r"(add|baddb)?(mm|mv)|matmul|bmm|einsum|(bi)?linear|conv\w*", re.IGNORECASE)
-_MOST_ARCS = 400  # more than these, the largest, would hide each other
+_MOST_ARCS = 400  # the largest are drawn; more would hide each other
 
 
 def strip_of(explanation: Explanation) -> Strip:
-    """Return what the page shows."""
+    """Return the data of the page."""
     return Strip(
         title=explanation.model,
         figures=tuple(_figures(explanation)),
@@ -42,8 +42,8 @@ def _figures(explanation: Explanation) -> Iterable[tuple[str, str]]:
     yield "balance", f"{explanation.balance:.3f}"
     yield "fullest lane", show_bytes(max(explanation.partition.lane_bytes), digits=3)
     yield "predicted step", show_seconds(timeline.step_seconds, digits=3)
-    yield "bubble over the makespan", show_share(timeline.bubble)
-    yield "over one lane", f"{explanation.speedup:.2f} ×"
+    yield "bubble / makespan", show_share(timeline.bubble)
+    yield "speed-up over one lane", f"{explanation.speedup:.2f} ×"
 
 
 def _marks(explanation: Explanation) -> Iterable[NodeMark]:
@@ -80,13 +80,13 @@ def _kind(node: Node) -> NodeKind:
 
 
 def _short_source(source: str) -> str:
-    """Return files without what differs between machines: from the package on, or from this folder."""
+    """Return paths without the part that differs between machines: relative to site-packages or to this folder."""
     plain = re.sub(r"\S*/(site|dist)-packages/", "", source.replace("\\", "/"))
     return plain.replace(f"{Path.cwd().as_posix()}/", "")
 
 
 def _arcs(explanation: Explanation) -> list[Arc]:
-    """Return the values that skip a stage, the largest first: from their maker to their first use in a later stage."""
+    """Return the values that skip a stage, largest first, from their maker to their first use in a later stage."""
     graph, stage_of = explanation.graph, explanation.stage_of
     found = []
     for index, value in enumerate(graph.values):

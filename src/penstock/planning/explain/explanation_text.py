@@ -1,4 +1,4 @@
-"""Explanation, text: the tables of stages and lanes and the prediction, as lines for a terminal."""
+"""Explanation text: the tables of stages and lanes and the prediction, as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _TIGHT = "\N{NO-BREAK SPACE}"
 _LEAST_MODULES, _ENOUGH_MODULES = 18, 32  # characters of the column of modules
 _MOST_MODULES = 60
-_MOST_VALUES = 3  # that a cut names; the largest come first
+_MOST_VALUES = 3  # number of values that a cut names, largest first
 _MOST_TIES = 4
 _HEADINGS = ("stage", "lane", "modules", "nodes", "parameters", "time", "forward", "backward", "memory")
 _NODES, _PARAMETERS = _HEADINGS.index("nodes"), _HEADINGS.index("parameters")
@@ -51,13 +51,13 @@ def draw_explanation(explanation: Explanation, *, width: int | None = None, colo
 
 
 def sentences(explanation: Explanation) -> list[str]:
-    """Return what stands around the tables, but for how the model was captured."""
+    """Return the sentences around the tables, except the one about the capture."""
     lines = (*_origin(explanation)[1:], *_ties(explanation), *_figures(explanation))
     return [printable(line.replace(_TIGHT, " ")) for line in lines]
 
 
 def _wrap(text: str, columns: int, *, indent: str = "  ", cut: bool = False) -> list[str]:
-    """Break a text into lines, but never within a number and its unit, or a shape."""
+    """Break a text into lines, but never inside a shape or between a number and its unit."""
     safe = printable(text.replace(_TIGHT, "\0")).replace("\\x00", _TIGHT)
     lines = textwrap.wrap(safe, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=cut)
     return [line.replace(_TIGHT, " ") for line in lines] or [""]
@@ -81,7 +81,7 @@ def _title(explanation: Explanation) -> str:
 def _origin(explanation: Explanation) -> tuple[str, ...]:
     profile, schedule = explanation.profile, explanation.schedule
     samples = _plural(profile.batch_size, "sample")
-    counts = f"{_plural(schedule.num_lanes, 'lane')}, {_plural(schedule.num_mbs, 'micro-batch')} a step"
+    counts = f"{_plural(schedule.num_lanes, 'lane')}, {_plural(schedule.num_mbs, 'micro-batch')} per step"
     return (
         f"captured by {explanation.path}: {explanation.reason}",
         f"{profile.method} on {profile.device or 'an unnamed device'}, micro-batches of {samples}",
@@ -95,7 +95,7 @@ def _plural(number: int, word: str) -> str:
 
 
 def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, str]]:
-    """Yield the lines of the table, each with its style: a line a stage, and one for the cut after it."""
+    """Yield the lines of the table with their styles: one line per stage, and one for the cut after it."""
     rows, widths = _fitted([_HEADINGS, *(_cells(stage) for stage in explanation.stages)], columns)
     indent = " " * (widths[0] + widths[1] + 4)
     yield "head", _line(rows[0], widths)
@@ -110,7 +110,7 @@ def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, 
 
 
 def _fitted(rows: list[Sequence[str]], columns: int) -> tuple[list[list[str]], list[int]]:
-    """Return the cells and the widths of the columns; in a narrow terminal without nodes and bytes of parameters."""
+    """Return the cells and column widths; a narrow terminal drops the nodes and the bytes of parameters."""
     for short in (False, True):
         cells = [[_first(cell) if at == _PARAMETERS and short else cell for at, cell in enumerate(row)] for row in rows]
         if short:
@@ -151,7 +151,7 @@ def _cells(stage: StageRow) -> list[str]:
 
 
 def _cut_lines(explanation: Explanation, stage: StageRow) -> Iterable[str]:
-    """Say what crosses the cut after a stage: what the next one uses, and what only passes by."""
+    """Yield the values that cross the cut after a stage: those that the next stage uses, and those that skip it."""
     at = stage.first_node + stage.num_nodes
     if at == len(explanation.graph.nodes):
         return
@@ -161,14 +161,14 @@ def _cut_lines(explanation: Explanation, stage: StageRow) -> Iterable[str]:
         return
     used = [value for value in stage.crossing if not value.skips_at(stage.index)]
     passing = [value for value in stage.crossing if value.skips_at(stage.index)]
-    total = f"{_bytes(stage.crossing_bytes)} a micro-batch"
+    total = f"{_bytes(stage.crossing_bytes)} per micro-batch"
     yield f"{lead}{total}: {_values(used)}" if used else lead + total
     if passing:
-        yield f"↷ passing by: {_values(passing)}"
+        yield f"↷ skipping the next stage: {_values(passing)}"
 
 
 def _values(values: Sequence[Crossing]) -> str:
-    """Name the largest values, those of one shape and one way together."""
+    """Name the largest values; values with the same shape and route are grouped."""
     groups: dict[str, int] = {}
     for value in sorted(values, key=lambda value: -value.num_bytes):
         text = _value(value)
@@ -179,7 +179,7 @@ def _values(values: Sequence[Crossing]) -> str:
 
 
 def _value(value: Crossing) -> str:
-    seen = " as seen" if value.is_dynamic else ""
+    seen = " in the example" if value.is_dynamic else ""
     text = f"{value.shape}{seen} {show_bytes(value.num_bytes, digits=3)}".replace(" ", _TIGHT)
     if value.targets == (value.source + 1,) and not value.is_output:
         return text
@@ -188,7 +188,7 @@ def _value(value: Crossing) -> str:
 
 
 def _lane_table(explanation: Explanation) -> Iterable[tuple[str, str]]:
-    headings = ["lane", "stages", "time a micro-batch", "memory", "bubble over the makespan"]
+    headings = ["lane", "stages", "time per micro-batch", "memory", "bubble / makespan"]
     has_limit = explanation.memory_limit is not None
     rows = [
         [
@@ -201,7 +201,7 @@ def _lane_table(explanation: Explanation) -> Iterable[tuple[str, str]]:
         for lane in explanation.lanes
     ]
     if has_limit:
-        headings[3] = "memory of its limit"
+        headings[3] = "memory of limit"
     widths = [max(len(heading), *(len(row[at]) for row in rows)) for at, heading in enumerate(headings)]
     yield "head", "  ".join(cell.rjust(width) for cell, width in zip(headings, widths, strict=True))
     for row in rows:
@@ -217,7 +217,7 @@ def _ties(explanation: Explanation) -> Iterable[str]:
         names = " = ".join([tie.name, *tie.aliases])
         if len(tie.stages) > 1:
             stages = ", ".join(map(str, tie.stages))
-            yield f"tied: {names} ({_bytes(tie.num_bytes)}): stages {stages} hold it, and add up its gradient"
+            yield f"tied: {names} ({_bytes(tie.num_bytes)}): stages {stages} hold it and add up its gradient"
         else:
             where = f"stage {tie.stages[0]} holds it" if tie.stages else "no stage uses it"
             yield f"tied: {names} ({_bytes(tie.num_bytes)}): {where}"
@@ -226,16 +226,16 @@ def _ties(explanation: Explanation) -> Iterable[str]:
 
 
 def _proof(explanation: Explanation) -> str:
-    """Say how good the cuts are known to be."""
+    """Return what is known about the quality of the cuts."""
     partition, given = explanation.partition, explanation.num_given_cuts
     if given and given == len(partition.cuts):
         return "all cuts were given"
-    among = " with the cuts that were given" if given else ""
+    among = " with the given cuts" if given else ""
     if explanation.schedule.num_stages > explanation.schedule.num_lanes or explanation.schedule.is_bidirectional:
-        return f"of the cuts that were tried{among}, these have the shortest step"
+        return f"of the cuts tried{among}, these have the shortest step"
     if partition.is_proved:
-        return f"no cuts are better{among}"
-    return f"the best cuts{among} are at most {show_share(partition.gap)} quicker"
+        return f"no other cuts{among} are better"
+    return f"the best cuts{among} are at most {show_share(partition.gap)} faster"
 
 
 def _figures(explanation: Explanation) -> Iterable[str]:
@@ -244,7 +244,7 @@ def _figures(explanation: Explanation) -> Iterable[str]:
     slowest, mean = max(lanes), sum(lanes) / len(lanes)
     proof = _proof(explanation)
     yield (
-        f"balance: {explanation.balance:.3f}: the slowest lane ({lanes.index(slowest)}) takes {_seconds(slowest)} a "
+        f"balance: {explanation.balance:.3f}: the slowest lane ({lanes.index(slowest)}) takes {_seconds(slowest)} per "
         f"micro-batch, the mean lane {_seconds(mean)}; {proof}"
     )
     fullest = max(partition.lane_bytes)
@@ -255,9 +255,9 @@ def _figures(explanation: Explanation) -> Iterable[str]:
     )
     rate = explanation.samples_per_second
     yield (
-        f"predicted step: {_seconds(timeline.step_seconds)}, {rate:,.{0 if rate >= 100 else 1}f} samples a second, "
-        f"{explanation.speedup:.2f} × one lane; bubble {show_share(timeline.bubble)} over the makespan, "
-        f"{show_share(timeline.span_bubble)} over the longest lane span"
-        f"{'' if explanation.has_links else '; transfers take no time, for no links were given'}"
+        f"predicted step: {_seconds(timeline.step_seconds)}, {rate:,.{0 if rate >= 100 else 1}f} samples per second, "
+        f"{explanation.speedup:.2f} × one lane; bubble {show_share(timeline.bubble)} of the makespan, "
+        f"{show_share(timeline.span_bubble)} of the longest lane span"
+        f"{'' if explanation.has_links else '; transfers take no time, since no links were given'}"
     )
     yield from explanation.notes

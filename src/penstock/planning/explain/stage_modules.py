@@ -1,4 +1,4 @@
-"""Stage modules: which modules a run of nodes covers, in few words: `transformer.{wte, h.0–5}, lm_head`."""
+"""Stage modules: a short name for the modules that a run of nodes covers: `transformer.{wte, h.0–5}, lm_head`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.model.graph import Graph
 
 __all__ = ["module_parts", "shorten"]
 
-_MOST_PARTS = 6  # that a list grows to while it is made finer
-_MOST_INNER = 3  # the same, for what lies within a member of a list of modules
+_MOST_PARTS = 6  # maximum length of the list of modules when a module is replaced by its children
+_MOST_INNER = 3  # the same, for the children of a member of a list of modules
 _PART = " (part)"
 
 
 @dataclass
 class _Branch:
-    """A module in the tree of modules: how many nodes happen in it and below, in the graph and in the stage."""
+    """A module in the tree of modules, with the number of its nodes in the graph and in the stage."""
 
     path: str
     num_nodes: int = 0
@@ -31,20 +31,20 @@ class _Branch:
 
     @property
     def here(self) -> list[_Branch]:
-        """The children that the stage touches, in the order it does."""
+        """The children that have nodes in the stage, in the order of these nodes."""
         return sorted((child for child in self.children.values() if child.num_here), key=lambda child: child.first)
 
     @property
     def has_list(self) -> bool:
-        """Is there a list of modules below it, as the layers of a model?"""
+        """Whether it contains a list of modules, such as the layers of a model."""
         return any(name.isdigit() or child.has_list for name, child in self.children.items())
 
 
 def module_parts(graph: Graph, nodes: range) -> tuple[str, ...]:
-    """Return the paths of the modules that some nodes cover, in the order they run; of those cut apart, with "(part)".
+    """Return the paths of the modules that the nodes cover, in the order they run; "(part)" marks a module that is cut.
 
-    A module is named by the largest one that lies wholly in the stage. One that is cut is named by what lies in it as
-    long as the list stays short, down to a member of the innermost list of modules.
+    The largest modules that are completely in the stage are named. A module that is cut is replaced by its children
+    while the list stays short, down to a member of the innermost list of modules.
     """
     root = _tree(graph, nodes)
     if root.is_whole:
@@ -85,7 +85,7 @@ def _named(parts: Iterable[_Branch]) -> list[str]:
 def _merged(names: Sequence[str]) -> list[str]:
     """Write numbered neighbours as one: h.0, h.1, h.2 as h.0–2."""
     merged: list[str] = []
-    last: tuple[str, int, int] | None = None  # of the run so far: its stem, first and last number
+    last: tuple[str, int, int] | None = None  # of the current run: its stem, first and last number
     for name in names:
         found = re.fullmatch(r"(.*?)(\d+)", name)
         if found and last and last[0] == found[1] and int(found[2]) == last[2] + 1:
@@ -98,7 +98,7 @@ def _merged(names: Sequence[str]) -> list[str]:
 
 
 def shorten(parts: Sequence[str]) -> str:
-    """Return module paths in few words: runs of numbers merged, what neighbours have in common written once.
+    """Return module paths as a short text: merge runs of numbers, and write shared prefixes once.
 
     >>> shorten(["net.wte", "net.h.0", "net.h.1", "net.h.2 (part)", "head"])
     'net.{wte, h.0–1, h.2 (part)}, head'

@@ -1,1 +1,1 @@
-"""Partition: where to cut a model into stages."""
+"""Partitioning: choose the cuts that divide a model into stages."""

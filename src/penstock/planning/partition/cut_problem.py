@@ -1,4 +1,4 @@
-"""Partition, problem: what cuts cost, on the positions where they may lie: seconds of lanes and wires, and memory."""
+"""Cut problem: the costs of cuts at the possible positions: seconds of lanes and wires, and memory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Wire = tuple[object, ...]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What to minimise. Cuts are indices into `positions` here; stage s lies between cut s - 1 and cut s.
+    """The problem to minimise. Cuts are indices into `positions`; stage s lies between cut s - 1 and cut s.
 
     Attributes:
-        profile: of the model.
-        positions: where cuts may lie, and both ends of the graph.
-        forced: indices of positions where a cut must lie.
+        profile: the profile of the model.
+        positions: the possible positions of cuts, and both ends of the graph.
+        forced: indices of the positions that must have a cut.
         ways: for each way, the lane of each stage.
-        shares: which share of the micro-batches takes each way.
-        num_lanes: how many lanes there are.
-        cluster: the lanes' speeds and links.
+        shares: the share of the micro-batches that takes each way.
+        num_lanes: number of lanes.
+        cluster: speeds and links of the lanes.
         transfers: whether lanes wait for each other's transfers.
         keep: "hold", "recompute" or "except_last".
-        memory: what lanes hold; None where nothing is limited.
+        memory: the memory of lanes; None: no limit.
     """
 
     profile: Profile
@@ -55,40 +55,40 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are to be."""
+        """Number of stages."""
         return len(self.ways[0])
 
     @cached_property
     def speeds(self) -> Floats:
-        """How fast each lane is."""
+        """The speed of each lane."""
         return self.cluster.speeds(self.num_lanes)
 
     @cached_property
     def seconds(self) -> Floats:
-        """Running sum of what a micro-batch takes on a lane of speed 1; who recomputes runs the forward twice."""
+        """Running sum of the time of one micro-batch at speed 1; recomputing runs the forward twice."""
         profile = self.profile
         each = profile.forward * (2 if self.keep in RECOMPUTING else 1) + profile.input_grad + profile.weight_grad
         return np.concatenate([[0.0], np.cumsum(each)])[self.positions]
 
     @cached_property
     def width(self) -> Floats:
-        """Bytes that cross forward at each position."""
+        """Bytes of values that cross each position in the forward."""
         return self.profile.crossing_bytes[self.positions]
 
     @cached_property
     def grad_width(self) -> Floats:
-        """Bytes of gradients that cross back at each position."""
+        """Bytes of gradients that cross each position in the backward."""
         return self.profile.crossing_grad_bytes[self.positions]
 
     def share_of(self, stage: int) -> dict[int, float]:
-        """Return the lanes that a stage lives on, and the share of the micro-batches that each runs."""
+        """Return the lanes of a stage, with the share of the micro-batches that each lane runs."""
         found: dict[int, float] = {}
         for way, share in zip(self.ways, self.shares, strict=True):
             found[way[stage]] = found.get(way[stage], 0.0) + share
         return found
 
     def hops(self, cut: int) -> list[tuple[int, int, float]]:
-        """Return (from lane, to lane, share of the micro-batches) for a cut; none where a lane hands over to itself."""
+        """Return (from lane, to lane, share of the micro-batches) for a cut, except within one lane."""
         return [
             (way[cut], way[cut + 1], share)
             for way, share in zip(self.ways, self.shares, strict=True)
@@ -96,14 +96,14 @@ class Problem:
         ]
 
     def trip(self, source: int, target: int) -> Floats:
-        """Return the seconds of a value there and its gradient back, at each position."""
+        """Return the round-trip time at each position: values forward and their gradients back."""
         there, back = self.cluster.between(source, target), self.cluster.between(target, source)
         on_wire = self.width / there.bytes_per_second + self.grad_width / back.bytes_per_second
         return on_wire + (there.latency_seconds + back.latency_seconds)
 
     @cached_property
     def trips(self) -> Floats:
-        """[cuts, positions] seconds of the way there and back, weighed by how many micro-batches take it."""
+        """[cuts, positions] round-trip times, weighted by the share of micro-batches of each hop."""
         found = np.zeros((self.num_stages - 1, len(self.positions)))
         for cut in range(self.num_stages - 1):
             for source, target, share in self.hops(cut):
@@ -112,7 +112,7 @@ class Problem:
 
     @cached_property
     def wires(self) -> tuple[dict[Wire, tuple[float, float]], ...]:
-        """For each cut the wires it uses: seconds a byte forward, and a byte of gradients back."""
+        """The wires of each cut, with seconds per byte of values forward and per byte of gradients back."""
         found: list[dict[Wire, tuple[float, float]]] = []
         for cut in range(self.num_stages - 1):
             used: dict[Wire, tuple[float, float]] = {}
@@ -133,18 +133,18 @@ class Problem:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Has every lane one stage, and every cut its own wires? Then the exact sweeps apply."""
+        """Whether each lane has one stage and each cut its own wires, so that the exact sweeps apply."""
         has_one = len(self.ways) == 1 and len(set(self.ways[0])) == self.num_stages
         return has_one and (self.transfers == "waited" or sum(map(len, self.wires)) == len(self.wire_names))
 
     @cached_property
     def waits_in_chain(self) -> bool:
-        """Is the period that of a chain whose neighbours wait for each other's transfers?"""
+        """Whether the problem is a chain whose neighbours wait for each other's transfers."""
         return self.is_chain and self.transfers == "waited"
 
     @cached_property
     def until_forced(self) -> Positions:
-        """For each position the next where a cut must lie, or the end: no stage may pass it."""
+        """For each position, the next forced cut or the end; no stage may extend beyond it."""
         marks = np.array(sorted({*self.forced, len(self.positions) - 1}))
         here = np.minimum(np.searchsorted(marks, np.arange(len(self.positions)), side="right"), len(marks) - 1)
         return marks[here]
@@ -154,13 +154,13 @@ class Problem:
         return list(pairwise([0, *cuts, len(self.positions) - 1]))
 
     def stage_seconds(self, cuts: Sequence[int]) -> Floats:
-        """Return what each stage computes for a micro-batch, on its own lane (on the slowest of them, if several)."""
+        """Return the compute time of each stage for one micro-batch, on its slowest lane."""
         slowest = np.array([min(self.speeds[lane] for lane in self.share_of(s)) for s in range(self.num_stages)])
         work = np.array([self.seconds[b] - self.seconds[a] for a, b in self.spans(cuts)])
         return np.asarray(work / slowest)
 
     def lane_seconds(self, cuts: Sequence[int]) -> Floats:
-        """Return what each lane computes for a micro-batch."""
+        """Return the compute time of each lane for one micro-batch."""
         found = np.zeros(self.num_lanes)
         for stage, (a, b) in enumerate(self.spans(cuts)):
             for lane, share in self.share_of(stage).items():
@@ -168,7 +168,7 @@ class Problem:
         return found
 
     def wire_seconds(self, cuts: Sequence[int]) -> Floats:
-        """Return how long each wire is busy with a micro-batch."""
+        """Return how long each wire is busy with one micro-batch."""
         found = dict.fromkeys(self.wire_names, 0.0)
         for used, at in zip(self.wires, cuts, strict=True):
             for wire, (there, back) in used.items():
@@ -176,7 +176,7 @@ class Problem:
         return np.array(list(found.values()))
 
     def period(self, cuts: Sequence[int]) -> float:
-        """Return the time of one micro-batch in the steady state: what is minimised. See docs/design/partition.md."""
+        """Return the objective: the time of one micro-batch in the steady state. See docs/design/partition.md."""
         if self.waits_in_chain:
             busy = [float(self.floor[cut, at]) for cut, at in enumerate(cuts)]
             order = self.lane_seconds(cuts)[list(self.ways[0])]
@@ -185,7 +185,7 @@ class Problem:
         return max([float(self.lane_loads(cuts).max()), *wires])
 
     def lane_loads(self, cuts: Sequence[int]) -> Floats:
-        """Return what each lane computes, and half of the transfers at both sides of its stages where it waits."""
+        """Return the compute time of each lane; if transfers are waited for, add half of those at its stages."""
         lanes = self.lane_seconds(cuts)
         if self.transfers == "waited":
             for cut, at in enumerate(cuts):
@@ -195,7 +195,7 @@ class Problem:
 
     @cached_property
     def floor(self) -> Floats:
-        """[cuts, positions] how long the busiest of a cut's own wires is taken."""
+        """[cuts, positions] how long the busiest wire of a cut is busy."""
         found = np.zeros((self.num_stages - 1, len(self.positions)))
         for cut, used in enumerate(self.wires):
             for there, back in used.values():
@@ -203,12 +203,12 @@ class Problem:
         return found
 
     def fits(self, cuts: Sequence[int]) -> bool:
-        """Do all lanes keep within their memory, and do all forced cuts stand?"""
+        """Return whether all lanes stay within their memory limits and all forced cuts are used."""
         has_forced = set(self.forced) <= set(cuts)
         return has_forced and (self.memory is None or not self.memory.excess(self.spans(cuts)).any())
 
     def chain(self) -> Chain:
-        """Return the problem as a chain, where it is one."""
+        """Return the problem as a chain; only if `is_chain`."""
         lanes, num_stages, num_positions = list(self.ways[0]), self.num_stages, len(self.positions)
         ride = np.concatenate([np.zeros((1, num_positions)), self.trips]) if self.waits_in_chain else None
         has_floor = any(self.wires)
@@ -225,7 +225,7 @@ class Problem:
         )
 
     def furthest(self) -> Positions | None:
-        """[stages, positions] where a stage alone on its lane can end at the latest; None where it is anywhere."""
+        """[stages, positions] the last possible end of a stage that is alone on its lane; None: no restriction."""
         if self.memory is None and not self.forced:
             return None
         found = np.broadcast_to(self.until_forced, (self.num_stages, len(self.positions))).copy()

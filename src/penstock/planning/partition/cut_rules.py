@@ -1,4 +1,4 @@
-"""Partition, rules: where cuts may lie: what the graph forbids, and what the user asks for."""
+"""Cut rules: the positions where cuts may or must lie, from the graph and the user's requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Group = str | Iterable[int | str]
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where cuts may lie, and where they must.
+    """The positions where cuts may lie, and those where they must lie.
 
     Attributes:
-        positions: where cuts may lie, with both ends of the graph.
-        forced: indices of those where one must lie.
+        positions: where cuts may lie, and both ends of the graph.
+        forced: indices of the positions that must have a cut.
     """
 
     positions: NDArray[np.int64]
@@ -30,11 +30,11 @@ class Places:
 
 
 def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], together: Sequence[Group]) -> Places:
-    """Return where cuts may lie and must lie.
+    """Return where cuts may and must lie.
 
     Raises:
-        UsageError: for nodes and modules that the graph does not have.
-        PartitionError: when what is asked for contradicts itself, or the graph.
+        UsageError: if the graph does not have a requested node or module.
+        PartitionError: if the requests contradict each other or the graph.
     """
     cuts, groups = _checked(graph, cuts_at, together)
     num_nodes = len(graph.nodes)
@@ -42,45 +42,45 @@ def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], tog
     may[[c for c in graph.uncuttable if 0 <= c <= num_nodes]] = False
     for _, nodes in groups:
         may[min(nodes) + 1 : max(nodes) + 1] = False
-    faults = [fault for cut in cuts for fault in _against(graph, cut, groups)]
+    faults = [fault for cut in cuts for fault in _conflicts(graph, cut, groups)]
     inner = may[1:-1]
     if len(cuts) > num_stages - 1:
-        faults.append(f"cuts: {len(cuts)} asked for; {num_stages} stages have {num_stages - 1}")
+        faults.append(f"cuts: {len(cuts)} requested; {num_stages} stages have {num_stages - 1}")
     if inner.sum() < num_stages - 1:
         closed = len(inner) - int(inner.sum())
-        why = f", {closed} more may not be cut (changed in place, or to be together)" if closed else ""
+        why = f", {closed} more cannot be cut (changed in place, or listed in together=)" if closed else ""
         faults.append(
             f"{num_stages} stages need {num_stages - 1} cuts; nodes: {num_nodes}, places for a cut: "
-            f"{int(inner.sum())}{why}; ask for fewer stages{'' if inner.any() else ': lanes=1 is all that it can be'}"
+            f"{int(inner.sum())}{why}; request fewer stages{'' if inner.any() else ': only lanes=1 is possible'}"
         )
     if faults:
-        raise PartitionError("no cuts can be as asked for: " + "; ".join(faults))
+        raise PartitionError("the requested cuts are impossible: " + "; ".join(faults))
     may[[0, num_nodes]] = True
     positions = np.flatnonzero(may)
     return Places(positions, frozenset(np.searchsorted(positions, sorted(cuts)).tolist()))
 
 
-def _against(graph: Graph, cut: int, groups: list[tuple[str, list[int]]]) -> list[str]:
-    """Say what stands against a cut that is asked for."""
+def _conflicts(graph: Graph, cut: int, groups: list[tuple[str, list[int]]]) -> list[str]:
+    """Return the reasons that forbid a requested cut."""
     faults = [
-        f"a cut at {cut} is asked for, and {name} (nodes {min(nodes)} to {max(nodes)}) is to be in one stage"
+        f"a cut at {cut} is requested, but {name} (nodes {min(nodes)} to {max(nodes)}) must be in one stage"
         for name, nodes in groups
         if min(nodes) < cut <= max(nodes)
     ]
     if cut in graph.uncuttable:
         module = graph.nodes[cut].module or "the model"
-        faults.append(f"a cut at {cut} is asked for, but values that cross there (in {module}) are changed in place")
+        faults.append(f"a cut at {cut} is requested, but values that cross there (in {module}) are changed in place")
     return faults
 
 
 def _checked(
     graph: Graph, cuts_at: Sequence[int | str], together: Sequence[Group]
 ) -> tuple[list[int], list[tuple[str, list[int]]]]:
-    """Return the cuts as numbers and the groups as nodes, each with what to call it."""
+    """Return the cuts as numbers, and the groups as names and nodes."""
     faults: list[str] = []
     cuts: list[int] = []
     if isinstance(cuts_at, (str, int)) or isinstance(together, str):
-        raise UsageError("cuts: give a list of places; together: give a list of groups")
+        raise UsageError("cuts: pass a list of places; together: pass a list of groups")
     for place in cuts_at:
         nodes = _nodes(graph, place)
         if not nodes:
@@ -103,7 +103,7 @@ def _checked(
 
 
 def _nodes(graph: Graph, place: object) -> list[int]:
-    """Return the nodes that a number, a node's name or a module's path stands for."""
+    """Return the nodes of a place: a node number, the name of a node or the path of a module."""
     if isinstance(place, str):
         inside = f"{place}."
         return [

@@ -1,7 +1,8 @@
-"""Partition, labels: the exact optimum where lanes have several stages, by labels that no other label covers.
+"""Label search: the exact optimum for lanes with several stages, by dominance between partial solutions.
 
-A label is a way to place the first cuts: where the last of them lies, what each lane and wire has taken so far, and
-what each lane holds. One that is no better than another in anything can be dropped. See docs/design/partition.md.
+A label is one way to place the first cuts: the position of the last of these cuts, the time of each lane and wire so
+far, and the bytes of each lane. A label that is nowhere better than another one is dropped. See
+docs/design/partition.md.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ __all__ = ["LabelSearch", "OutOfSteps"]
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
-_MOST_TIES = 60  # a bit each in one number
+_MOST_TIES = 60  # one bit each in an int64
 _BLOCK = 256
 
 
-class OutOfSteps(Exception):  # noqa: N818 - no error: the search was not to take longer
-    """The search took as many steps as it was given."""
+class OutOfSteps(Exception):  # noqa: N818 - not an error: it ends the search
+    """The search used up its steps."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Labels:
-    """Labels of one layer, a row each."""
+    """Labels of one layer, one per row."""
 
-    at: Positions  # where the last cut lies
+    at: Positions  # position of the last cut
     load: Floats  # [labels, lanes and wires] seconds so far
     held: Floats  # [labels, moments of all lanes] bytes so far
-    ties: Positions  # [labels, lanes] which tied parameters a lane has, as bits
+    ties: Positions  # [labels, lanes] the tied parameters of a lane, as bits
     parent: Positions  # the label of the layer before
 
     def pick(self, rows: Positions) -> _Labels:
@@ -43,11 +44,11 @@ class _Labels:
 
 @dataclass(eq=False)
 class LabelSearch:
-    """Places cut after cut; steps are numbers compared or made, so that the same question takes as many anywhere."""
+    """Places cut after cut. Steps count operations on numbers, so the same problem needs the same steps anywhere."""
 
     problem: Problem
     steps: int
-    _moments: list[tuple[int, Floats]] = field(default_factory=list)  # of each lane: first column, counts
+    _moments: list[tuple[int, Floats]] = field(default_factory=list)  # for each lane: first column, counts
 
     def __post_init__(self) -> None:
         memory, column = self.problem.memory, 0
@@ -60,14 +61,14 @@ class LabelSearch:
         self._num_columns = column
 
     def best(self, below: float) -> list[int] | None:
-        """Return the best of all cuts with a period below a bound; None where there are none."""
+        """Return the best cuts with a period below a bound, or None."""
         layers = self._run(below, by_rank=False)
         if layers is None:
             return None
         return _trace(layers, int(np.argmin(layers[-1].load.max(axis=1))))
 
     def first(self, within: float) -> list[int] | None:
-        """Return of all cuts within a period those that come first: each in turn the narrowest, then the earliest."""
+        """Return cuts within a period: each cut in turn is the narrowest possible, and then the earliest."""
         layers = self._run(within * (1 + SAME), by_rank=True)
         return None if layers is None else _trace(layers, 0)
 
@@ -96,7 +97,7 @@ class LabelSearch:
             raise OutOfSteps
 
     def _grow(self, labels: _Labels, stage: int, limit: float) -> _Labels:
-        """Return all labels with one stage more that keep within the limits."""
+        """Return all labels with one more stage that are within the limits."""
         problem = self.problem
         end, left = len(problem.positions) - 1, problem.num_stages - 1 - stage
         last = np.minimum(problem.until_forced[labels.at], end - left)
@@ -130,7 +131,7 @@ class LabelSearch:
             load[:, column] += there * problem.width[end] + back * problem.grad_width[end]
 
     def _has_room(self, load: Floats, at: Positions, stage: int, limit: float) -> NDArray[np.bool_]:
-        """Can the lanes that have stages left take all the work that is left?"""
+        """Return for each label whether the lanes of the remaining stages can take the remaining work."""
         problem = self.problem
         lanes = sorted(self._lanes_after(stage))
         room = ((limit - load[:, lanes]) * problem.speeds[lanes]).sum(axis=1)
@@ -142,7 +143,7 @@ class LabelSearch:
     def _add_bytes(
         self, held: Floats, ties: Positions, stage: int, start: Positions, end: Positions
     ) -> NDArray[np.bool_]:
-        """Add what a stage brings to each of its lanes; return which labels still fit."""
+        """Add the bytes of a stage to each of its lanes; return which labels still fit."""
         memory = self.problem.memory
         assert memory is not None
         fine = np.ones(len(held), dtype=np.bool_)
@@ -163,10 +164,10 @@ class LabelSearch:
         return fine
 
     def _uncovered(self, labels: _Labels, stage: int, *, by_rank: bool) -> _Labels:
-        """Return the labels that no other at the same place covers; ranks stay in the order of the rows."""
+        """Return the labels that no other label at the same position dominates, in the order of rank."""
         lanes = sorted(self._lanes_after(stage))
         columns, key = self._compared(labels, stage, lanes, by_rank=by_rank)
-        if by_rank:  # parents are in order of rank, so narrower cuts first among the children of each
+        if by_rank:  # parents are in the order of rank; among the children of one parent, narrower cuts come first
             order = np.lexsort((labels.at, self.problem.width[labels.at], labels.parent))
         else:
             order = np.argsort(columns.sum(axis=1), kind="stable")
@@ -181,12 +182,12 @@ class LabelSearch:
         return labels.pick(rows[np.argsort(rank[rows], kind="stable")])
 
     def _compared(self, labels: _Labels, stage: int, lanes: list[int], *, by_rank: bool) -> tuple[Floats, Positions]:
-        """Return what labels are compared by, and what must be the same for that."""
+        """Return the columns in which labels are compared, and the key that must be equal for a comparison."""
         problem = self.problem
         wires = {w for used in problem.wires[stage + 1 :] for w in used}
         open_ = [*lanes, *(problem.num_lanes + i for i, wire in enumerate(problem.wire_names) if wire in wires)]
         parts = [labels.load[:, open_]]
-        if not by_rank:  # what is closed only counts as the longest of it
+        if not by_rank:  # of finished lanes and wires, only the longest matters
             parts.append(labels.load.max(axis=1, keepdims=True))
         key = [labels.at[:, None]]
         if problem.memory is not None:
@@ -197,7 +198,7 @@ class LabelSearch:
         return np.concatenate(parts, axis=1), np.concatenate(key, axis=1)
 
     def _front(self, columns: Floats, rows: Positions) -> Positions:
-        """Return the rows that none before them covers."""
+        """Return the rows that no earlier row dominates."""
         kept = np.zeros(0, dtype=np.int64)
         for begin in range(0, len(rows), _BLOCK):
             block = rows[begin : begin + _BLOCK]
@@ -212,9 +213,9 @@ class LabelSearch:
 
 
 def _covers(these: Floats, those: Floats) -> NDArray[np.bool_]:
-    """[those, these] whether one of these is no more than one of those in anything."""
+    """[those, these] whether each row of `these` is at most as large as each row of `those` in all columns."""
     found = np.ones((len(those), len(these)), dtype=np.bool_)
-    for column in range(these.shape[1]):  # a table at a time: quicker than to look along the short side
+    for column in range(these.shape[1]):  # column by column: faster than reducing along the short axis
         found &= these[None, :, column] <= those[:, None, column]
     return found
 

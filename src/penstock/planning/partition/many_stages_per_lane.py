@@ -1,4 +1,4 @@
-"""Partition, lanes: where lanes have several stages: good cuts by exact windows, labels to prove or better them.
+"""Several stages per lane: find good cuts by solving windows exactly; prove or improve them by a label search.
 
 See docs/design/partition.md.
 """
@@ -20,24 +20,24 @@ from penstock.planning.partition.shift_cuts import lighten, shift_cuts
 
 __all__ = ["Found", "lightest", "solve_lanes"]
 
-_STEPS = 30_000_000  # of the label search: about a second
-_WINDOW_STEPS = 1_000_000_000  # of the search by windows: about a second
-_SWEEPS = 30  # that a window takes, about
-_NEAR = 1e-7  # how well a window is solved
+_STEPS = 30_000_000  # of the label search: about one second
+_WINDOW_STEPS = 1_000_000_000  # of the search by windows: about one second
+_SWEEPS = 30  # approximate number of sweeps per window
+_NEAR = 1e-7  # relative precision of the solution of a window
 _MOST_ROUNDS = 200
 _MOST_LIGHTER = 12
 _TILTS = (0.0, -0.3, 0.3, -0.15, 0.15, -0.5, 0.5, -0.8, 0.8)
-_FEW = 20_000  # stages × positions up to which all tilts are tried
+_FEW = 20_000  # maximum of stages × positions for which all tilts are tried
 
 
 @dataclass(eq=False)
 class _Steps:
-    """How many steps are left, of a nanosecond or so; counted, not timed."""
+    """The remaining steps, of about one nanosecond each; counted, not timed."""
 
     left: int
 
     def spend(self, problem: Problem, cuts: list[int], first: int, last: int) -> bool:
-        """Take what a window costs; return whether it was still there."""
+        """Subtract the cost of a window; return whether enough steps were left."""
         bounds = [0, *cuts, len(problem.positions) - 1]
         size = 1_000 + bounds[last + 1] - bounds[first]
         sweeps = _SWEEPS * (last - first + 1)
@@ -49,16 +49,16 @@ class _Steps:
 
 @dataclass(frozen=True)
 class Found:
-    """Cuts, and a bound that no cuts go below."""
+    """Cuts, and a lower bound of the period."""
 
     cuts: list[int]
     bound: float
 
 
 def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
-    """Return the best cuts that were found; None where no cuts fit the memory, or none were found that do.
+    """Return the best cuts found; None if no cuts were found that fit the memory.
 
-    The search counts steps, not seconds: the same question gets the same answer on any machine.
+    The search counts steps, not seconds, so the same problem has the same answer on any machine.
     """
     relaxed = _each_stage_alone(problem).solve()
     if relaxed is None:
@@ -80,7 +80,7 @@ def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
 
 
 def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -> Found | None:
-    """Look for better cuts among all of them, as long as the steps last."""
+    """Search all cuts for better ones until the steps are used up."""
     period = np.inf if best is None else problem.period(best)
     try:
         search = LabelSearch(problem, steps)
@@ -97,7 +97,7 @@ def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -
 
 
 def _even(problem: Problem) -> float:
-    """Return the time of lanes that share all the work evenly, and the least that transfers add to it."""
+    """Return a lower bound: all work shared evenly by the lanes, plus the minimum that transfers add."""
     extra = 0.0
     if problem.transfers == "waited":
         extra = sum(
@@ -109,7 +109,7 @@ def _even(problem: Problem) -> float:
 
 
 def _each_stage_alone(problem: Problem) -> Chain:
-    """Return the chain in which no stage shares its lane: what it needs, the whole problem needs too."""
+    """Return the relaxed problem in which no stage shares its lane; its optimum is a lower bound."""
     shares = [problem.share_of(s) for s in range(problem.num_stages)]
     speed = [min(problem.speeds[lane] / share for lane, share in used.items() if share) for used in shares]
     return Chain(
@@ -124,7 +124,7 @@ def _each_stage_alone(problem: Problem) -> Chain:
 
 
 def _starts(problem: Problem, relaxed: list[int]) -> Iterator[list[int]]:
-    """Yield cuts to start from: an even share for each of a lane's stages, more for the first, more for the last."""
+    """Yield starting cuts: even shares for the stages of a lane, then more for the first or the last stages."""
     counts = np.zeros(problem.num_lanes)
     for stage in range(problem.num_stages):
         for lane, share in problem.share_of(stage).items():
@@ -146,7 +146,7 @@ def _starts(problem: Problem, relaxed: list[int]) -> Iterator[list[int]]:
 
 
 def _improve(problem: Problem, cuts: list[int], left: _Steps) -> list[int] | None:
-    """Solve windows of stages on different lanes exactly, the others as they are, until none gets better."""
+    """Solve windows of stages on different lanes exactly, with all other cuts fixed, until none improves."""
     if problem.memory is not None:
         cuts = lightest(problem, cuts, left)
         if not problem.fits(cuts):
@@ -168,7 +168,7 @@ def _improve(problem: Problem, cuts: list[int], left: _Steps) -> list[int] | Non
 
 
 def _windows(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Yield runs of stages, first and last, no two on one lane and no two of their cuts on one wire, the longest."""
+    """Yield (first, last) of the longest runs of stages whose lanes are all different, and whose cuts share no wire."""
     num_stages, reached = problem.num_stages, -1
     for first in range(num_stages):
         lanes: set[int] = set()
@@ -188,7 +188,7 @@ def _windows(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def _solve_window(problem: Problem, cuts: list[int], first: int, last: int, *, below: float) -> list[int] | None:
-    """Return cuts in which those between some stages are the best for all others as they are."""
+    """Return cuts whose cuts within the window are optimal while all others stay fixed; None without improvement."""
     found = _window(problem, cuts, first, last).solve(below=below, near=_NEAR)
     return None if found is None else [*cuts[:first], *found[0], *cuts[last:]]
 
@@ -198,7 +198,7 @@ def _window(problem: Problem, cuts: list[int], first: int, last: int) -> Chain:
     stages = range(first, last + 1)
     lanes = [problem.ways[0][s] for s in stages]
     waits = problem.transfers == "waited"
-    half = np.zeros((problem.num_stages + 1, num_positions))  # of the cut before each stage
+    half = np.zeros((problem.num_stages + 1, num_positions))  # half of the trip at the cut before each stage
     if waits:
         half[1:-1] = problem.trips / 2
     load = problem.lane_loads(cuts)
@@ -223,7 +223,7 @@ def _window(problem: Problem, cuts: list[int], first: int, last: int) -> Chain:
 
 
 def _floors(problem: Problem, cuts: list[int], first: int, last: int) -> NDArray[np.float64] | None:
-    """[stages, positions] how long the wires of a window's cuts are taken, with what the other cuts send on them."""
+    """[stages, positions] how long the wires of the cuts in a window are busy, including the load of other cuts."""
     if not any(problem.wires[first:last]):
         return None
     taken = dict(zip(problem.wire_names, problem.wire_seconds(cuts).tolist(), strict=True))
@@ -236,7 +236,7 @@ def _floors(problem: Problem, cuts: list[int], first: int, last: int) -> NDArray
 
 
 def _reaches(problem: Problem, cuts: list[int], first: int, last: int) -> NDArray[np.int64] | None:
-    """[stages, positions] where a stage of a window can end at the latest, beside its lane's other stages."""
+    """[stages, positions] the last possible end of a stage of a window, given the other stages of its lane."""
     if problem.memory is None and not problem.forced:
         return None
     spans = problem.spans(cuts)
@@ -251,7 +251,7 @@ def _reaches(problem: Problem, cuts: list[int], first: int, last: int) -> NDArra
 
 
 def _centre(problem: Problem, cuts: list[int]) -> list[int]:
-    """Put cuts between two stages of one lane midway: they cost nothing there, and leave room for their neighbours."""
+    """Centre the cuts between two stages of one lane: they cost nothing there, and leave room for their neighbours."""
     for cut in range(len(cuts)):
         if problem.hops(cut) or cuts[cut] in problem.forced:
             continue
@@ -263,7 +263,7 @@ def _centre(problem: Problem, cuts: list[int]) -> list[int]:
 
 
 def lightest(problem: Problem, cuts: list[int], left: _Steps | None = None) -> list[int]:
-    """Return cuts that pass the memory limits by as little as was found: what is passed now comes down by windows."""
+    """Return cuts that exceed the memory limits by as little as windows can achieve."""
     assert problem.memory is not None
     memory = problem.memory
     for _ in range(_MOST_LIGHTER):

@@ -1,7 +1,7 @@
-"""Partition, nested: the exact optimum, less memory, where the first and last stage share lanes, the next and so on.
+"""Nested lanes: the exact optimum without memory limits if stage s shares its lanes with stage num_stages - 1 - s.
 
-So it is in V shapes and where micro-batches go both ways. Pairs of stages are placed from outside in, and a pair's time
-depends on its four ends alone. See docs/design/partition.md.
+This is the case in V shapes and in bidirectional schedules. Pairs of stages are placed from the outside in; the time
+of a pair depends only on its four ends. See docs/design/partition.md.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ __all__ = ["solve_nested"]
 Floats = NDArray[np.float64]
 Grid = NDArray[np.bool_]
 
-_MOST = 6_000_000  # positions² × pairs that are looked at in every round
+_MOST = 6_000_000  # maximum of positions² × pairs, which each round examines
 _NEAR = 1e-10
 _STOPS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A stage and its mirror image: what they take together is enter[a] + leave[i] on the left, likewise on the right.
+    """A stage and its mirror image. The left stage lies between a and i, the right one between j and b.
 
-    The left one lies between a and i, the right one between j and b.
+    Their time is left_enter[a] + left_leave[i] + right_enter[j] + right_leave[b].
     """
 
     left_enter: Floats
     left_leave: Floats
     right_enter: Floats
     right_leave: Floats
-    floor: Floats | None  # [i, j] how long the wires of the two inner cuts are taken
+    floor: Floats | None  # [i, j] how long the wires of the two inner cuts are busy
 
 
 def solve_nested(problem: Problem) -> tuple[list[int], float] | None:
-    """Return the best cuts, whatever memory they take, and their period; None where stages are not so placed."""
+    """Return the best cuts without memory limits and a lower bound of their period; None if stages do not nest."""
     num_pairs = problem.num_stages // 2
     if problem.forced or len(problem.positions) ** 2 * num_pairs > _MOST:
         return None
@@ -62,7 +62,7 @@ def solve_nested(problem: Problem) -> tuple[list[int], float] | None:
 
 
 def _pairs(problem: Problem) -> list[_Pair] | None:
-    """Return the pairs from outside in; the last is a stage alone where stages are odd."""
+    """Return the pairs from the outside in; with an odd number of stages, the last is a single stage."""
     last, homes = problem.num_stages - 1, [problem.share_of(s) for s in range(problem.num_stages)]
     seen: set[int] = set()
     wires: set[object] = set()
@@ -87,7 +87,7 @@ def _pairs(problem: Problem) -> list[_Pair] | None:
 
 
 def _rate(problem: Problem, left: dict[int, float], right: dict[int, float]) -> float | None:
-    """Return what a second of work of either stage adds to the slowest of their lanes; None if that is no number."""
+    """Return what one second of work of either stage adds to their slowest lane; None if it is not a constant."""
     if left != right or (len(left) > 1 and problem.transfers == "waited"):
         return None
     return max(float(share / problem.speeds[lane]) for lane, share in left.items())
@@ -100,7 +100,7 @@ def _half(problem: Problem, cut: int) -> Floats:
 
 
 def _wires(problem: Problem, left: int, right: int) -> dict[object, tuple[Floats, Floats]]:
-    """Return what the cut behind the left and the cut before the right stage put on each wire."""
+    """Return the load of each wire from the cut after the left stage and the cut before the right stage."""
     found: dict[object, tuple[Floats, Floats]] = {}
     none = np.zeros(len(problem.positions))
     inner = [(left, 0)] if left == right - 1 else [(left, 0), (right - 1, 1)]
@@ -113,12 +113,12 @@ def _wires(problem: Problem, left: int, right: int) -> dict[object, tuple[Floats
 
 
 def _room(pair: _Pair, reached: Grid) -> Floats:
-    """[a, b] how much a pair's outer ends leave for its inner ones; the more the better."""
+    """[a, b] how much time the outer ends of a pair leave for its inner ends."""
     return np.where(reached, -(pair.left_enter[:, None] + pair.right_leave[None]), -np.inf)
 
 
 def _reach(pairs: list[_Pair], problem: Problem, limit: float) -> list[Grid] | None:
-    """Decide whether some cuts keep within a period; return for each pair which outer ends it can have."""
+    """Return for each pair its possible outer ends within a period; None if no cuts are within the period."""
     size = len(problem.positions)
     reached = [np.zeros((size, size), dtype=np.bool_)]
     reached[0][0, size - 1] = True
@@ -139,7 +139,7 @@ def _reach(pairs: list[_Pair], problem: Problem, limit: float) -> list[Grid] | N
 
 
 def _trace(pairs: list[_Pair], problem: Problem, reached: list[Grid], limit: float) -> list[int]:
-    """Return cuts within a period, from the innermost ends out."""
+    """Return cuts within a period, found from the inside out."""
     i, j = (int(at) for at in np.argwhere(reached[-1])[0])
     is_odd = problem.num_stages % 2 == 1
     left, right = [i], [j] if is_odd else []

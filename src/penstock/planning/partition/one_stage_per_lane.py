@@ -1,4 +1,4 @@
-"""Partition, chain: the exact optimum where every lane has one stage: sweeps that decide, between two bounds.
+"""One stage per lane: the exact optimum by bisection; a sweep decides whether a period is possible.
 
 See docs/design/partition.md for the recursion and its proof.
 """
@@ -16,28 +16,28 @@ __all__ = ["SAME", "Chain"]
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
-SAME = 1e-9  # times that differ by less, relatively, are the same
-_NEAR = 1e-10  # the search between two bounds ends well below that
+SAME = 1e-9  # times with a smaller relative difference are equal
+_NEAR = 1e-10  # relative precision of the bisection
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Stages one after the other, each on a lane of its own, between a first and a last position.
+    """Consecutive stages between a first and a last position, each on its own lane.
 
     A stage from a to b takes base + (seconds[b] - seconds[a]) / speed + enter[a] + leave[b].
 
     Attributes:
-        seconds: running sum over positions, at speed 1.
-        width: bytes that cross at each position; among equals the narrower cut is taken.
-        first: where the first stage starts.
-        last: where the last stage ends.
-        speed: of each stage's lane.
-        base: what each stage's lane takes besides.
-        enter: [stages, positions] seconds on top for where a stage starts.
-        leave: [stages, positions] the same for where it ends.
-        ride: [stages, positions] seconds that a stage and the one before it wait for each other, when it starts there.
-        floor: [stages, positions] what no period can be below, when a stage ends there.
-        furthest: [stages, positions] the last position where a stage that starts there may end.
+        seconds: running sum of the time at speed 1, by position.
+        width: bytes that cross each position; among equally good cuts, the narrower is chosen.
+        first: start of the first stage.
+        last: end of the last stage.
+        speed: speed of the lane of each stage.
+        base: other load of the lane of each stage.
+        enter: [stages, positions] additional seconds of a stage that starts there.
+        leave: [stages, positions] additional seconds of a stage that ends there.
+        ride: [stages, positions] seconds that a stage that starts there and the stage before wait for each other.
+        floor: [stages, positions] lower bound of the period if a stage ends there.
+        furthest: [stages, positions] last possible end of a stage that starts there.
     """
 
     seconds: Floats
@@ -54,15 +54,15 @@ class Chain:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.speed)
 
     def solve(self, *, below: float = np.inf, near: float = _NEAR) -> tuple[list[int], float] | None:
-        """Return the best cuts and their period; None where no cuts fit, or none have a period below a bound.
+        """Return the best cuts and their period; None if no cuts fit or no period is below a bound.
 
         Args:
             below: the bound.
-            near: how far from the best the period may be, relatively.
+            near: relative precision of the period.
         """
         low = self._least()
         found = self._descend(low, below)
@@ -83,7 +83,7 @@ class Chain:
         return (self._walk(limit, ends, evenly=False) if ends is not None else cuts), period
 
     def fits(self) -> list[int] | None:
-        """Return cuts that keep to `furthest`, whatever time they take; None where there are none."""
+        """Return cuts that respect `furthest`, regardless of time; None if there are none."""
         limit = self._most()
         ends = self._sweep(limit)
         return None if ends is None else self._walk(limit, ends)
@@ -103,13 +103,13 @@ class Chain:
         return longest
 
     def _least(self) -> float:
-        """Return a bound: all work spread evenly over the lanes beside what they have; the longest that is whole."""
+        """Return a lower bound: all work shared evenly by the lanes, the largest base load, the longest single node."""
         whole = np.diff(self.seconds[self.first : self.last + 1])
         even = (whole.sum() + (self.base * self.speed).sum()) / self.speed.sum()
         return float(max(even, self.base.max(), whole.max() / self.speed.max(), 0.0))
 
     def _most(self) -> float:
-        """Return a time that no cuts take."""
+        """Return an upper bound: no cuts take this long."""
         work = (self.seconds[self.last] - self.seconds[self.first]) / self.speed.min() + self.base.max()
         extra = sum(
             float(given.max()) for given in (self.enter, self.leave, self.ride, self.floor) if given is not None
@@ -117,7 +117,7 @@ class Chain:
         return float(2 * (work + 2 * extra) + 1e-300)
 
     def _descend(self, low: float, below: float) -> tuple[list[int], float] | None:
-        """Return cuts to start from: the first that fit, trying bounds that grow from the least."""
+        """Return starting cuts: the first that fit while the limit grows from the lower bound."""
         share, most = 2.0**-7, min(self._most(), below)
         while True:
             limit = min(low * (1 + share), most) if low > 0 else most
@@ -130,13 +130,13 @@ class Chain:
             share *= 4
 
     def _windows(self, limit: float) -> tuple[Positions, Positions] | None:
-        """Return where each cut can lie, by the work before and behind it alone."""
+        """Return the possible range of each cut, from the work before and after it."""
         room = (limit - self.base) * self.speed
         if (room < 0).any():
             return None
         before = self.seconds[self.first] + np.concatenate([[0.0], np.cumsum(room)])
         behind = self.seconds[self.last] - np.concatenate([np.cumsum(room[::-1])[::-1], [0.0]])
-        slack = SAME * max(float(self.seconds[self.last]), 0.0)  # only rounding: these are bounds, not the decision
+        slack = SAME * max(float(self.seconds[self.last]), 0.0)  # for rounding: these ranges are bounds only
         steps = np.arange(self.num_stages + 1)
         high = np.minimum(
             np.searchsorted(self.seconds, before + slack, side="right") - 1, self.last - self.num_stages + steps
@@ -149,7 +149,7 @@ class Chain:
 
     @cached_property
     def _reachable(self) -> tuple[Positions, Positions]:
-        """Where each cut can lie by `furthest` alone: not behind what those before reach, nor too far from the end."""
+        """The possible range of each cut, from `furthest` alone: reachable from the start, and the end from it."""
         low = np.full(self.num_stages + 1, self.first)
         high = np.full(self.num_stages + 1, self.last)
         high[0], low[-1] = self.first, self.last
@@ -164,11 +164,12 @@ class Chain:
         return np.minimum(low, self.last + 1), np.minimum(high, self.last)
 
     def _sweep(self, limit: float) -> list[tuple[int, Floats]] | None:
-        """Decide whether some cuts keep within a period.
+        """Decide whether any cuts are within a period.
 
         Returns:
-            For each stage the first position where it may start, and from there on the least that chains of
-            stages from it on are late; infinite where it may not start. None where no cuts keep within the period.
+            For each stage, the first position where it may start; and for each position from there on, the minimum
+            lateness of the chain of stages that starts there, or infinity if the stage may not start there. None if
+            no cuts are within the period.
         """
         windows = self._windows(limit)
         if windows is None:
@@ -191,7 +192,7 @@ class Chain:
         return late
 
     def _ends(self, stage: int, start: int, late: Floats, limit: float) -> Floats:
-        """Return what it costs to end a stage at each position of a window, with all that comes behind."""
+        """Return the cost of ending a stage at each position of a window, including all later stages."""
         here = slice(start, start + len(late))
         cost = self.seconds[here] / self.speed[stage]
         if self.leave is not None:
@@ -205,7 +206,7 @@ class Chain:
         return np.asarray(cost if self.floor is None else np.where(self.floor[stage, here] <= limit, cost, np.inf))
 
     def _best_end(self, stage: int, starts: tuple[int, int], first_end: int, ends: Floats) -> Floats:
-        """Return for each start the least of the ends behind it that it reaches."""
+        """Return for each start the minimum over the ends that it can reach."""
         begin = np.arange(starts[0], starts[1] + 1)
         low = np.maximum(begin + 1 - first_end, 0)
         if self.furthest is None:
@@ -216,19 +217,19 @@ class Chain:
         has_end = low <= high
         if not has_end.any():
             return best
-        if (high[has_end] == len(ends) - 1).all():  # memory does not matter here
+        if (high[has_end] == len(ends) - 1).all():  # memory restricts nothing here
             best[has_end] = np.minimum.accumulate(ends[::-1])[::-1][low[has_end]]
         else:
             best[has_end] = _least_between(ends, low[has_end], high[has_end])
         return best
 
     def _walk(self, limit: float, late: list[tuple[int, Floats]], *, evenly: bool = True) -> list[int]:
-        """Return cuts within a period.
+        """Return cuts within a period: choose them in turn so that the remaining stages can still follow.
 
-        Each in turn leaves a way to the end; evenly: with most to spare, else the narrowest, and then the earliest.
+        With `evenly`, choose the cut with the most time to spare; otherwise the narrowest, and then the earliest.
         """
         cuts: list[int] = []
-        at, behind = self.first, 0.0  # how late the stages up to here are
+        at, behind = self.first, 0.0  # lateness of the stages so far
         slack = 1e-12 * limit
         for stage in range(self.num_stages - 1):
             start, after = late[stage + 1]
@@ -253,7 +254,7 @@ class Chain:
 
 
 def longest_mean(time: Floats, ride: Floats) -> float:
-    """Return the longest mean over runs of neighbours of what each takes and what they wait for each other."""
+    """Return the maximum, over runs of neighbours, of the mean time per stage including their mutual waits."""
     stages = np.concatenate([[0.0], np.cumsum(time)])
     waits = np.concatenate([[0.0], np.cumsum(ride)])
     first, last = np.triu_indices(len(time))
@@ -261,7 +262,7 @@ def longest_mean(time: Floats, ride: Floats) -> float:
 
 
 def _least_between(values: Floats, low: Positions, high: Positions) -> Floats:
-    """Return the least value between each pair of places, both included."""
+    """Return the minimum between each pair of indices, both included (by a table over powers of two)."""
     level = np.frexp((high - low + 1).astype(np.float64))[1].astype(np.int64) - 1
     rows = [values]
     for k in range(int(level.max())):

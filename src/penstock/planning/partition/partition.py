@@ -1,6 +1,6 @@
-"""Partition: where to cut a model into stages, so that the slowest lane is as quick as can be and all memory suffices.
+"""Partition: cut a model into stages so that the slowest lane is as fast as possible and all lanes fit in memory.
 
-What is minimised, how, and what is not modelled: docs/design/partition.md.
+The objective, the algorithms and their limits are described in docs/design/partition.md.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["KEEPS", "Partition", "partition", "partition_of"]
 
-# Schedules whose lanes wait for each other's transfers in every micro-batch; a test holds this against the simulator.
+# Schedules whose lanes wait for each other's transfers in each micro-batch; a test compares this with the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
 KEEPS = ("hold", *RECOMPUTING)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Where a model is cut, and what that takes for one micro-batch in the steady state.
+    """The cuts of a model, and the costs of one micro-batch in the steady state.
 
     Attributes:
-        cuts: between node c - 1 and node c, for each cut c.
-        lane_of: the lane of each stage (of a bidirectional schedule: on its first way).
-        stage_seconds: what each stage computes, on its lane.
-        lane_seconds: what each lane computes.
-        transfer_seconds: for each cut, the way of its values there and of their gradients back.
-        lane_bytes: what each lane holds at its fullest.
-        period_seconds: the time of a micro-batch: what was minimised.
-        bound_seconds: no cuts have a shorter one.
+        cuts: cut c lies between node c - 1 and node c.
+        lane_of: the lane of each stage (in a bidirectional schedule: on the first way).
+        stage_seconds: compute time of each stage on its lane.
+        lane_seconds: compute time of each lane.
+        transfer_seconds: round-trip time of each cut: values forward and gradients back.
+        lane_bytes: peak memory of each lane.
+        period_seconds: time of one micro-batch, which was minimised.
+        bound_seconds: lower bound of the period.
     """
 
     cuts: tuple[int, ...]
@@ -57,17 +57,17 @@ class Partition:
 
     @property
     def is_proved(self) -> bool:
-        """Is there a proof that no other cuts are better?"""
+        """Whether it is proved that no other cuts are better."""
         return self.period_seconds <= self.bound_seconds * (1 + 2 * SAME)
 
     @property
     def gap(self) -> float:
-        """By which share the best cuts could be better at most; 0 where these are proved to be the best."""
+        """The share by which the best cuts could be better at most; 0 if these are proved to be the best."""
         return 0.0 if self.is_proved else 1 - self.bound_seconds / self.period_seconds
 
 
 def partition_of(plain: Mapping[str, Any]) -> Partition:
-    """Return the partition that `dataclasses.asdict` has made plain data of, also after JSON."""
+    """Return the partition of a dict made by `dataclasses.asdict`, also after a round trip through JSON."""
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
     return Partition(**fields)
 
@@ -87,29 +87,30 @@ def partition(
     together: Sequence[Group] = (),
     with_lanes: Callable[[int], Schedule] | None = None,
 ) -> Partition:
-    """Return the best cuts: the shortest time a micro-batch in the steady state, within the memory of every lane.
+    """Return the cuts with the shortest time per micro-batch in the steady state, within the memory of each lane.
 
-    Give one of `schedule`, `lane_of` and `stages`.
+    Pass exactly one of `schedule`, `lane_of` and `stages`.
 
     Args:
-        profile: what each node takes.
-        schedule: says where stages live, how many micro-batches they hold, and whether lanes wait for transfers.
+        profile: the costs of each node.
+        schedule: defines the lanes of stages, the micro-batches they hold, and whether lanes wait for transfers.
         lane_of: the lane of each stage.
-        stages: how many stages, each on a lane of its own.
+        stages: number of stages, each on its own lane.
         cluster: speeds and links of the lanes.
-        memory_limit: bytes that each lane has for weights, gradients, optimizer state and saved values.
-        in_flight: micro-batches that each stage holds, where no schedule says so; by default 1.
-        keep: "hold" what the forward saves, or "recompute" it, or so "except_last" for the last micro-batch.
-        transfers: whether lanes wait for transfers ("waited") or work meanwhile ("hidden"); by default as the schedule
-            does, and "waited" without one.
-        cuts_at: where a cut must lie: a number, or the node or module that it lies before.
+        memory_limit: bytes of each lane for weights, gradients, optimizer state and saved values.
+        in_flight: number of micro-batches that each stage holds, if there is no schedule; by default 1.
+        keep: "hold" or "recompute" saved values, or recompute them "except_last": not for the last micro-batch.
+        transfers: whether lanes wait for transfers ("waited") or overlap them ("hidden"); the default depends on the
+            schedule, and is "waited" without one.
+        cuts_at: where cuts must lie: a node number, or the node or module after the cut.
         together: groups of nodes that must be in one stage: numbers, names, or the path of a module.
-        with_lanes: builds the schedule for more lanes; to find out whether more would fit where these do not.
+        with_lanes: builds the schedule for more lanes, to find out whether more lanes would fit if these do not.
 
     Raises:
-        UsageError: for arguments that cannot be right.
-        CostError: for a limit or cluster that does not fit the lanes.
-        PartitionError: when no cuts are as asked for, or none fit the memory; says what is missing and what would fit.
+        UsageError: if an argument is invalid.
+        CostError: if a limit or the cluster does not match the lanes.
+        PartitionError: if the requested cuts are impossible or no cuts fit the memory; the message says what is
+            missing and what would fit.
     """
     ways, shares, num_lanes = _homes(schedule, lane_of, stages)
     _check(profile, schedule, in_flight=in_flight, keep=keep, transfers=transfers, num_stages=len(ways[0]))
@@ -149,7 +150,7 @@ def partition(
 
 
 def _solve(problem: Problem) -> tuple[list[int], float] | None:
-    """Return the best cuts, and a bound."""
+    """Return the best cuts and a lower bound of the period."""
     if problem.is_chain:
         return problem.chain().solve()
     found = solve_lanes(problem)
@@ -177,12 +178,12 @@ def _answer(problem: Problem, memory: LaneMemory, cuts: list[int], bound: float)
 def _homes(
     schedule: Schedule | None, lane_of: Sequence[int] | None, stages: int | None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...], int]:
-    """Return the lane of each stage for each way, the share of the micro-batches of each way, and the lanes."""
+    """Return the lane of each stage per way, the share of micro-batches per way, and the number of lanes."""
     if sum(given is not None for given in (schedule, lane_of, stages)) != 1:
-        raise UsageError("give one of schedule, lane_of and stages")
+        raise UsageError("pass exactly one of schedule, lane_of and stages")
     if schedule is not None:
         if not isinstance(schedule, Schedule):
-            raise UsageError(f"schedule: give a penstock.schedules.Schedule; given: {type(schedule).__name__}")
+            raise UsageError(f"schedule: pass a penstock.schedules.Schedule; given: {type(schedule).__name__}")
         shares = np.bincount(schedule.way_of, minlength=len(schedule.ways)) / schedule.num_mbs
         return schedule.ways, tuple(shares.tolist()), schedule.num_lanes
     if stages is not None:
@@ -192,9 +193,9 @@ def _homes(
     try:
         homes = tuple(int(lane) for lane in lane_of or ())
     except (TypeError, ValueError):
-        raise UsageError(f"lane_of: {lane_of!r} is not a lane for each stage") from None
+        raise UsageError(f"lane_of: {lane_of!r} is not a list of lane numbers, one per stage") from None
     if not homes or set(homes) != set(range(1 + max(homes))):
-        raise UsageError(f"lane_of: lanes are numbered from 0, and each has a stage; given: {list(homes)}")
+        raise UsageError(f"lane_of: lanes must be numbered from 0, and each needs a stage; given: {list(homes)}")
     return (homes,), (1.0,), 1 + max(homes)
 
 
@@ -209,7 +210,7 @@ def _check(
 ) -> None:
     faults = []
     if not isinstance(profile, Profile):
-        faults.append(f"profile: give a penstock Profile; given: {type(profile).__name__}")
+        faults.append(f"profile: pass a penstock Profile; given: {type(profile).__name__}")
     if keep not in KEEPS:
         faults.append(f"keep: {keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(keep), KEEPS)}")
     if transfers is not None and transfers not in get_args(Transfers):
@@ -217,12 +218,12 @@ def _check(
         faults.append(f"transfers: {transfers!r} is not one of {', '.join(get_args(Transfers))}.{hint}")
     if in_flight is not None:
         if schedule is not None:
-            faults.append("in_flight: the schedule says how many micro-batches are in flight; leave it out")
+            faults.append("in_flight: the schedule determines how many micro-batches are in flight; leave it out")
         given = np.asarray(in_flight, dtype=object)
         if given.ndim > 1 or (given.ndim == 1 and len(given) != num_stages):
-            faults.append(f"in_flight: give one number, or one for each of {num_stages} stages")
+            faults.append(f"in_flight: pass one number, or one per stage; stages: {num_stages}")
         elif not all(isinstance(n, (int, float, np.number)) and 0 <= n < np.inf for n in given.ravel()):
-            faults.append(f"in_flight: {in_flight!r} must be numbers, finite and not negative")
+            faults.append(f"in_flight: {in_flight!r} must be finite numbers, 0 or more")
     if faults:
         raise UsageError("; ".join(faults))
 
@@ -237,7 +238,7 @@ def _running(column: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _lighter(problem: Problem, holdings: Callable[[str], tuple[Holding, ...]]) -> list[Trial]:
-    """Return what makes stages hold less: recompute, and smaller micro-batches."""
+    """Return trials that reduce the memory of stages: recompute and smaller micro-batches."""
     memory = problem.memory
     assert memory is not None
     trials = []
@@ -255,7 +256,7 @@ def _lighter(problem: Problem, holdings: Callable[[str], tuple[Holding, ...]]) -
             lighter = smaller(memory, (batch // part) / batch)
             trials.append(
                 Trial(
-                    f"a smaller micro-batch: {batch // part} in place of {batch} samples",
+                    f"a smaller micro-batch: {batch // part} instead of {batch} samples",
                     lambda lighter=lighter: replace(problem, memory=lighter),  # type: ignore[misc]
                 )
             )
@@ -269,7 +270,7 @@ def _more_lanes(
     with_lanes: Callable[[int], Schedule] | None,
     flights: list[float],
 ) -> list[Trial]:
-    """Return the same on more lanes, up to four times as many; the new ones are like the smallest."""
+    """Return trials with more lanes, up to four times as many; each new lane has the smallest memory limit."""
     now = problem.num_lanes
     counts = sorted({now + 1, now + 2, -(-now * 3 // 2), 2 * now, 3 * now, 4 * now})
 
@@ -292,7 +293,7 @@ def _more_lanes(
             ways=ways,
             shares=shares,
             num_lanes=lanes,
-            cluster=Cluster(),  # memory alone is tried: speeds do not matter
+            cluster=Cluster(),  # only memory is tried: speeds do not matter
             memory=replace(memory, limits=limits, holdings=held),
         )
 

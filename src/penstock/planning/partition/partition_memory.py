@@ -1,4 +1,4 @@
-"""Partition, memory: what lanes hold: parameters with their state, and saved values as often as in flight."""
+"""Partition memory: the memory of lanes: parameters with their state, and the saved values in flight."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ __all__ = ["Holding", "LaneMemory", "ParameterBytes", "holdings_of"]
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
-Span = tuple[int, int]  # of a stage: its first and its last position
-
-_MEETS = 1 + 1e-9  # sums of many floats: a limit that is met exactly is not passed; as in schedule.memory
+Span = tuple[int, int]  # of a stage: its first and last position
+_MEETS = 1 + 1e-9  # rounding: a limit that is met exactly is not exceeded, as in schedule.peak_memory
 _MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """How many micro-batches a lane holds of each of its stages, at the moments that can be its fullest.
+    """The number of micro-batches that a lane holds of each of its stages, at all moments that can be its peak.
 
     Attributes:
-        stages: that live on the lane.
-        counts: [moments, (saved, pending, input), stages]; no moment holds at most as much as another of everything.
+        stages: the stages of the lane.
+        counts: [moments, (saved, pending, input), stages]; moments that another one dominates are left out.
     """
 
     stages: tuple[int, ...]
@@ -40,7 +39,7 @@ class Holding:
 
 
 def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
-    """Return what each lane holds, counted along its own order of actions by the rules of `schedule.memory`."""
+    """Return what each lane holds, counted in the order of its actions by the rules of `schedule.peak_memory`."""
     rows = lower(schedule, keep=keep).rows if keep in RECOMPUTING else Rows.of(schedule)
     one, none = np.ones(schedule.num_stages), np.zeros(schedule.num_stages)
     steps = [
@@ -64,7 +63,7 @@ def _holding(rows: Rows, lane: int, stages: tuple[int, ...], steps: list[tuple[F
 
 
 def _fullest(moments: Floats) -> Floats:
-    """Return the rows that no other row covers, each once."""
+    """Return the rows that no other row dominates, without duplicates."""
     left = moments[np.argsort(-moments.sum(axis=1), kind="stable")]
     found = [np.zeros(moments.shape[1])] if not len(left) else []
     while len(left):
@@ -75,11 +74,11 @@ def _fullest(moments: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ParameterBytes:
-    """What parameters take with their gradients and optimizer state, between any two positions, each counted once.
+    """Bytes of parameters, gradients and optimizer state between any two positions; each parameter counts once.
 
     Attributes:
-        plain: running sum of what is used in one place only.
-        ties: for what is used in several places: those places, in order, and its bytes.
+        plain: running sum of parameters that are used in one place.
+        ties: places (in order) and bytes of parameters that are used in several places.
     """
 
     plain: Floats
@@ -87,7 +86,7 @@ class ParameterBytes:
 
     @classmethod
     def of(cls, profile: Profile, positions: Positions) -> ParameterBytes:
-        """Return those of a profile; a place is what lies between one position and the next."""
+        """Return the bytes of a profile; a place is the interval between a position and the next."""
         place_of = np.searchsorted(positions, np.arange(len(profile.graph.nodes)), side="right") - 1
         places: dict[str, dict[int, None]] = {}
         for node, place in zip(profile.graph.nodes, place_of.tolist(), strict=True):
@@ -99,30 +98,30 @@ class ParameterBytes:
             size = parameter.num_bytes * (2 + profile.optimizer_bytes if parameter.is_trainable else 1)
             if len(used) == 1:
                 plain[next(iter(used)) + 1] += size
-            else:  # those that are used in the same places are one
+            else:  # parameters that are used in the same places are merged
                 tied[tuple(used)] = tied.get(tuple(used), 0.0) + size
         return cls(np.cumsum(plain), tuple(tied.items()))
 
     def used_by(self, spans: Iterable[Span]) -> frozenset[int]:
-        """Return which of the ties are used within some stages."""
+        """Return the indices of the ties that are used within the given stages."""
         chosen = list(spans)
         return frozenset(
             index for index, (places, _) in enumerate(self.ties) if any(a <= p < b for a, b in chosen for p in places)
         )
 
     def total(self, spans: Iterable[Span]) -> float:
-        """Return what all parameters of some stages take on one lane."""
+        """Return the bytes of all parameters of the given stages on one lane."""
         chosen = list(spans)
         alone = sum(float(self.plain[b] - self.plain[a]) for a, b in chosen)
         return alone + sum(self.ties[index][1] for index in self.used_by(chosen))
 
     def beside(self, used: frozenset[int]) -> ParameterBytes:
-        """Return what is left to count where some of the ties are on the lane already."""
+        """Return the bytes without the ties that are on the lane already."""
         return replace(self, ties=tuple(tie for index, tie in enumerate(self.ties) if index not in used))
 
     @cached_property
     def uses(self) -> Floats:
-        """Running sum over all uses: what is tied counts each time."""
+        """Running sum over all uses: a tied parameter counts at each use."""
         change = np.zeros(len(self.plain))
         for places, size in self.ties:
             change[np.array(places) + 1] += size
@@ -130,7 +129,7 @@ class ParameterBytes:
 
     @cached_property
     def _table(self) -> tuple[Floats, Positions, Positions] | None:
-        """Sums over pairs of neighbouring uses that start at or behind a position and end before another."""
+        """Sums over pairs of neighbouring uses that start at or after one position and end before another."""
         pairs = [(a, b, size) for places, size in self.ties for a, b in pairwise(places)]
         starts, row = np.unique([a for a, _, _ in pairs], return_inverse=True)
         ends, column = np.unique([b for _, b, _ in pairs], return_inverse=True)
@@ -143,7 +142,7 @@ class ParameterBytes:
         return table, np.searchsorted(starts, everywhere), np.searchsorted(ends, everywhere)
 
     def repeated(self, first: Positions, last: Positions) -> Floats:
-        """Return what `uses` counts too often between positions."""
+        """Return the bytes that `uses` counts more than once between positions."""
         if self._table is not None:
             table, row, column = self._table
             return np.asarray(table[row[first], column[last]])
@@ -156,15 +155,15 @@ class ParameterBytes:
 
 @dataclass(frozen=True, eq=False)
 class LaneMemory:
-    """Memory of lanes as a function of where the cuts lie; all columns are running sums over positions.
+    """Memory of lanes as a function of the cuts.
 
     Attributes:
-        limits: bytes that each lane has.
+        limits: limit of each lane in bytes.
         holdings: what each lane holds.
-        saved: running sum of saved bytes.
-        pending: running sum of pending bytes.
-        kept: what a stage that starts at a position keeps to recompute from: all that crosses into it.
-        parameters: with their gradients and optimizer state.
+        saved: running sum of saved bytes, by position.
+        pending: running sum of pending bytes, by position.
+        kept: input bytes that a recomputing stage keeps if it starts at a position: all values that cross it.
+        parameters: parameters with their gradients and optimizer state.
     """
 
     limits: Floats
@@ -176,18 +175,18 @@ class LaneMemory:
     _cache: dict[frozenset[int], ParameterBytes] = field(default_factory=dict)
 
     def held(self, lane: int, spans: Sequence[Span]) -> Floats:
-        """Return what saved values take at each of a lane's fullest moments."""
+        """Return the bytes of saved values at each moment that can be the peak of a lane."""
         first, last = (np.array([span[end] for span in spans], dtype=np.int64) for end in (0, 1))
         saved, pending = self.saved[last] - self.saved[first], self.pending[last] - self.pending[first]
         each = np.stack([saved, pending, self.kept[first]])
         return np.asarray((self.holdings[lane].counts * each).sum(axis=(1, 2)))
 
     def lane_bytes(self, lane: int, spans: Sequence[Span]) -> float:
-        """Return what a lane takes at most, for the spans of its stages."""
+        """Return the peak bytes of a lane, given the spans of its stages."""
         return self.parameters.total(spans) + float(self.held(lane, spans).max())
 
     def excess(self, spans: Sequence[Span]) -> Floats:
-        """Return by how many bytes each lane passes its limit, for the spans of all stages; 0 where it does not."""
+        """Return the bytes by which each lane exceeds its limit (0 if it does not), given the spans of all stages."""
         used = [
             self.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
             for lane, holding in enumerate(self.holdings)
@@ -196,13 +195,13 @@ class LaneMemory:
         return np.where(over > self.limits * (_MEETS - 1), over, 0.0)
 
     def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:
-        """Return for each position the last at which a stage that starts there can end; before it if nowhere.
+        """Return the last possible end of a stage for each start; an end before the start means that none fits.
 
         Args:
-            lane: where the stage lives.
-            stage: one of the lane's.
-            others: the spans of the lane's other stages; those not given count as empty.
-            within: the positions that matter, first and last; by default all.
+            lane: the lane of the stage.
+            stage: the stage.
+            others: the spans of other stages of the lane; missing stages count as empty.
+            within: first and last position to consider; by default all.
         """
         holding = self.holdings[lane]
         at = holding.stages.index(stage)
@@ -223,7 +222,7 @@ class LaneMemory:
 
 
 def _tightest(room: Floats, counts: Floats) -> list[tuple[float, list[float]]]:
-    """Return the moments that can be the first to be full: those that no other has more of, and less room."""
+    """Return the moments that can be full first: no other moment holds more and has less room."""
     moments = np.concatenate([-room[:, None], counts], axis=1)
     shifted = moments - moments.min(axis=0, initial=0.0)
     kept = _fullest(shifted) + moments.min(axis=0, initial=0.0)
@@ -231,16 +230,16 @@ def _tightest(room: Floats, counts: Floats) -> list[tuple[float, list[float]]]:
 
 
 def _last_within(used: Floats, room: Floats, parameters: ParameterBytes, first: int) -> Positions:
-    """Return for each start the last end up to which `used` and parameters fit into the room.
+    """Return for each start the last end for which `used` and the parameters fit into the room.
 
-    Starts and ends count from a first position.
+    Starts and ends are relative to the first position.
     """
     total = used + parameters.uses[first : first + len(used)]
     everywhere = np.arange(len(total))
     last = np.searchsorted(total, total + room, side="right") - 1
     if not parameters.ties:
         return last
-    # what is tied was counted at each use: between this end and the one with all of that given back lies the answer
+    # ties were counted at each use: the answer lies between this end and the end without the repeated bytes
     again = parameters.repeated(first + everywhere, np.full_like(everywhere, first + len(total) - 1))
     most = np.maximum(np.searchsorted(total, total + room + again, side="right") - 1, last)
     last, todo = np.maximum(last, 0), np.flatnonzero(most > np.maximum(last, everywhere))

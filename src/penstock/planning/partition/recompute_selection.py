@@ -1,4 +1,4 @@
-"""Select: which nodes of each stage to recompute, so that lanes stay within their memory at the least extra time."""
+"""Recompute selection: choose nodes to recompute so that lanes fit in memory with little extra time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Floats = NDArray[np.float64]
 def select_recomputed(
     profile: Profile, cuts: Sequence[int], schedule: Schedule, memory_limit: Limit
 ) -> tuple[tuple[range, ...], ...]:
-    """Return for each stage the runs of nodes to recompute within its backward.
+    """Return for each stage the runs of nodes to recompute in its backward.
 
-    Nodes that save most for the time they take go first, until the lane fits. A run of neighbours keeps only what
-    crosses into it. Nodes that use buffers are left out: running them twice would change those twice.
+    Nodes with the most saved bytes per second are chosen first, until the lane fits. A run of neighbours keeps only its
+    inputs. Nodes that use buffers are left out, since running them twice could change the buffers twice.
 
     Raises:
-        PartitionError: when a lane does not fit even with all of that recomputed.
+        PartitionError: if a lane does not fit even if all these nodes are recomputed.
     """
     limits = limit_per_lane(memory_limit, schedule.num_lanes)
     ranges = profile.graph.stages(cuts)
@@ -44,10 +44,10 @@ def select_recomputed(
             if taken == len(order):
                 raise PartitionError(
                     f"lane {lane} needs {show_bytes(held - room)} more than its memory limit of "
-                    f"{show_bytes(limits[lane])}, even with all that can be recomputed; take more stages, smaller "
+                    f"{show_bytes(limits[lane])}, even if everything possible is recomputed; use more stages, smaller "
                     'micro-batches, or keep="recompute"'
                 )
-            count = max(1, len(order) // 64)  # in steps: a choice that is a little larger than need be, found soon
+            count = max(1, len(order) // 64)  # in steps: faster, and the choice is only slightly too large
             for node in order[taken : taken + count]:
                 chosen[stage_of[node]].add(node)
             taken = min(len(order), taken + count)
@@ -55,7 +55,7 @@ def select_recomputed(
 
 
 def _cuttable(run: range, graph: Graph) -> range:
-    """Return a run with ends at which a cut may lie: neighbours come along until it has."""
+    """Extend a run until cuts may lie at both of its ends."""
     start, stop = run.start, run.stop
     while start in graph.uncuttable:
         start -= 1
@@ -65,7 +65,7 @@ def _cuttable(run: range, graph: Graph) -> range:
 
 
 def _candidates(profile: Profile, nodes: Sequence[int]) -> list[int]:
-    """Return the nodes that may be recomputed, the best first: most bytes for the time."""
+    """Return the nodes that may be recomputed, those with the most saved bytes per second first."""
     graph = profile.graph
     buffers = {name for name, parameter in graph.parameters.items() if parameter.is_buffer}
     free = [n for n in nodes if profile.saved_bytes[n] > 0 and not buffers & set(graph.nodes[n].parameters)]
@@ -75,7 +75,7 @@ def _candidates(profile: Profile, nodes: Sequence[int]) -> list[int]:
 def _held(
     profile: Profile, stages: Sequence[int], counts: Floats, ranges: Sequence[range], chosen: Sequence[set[int]]
 ) -> float:
-    """Return what a lane holds at its fullest moment."""
+    """Return the peak bytes of saved values of a lane."""
     saved, pending = [], []
     for stage in stages:
         kept = [node for node in ranges[stage] if node not in chosen[stage]]
@@ -83,14 +83,14 @@ def _held(
         inputs = sum(_input_bytes(profile, run) for run in runs)
         saved.append(float(profile.saved_bytes[kept].sum()) + inputs)
         pending.append(float(profile.pending_bytes[list(ranges[stage])].sum()))
-    # while a run is run again it holds what it would have saved; the largest one counts on top
+    # a run that is being recomputed holds its saved values again; add the largest run
     again = max((float(profile.saved_bytes[list(run)].sum()) for s in stages for run in _runs(chosen[s])), default=0.0)
     moments = counts[:, 0] @ np.array(saved) + counts[:, 1] @ np.array(pending)
     return float(moments.max()) + again
 
 
 def _input_bytes(profile: Profile, run: range) -> float:
-    """Return what a run keeps to be run again: what comes into it."""
+    """Return the bytes of the inputs of a run, which it keeps to be recomputed."""
     graph = profile.graph
     found = 0.0
     for index in {value for node in run for value in graph.nodes[node].inputs}:
@@ -101,7 +101,7 @@ def _input_bytes(profile: Profile, run: range) -> float:
 
 
 def _runs(nodes: set[int]) -> tuple[range, ...]:
-    """Return neighbours as ranges.
+    """Group consecutive nodes into ranges.
 
     >>> _runs({1, 2, 5})
     (range(1, 3), range(5, 6))

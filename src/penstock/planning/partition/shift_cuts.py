@@ -1,4 +1,4 @@
-"""Partition, shift: move one cut at a time to where lanes and wires are more even; also where stages live on two."""
+"""Cut shifting: move one cut at a time to balance lanes and wires; also for stages on two lanes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["lighten", "shift_cuts"]
 
 Floats = NDArray[np.float64]
 
-_POWER = 16  # a sum of such powers follows the longest, and still sees the others
+_POWER = 16  # a sum of 16th powers is dominated by the maximum, but still depends on the others
 _MOST_TRIES = 8
 _MOST_ROUNDS = 100
-_PLACES = 16  # that are tried between the neighbours of a cut
+_PLACES = 16  # number of places tried between the neighbours of a cut
 
 
 def shift_cuts(problem: Problem, cuts: list[int]) -> list[int]:
-    """Return cuts of which none gets better by moving it alone; the period never grows."""
+    """Return cuts that no move of a single cut improves; the period never grows."""
     for _ in range(_MOST_ROUNDS):
         before = cuts
         for cut in range(len(cuts)):
@@ -30,7 +30,7 @@ def shift_cuts(problem: Problem, cuts: list[int]) -> list[int]:
 
 
 def lighten(problem: Problem, cuts: list[int]) -> list[int] | None:
-    """Return cuts that pass the memory limits by less, with one cut moved; None where none of some places is better."""
+    """Return cuts that exceed the memory limits by less, with one cut moved; None if no tried place is better."""
     memory = problem.memory
     assert memory is not None
     least, best = float(memory.excess(problem.spans(cuts)).sum()), None
@@ -68,7 +68,7 @@ def _shift(problem: Problem, cuts: list[int], cut: int) -> list[int]:
 
 
 def _change(problem: Problem, cut: int, at: int, places: NDArray[np.int64]) -> Floats:
-    """[places, lanes and wires] what moving a cut adds to each."""
+    """[places, lanes and wires] the load that moving a cut adds to each lane and wire."""
     change = np.zeros((len(places), problem.num_lanes + len(problem.wire_names)))
     work = problem.seconds[places] - problem.seconds[at]
     for stage, sign in ((cut, 1), (cut + 1, -1)):

@@ -1,4 +1,4 @@
-"""Partition, fit: what to say when no cuts fit: what is missing where, and what was tried and would fit."""
+"""Unfit partition: the error for models that fit no cuts: what each lane lacks, and what would fit."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from penstock.schedule.lower import RECOMPUTING
 
 __all__ = ["Trial", "refuse"]
 
-_STEPS = 4_000_000  # of the label search, for each thing that is tried
+_STEPS = 4_000_000  # of the label search, per trial
 _MOST_NAMED = 4  # lanes that a message names
 _MOST_CUTS = 16
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Something that may make a model fit: how to say it, and how to build the problem it leads to."""
+    """A change that may make a model fit: its description, and a function that builds the changed problem."""
 
     words: str
     build: Callable[[], Problem]
 
 
 def refuse(problem: Problem, trials: Sequence[Trial]) -> PartitionError:
-    """Return the error for a problem whose memory no cuts fit."""
+    """Return the error for a problem without cuts that fit the memory."""
     assert problem.memory is not None
     cuts, is_least = _least_excess(problem)
     over = problem.memory.excess(problem.spans(cuts))
     worst = np.argsort(-over, kind="stable")[: min(_MOST_NAMED, int((over > 0).sum()))]
     lines = [_missing(problem, cuts, lane) for lane in sorted(worst.tolist())]
-    lines += [f"and {more} lanes more miss less"] if (more := int((over > 0).sum()) - len(lines)) else []
+    lines += [f"{more} more lanes lack less memory"] if (more := int((over > 0).sum()) - len(lines)) else []
     lead = "no cuts fit the memory" if is_least else "no cuts were found that fit the memory"
     found = _first_of_each(trials)
-    advice = f"; what would fit: {', or '.join(found)}" if found else "; nothing that was tried would fit"
+    advice = f"; what would fit: {', or '.join(found)}" if found else "; none of the changes tried would fit"
     at = ", ".join(str(problem.positions[cut]) for cut in cuts[:_MOST_CUTS]) + (", …" if len(cuts) > _MOST_CUTS else "")
-    return PartitionError(f"{lead}; with the cuts that come nearest ([{at}]) {'; '.join(lines)}{advice}")
+    return PartitionError(f"{lead}; with the closest cuts ([{at}]) {'; '.join(lines)}{advice}")
 
 
 def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
-    """Say how many bytes a lane is short of, and what takes them."""
+    """Describe how many bytes a lane lacks, and what takes its memory."""
     memory, profile = problem.memory, problem.profile
     assert memory is not None
     spans = [problem.spans(cuts)[s] for s in memory.holdings[lane].stages]
@@ -61,11 +61,11 @@ def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
     }
     what = ", ".join(f"{name}: {show_bytes(amount)}" for name, amount in parts.items())
     limit = float(memory.limits[lane])
-    return f"lane {lane} is {over:,.0f} bytes ({show_bytes(over)}) over its {show_bytes(limit)} ({what})"
+    return f"lane {lane} exceeds its {show_bytes(limit)} by {over:,.0f} bytes ({show_bytes(over)}; {what})"
 
 
 def _first_of_each(trials: Sequence[Trial]) -> list[str]:
-    """Return the words of the trials that fit; of several alike only the first."""
+    """Return the descriptions of the trials that fit; of each family only the first."""
     found: dict[str, str] = {}
     for trial in trials:
         family = trial.words.split(":")[0]
@@ -73,7 +73,7 @@ def _first_of_each(trials: Sequence[Trial]) -> list[str]:
             continue
         try:
             fits = _can_fit(trial.build())
-        except PenstockError:  # there are not so many nodes, or not such a schedule
+        except PenstockError:  # too few nodes, or no such schedule
             fits = False
         if fits:
             found[family] = trial.words
@@ -87,7 +87,7 @@ def _can_fit(problem: Problem) -> bool:
 
 
 def _least_excess(problem: Problem) -> tuple[list[int], bool]:
-    """Return the cuts that pass the limits by the fewest bytes, and whether they are proved to be those."""
+    """Return the cuts that exceed the limits by the fewest bytes, and whether this is proved."""
     memory = problem.memory
     assert memory is not None
     if not problem.is_chain:
@@ -108,18 +108,18 @@ def _least_excess(problem: Problem) -> tuple[list[int], bool]:
 
 
 def smaller(memory: LaneMemory, share: float) -> LaneMemory:
-    """Return the memory of a micro-batch that is smaller: parameters stay, all else shrinks."""
+    """Return the memory with a smaller micro-batch: parameters stay, everything else shrinks in proportion."""
     return replace(memory, saved=memory.saved * share, pending=memory.pending * share, kept=memory.kept * share)
 
 
 def held_by(counts: Sequence[float], lane_of: Sequence[int], keep: str) -> tuple[Holding, ...]:
-    """Return what lanes hold when all that is known is how many micro-batches each stage has in flight."""
+    """Return what lanes hold, given the number of micro-batches that each stage has in flight."""
     found = []
     for lane in range(1 + max(lane_of)):
         stages = tuple(s for s, home in enumerate(lane_of) if home == lane)
         flight = np.array([counts[s] for s in stages])
         none = np.zeros(len(stages))
-        if keep in RECOMPUTING:  # the inputs of all, and what one of them saves, one after the other
+        if keep in RECOMPUTING:  # the inputs of all stages, and the saved values of one stage at a time
             moments = [np.stack([row, none, flight]) for row in np.eye(len(stages))]
         else:
             moments = [np.stack([flight, none, none])]

@@ -1,1 +1,1 @@
-"""Search: make a schedule from costs and a memory limit, and prove how good it is."""
+"""Schedule search: make schedules for costs and a memory limit, and prove how good they are."""

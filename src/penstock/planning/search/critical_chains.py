@@ -1,4 +1,4 @@
-"""Chains: waits between actions as a graph, and the longest chains through it, in whole units of time."""
+"""Critical chains: the longest chains through the graph of waits between actions, in integer units of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Wait = tuple[int, int, int]  # maker, user, lag
 
 
 class Chains:
-    """Waits as a graph of nodes."""
+    """A graph of nodes and the waits between them."""
 
     def __init__(self, durations: Sequence[int], waits: Iterable[Wait]) -> None:
         self.durations = durations
@@ -26,7 +26,7 @@ class Chains:
 
     @cached_property
     def heads(self) -> list[int]:
-        """For every node, the longest chain that must end before its start."""
+        """For each node, the length of the longest chain that must end before its start."""
         heads = [0] * len(self.durations)
         for node in self.sorted:
             heads[node] = max((heads[m] + self.durations[m] + lag for m, lag in self.before[node]), default=0)
@@ -34,14 +34,14 @@ class Chains:
 
     @cached_property
     def tails(self) -> list[int]:
-        """For every node, the longest chain that must follow its end."""
+        """For each node, the length of the longest chain that must follow its end."""
         tails = [0] * len(self.durations)
         for node in reversed(self.sorted):
             tails[node] = max((lag + self.durations[u] + tails[u] for u, lag in self.after[node]), default=0)
         return tails
 
     def outermost(self, lane: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the nodes to which no chain leads from their own lane, and those from which none leads to it."""
+        """Return the nodes that no chain from their own lane reaches, and those whose chains never return to it."""
         earlier, later = [0] * len(lane), [0] * len(lane)  # lanes as bits
         for node in self.sorted:
             for maker, _ in self.before[node]:

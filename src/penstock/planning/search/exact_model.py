@@ -1,14 +1,14 @@
-"""Exact model: a problem as a shop of whole numbers for the solver, and the way back.
+"""Exact model: translate a problem to integers for the solver, and the answer back.
 
-Three steps keep the proof true:
+The proof is valid for three reasons:
 
-    1  Every stage takes its micro-batches in order. Nothing is lost: take any schedule that can run, and let
-       the k-th forward to start on each stage be micro-batch k's, likewise the k-th I (or B) and the k-th W.
-       Every start stays where it is and finds what it waits for: when a stage starts its k-th forward, the
-       stage before has ended k of them, so its first k. Memory counts stages and kinds, not micro-batches.
-    2  Times are rounded down to a resolution, unless they are whole multiples of one. An order with less to
-       do is no longer than before, so the bound stays below the true optimum.
-    3  The order that comes back is timed again with the true costs.
+    1  Each stage takes its micro-batches in order. This loses nothing. In any schedule that can run, renumber the
+       k-th forward that starts on each stage as micro-batch k, and likewise the k-th I (or B) and the k-th W. All
+       start times stay valid: when a stage starts its k-th forward, the stage before has ended k forwards, which are
+       now its first k. Memory depends on stages and kinds, not on micro-batches.
+    2  Times are rounded down to a resolution, unless they are integer multiples of one. Shorter actions make no order
+       longer, so the bound stays below the true optimum.
+    3  The resulting order is timed again with the true costs.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["ExactModel", "Proof", "kinds_of"]
 
-_MOST_UNITS = 10**9  # in a step, or in a lane's memory: their product must stay within 64 bits
-_COARSE_UNITS = 10**6  # in a step, where its times must be rounded
-_NOISE = 1e-9  # relative; by so much sums of floats differ
+_MOST_UNITS = 10**9  # in a step, or in the memory of a lane: their product must fit in 64 bits
+_COARSE_UNITS = 10**6  # in a step whose times must be rounded
+_NOISE = 1e-9  # relative rounding error of sums
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The best schedule found, and a bound: no schedule of the problem is shorter.
+    """The best schedule found, and a lower bound of all schedules of the problem.
 
     Attributes:
         draft: the schedule, with its length.
-        bound_seconds: what was proven.
-        is_optimal: is the schedule as short as the bound, up to the rounding of times?
-        solver_seconds: how long the solver ran.
-        resolution_seconds: what times were rounded down to; 0 where they were not.
-        objective: what was shortened.
+        bound_seconds: the lower bound.
+        is_optimal: whether the schedule is as short as the bound, up to the rounding of times.
+        solver_seconds: run time of the solver.
+        resolution_seconds: the unit to which times were rounded down; 0 without rounding.
+        objective: what was minimised.
     """
 
     draft: Draft
@@ -61,7 +61,7 @@ class Proof:
 
     @property
     def gap(self) -> float:
-        """How much longer the schedule is than the bound, as a share of the bound."""
+        """The difference between the length of the schedule and the bound, as a share of the bound."""
         length = self.draft.length(self.objective)
         if self.bound_seconds > 0:
             return length / self.bound_seconds - 1
@@ -69,12 +69,12 @@ class Proof:
 
 
 def kinds_of(problem: Problem) -> tuple[Kind, ...]:
-    """Return the kinds of action that a problem has."""
+    """Return the kinds of actions of a problem."""
     return (Kind.F, Kind.I, Kind.W) if problem.splits_backward else (Kind.F, Kind.B)
 
 
 def _all_actions(problem: Problem) -> Schedule:
-    """Return every action on its lane: by stage, then kind, then micro-batch. It cannot run in this order."""
+    """Return all actions on their lanes, sorted by stage, kind and micro-batch. This order cannot run."""
     mbs = np.arange(problem.num_mbs)
     lanes: list[list[np.ndarray]] = [[] for _ in range(problem.num_lanes)]
     for stage, lane in enumerate(problem.lane_of):
@@ -84,7 +84,7 @@ def _all_actions(problem: Problem) -> Schedule:
 
 
 def _find_unit(values: Sequence[float], *, most: float, coarse: float) -> tuple[float, bool]:
-    """Return the largest unit that divides all values, and True; or the coarse one, and False, if there is none."""
+    """Return the largest unit that divides all values, and True; if there is none, the coarse unit and False."""
     for digits in range(7):
         scaled = [value * 10**digits for value in values]
         if all(abs(value - round(value)) <= _NOISE * value for value in scaled):
@@ -94,7 +94,7 @@ def _find_unit(values: Sequence[float], *, most: float, coarse: float) -> tuple[
 
 
 class ExactModel:
-    """A problem as whole numbers, and the way back. A node is an action; micro-batches of a kind are neighbours."""
+    """A problem in integers. A node is an action; the micro-batches of one kind and stage are neighbours."""
 
     def __init__(self, problem: Problem, hint: Draft | None, objective: Objective) -> None:
         self.problem, self.hint, self.objective = problem, hint, objective
@@ -102,7 +102,7 @@ class ExactModel:
         self.rows, self.nodes = Rows.of(plan), JobShop(problem, plan, objective)
         needs = [(m, user, lag) for user, makers in enumerate(self.nodes.before) for m, lag in makers]
         times = [*self.nodes.seconds, *(lag for _, _, lag in needs)]
-        most = sum(times)  # of any order: all its actions and lags in one chain
+        most = sum(times)  # upper bound: all actions and lags in one chain
         coarse = (most if hint is None else hint.step_seconds) / _COARSE_UNITS
         self.unit, self.is_exact = _find_unit(times, most=most, coarse=coarse)
         self.durations = [self._units(seconds) for seconds in self.nodes.seconds]
@@ -114,7 +114,7 @@ class ExactModel:
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """What waits for what: by the rule table, by the order of micro-batches, and by what memory implies."""
+        """All waits: from the rule table, from the order of micro-batches, and from the memory limit."""
         turns = [(a, b, 0) for nodes in self._by_kind().values() for a, b in pairwise(nodes)]
         return [*self.needs, *turns, *self._memory_waits()]
 
@@ -126,10 +126,10 @@ class ExactModel:
     # memory
 
     def _holdings(self, stage: int) -> list[tuple[int, int, float]]:
-        """Return (from event, to event, bytes) for what a stage holds of micro-batch 0, in the order of time."""
+        """Return (from event, to event, bytes) of what a stage holds for micro-batch 0, ordered by time."""
         mine = np.flatnonzero((self.rows.stage == stage) & (self.rows.mb == 0)).tolist()
         changes: list[tuple[int, float]] = []
-        for node in mine:  # by kind, which is how they wait for each other
+        for node in mine:  # ordered by kind, and thus by time
             takes, leaves = self.nodes.takes[node], self.nodes.leaves[node]
             changes += [(2 * node, takes), (2 * node + 1, leaves - takes)]
         events = [event for event, change in changes if change]
@@ -138,7 +138,7 @@ class ExactModel:
 
     @cached_property
     def _tight(self) -> list[tuple[float, list[list[tuple[int, int, float]]]]]:
-        """For each lane that cannot hold all micro-batches at once: its limit, and each stage's holdings."""
+        """For each lane that cannot hold all micro-batches at once: its limit and the holdings of its stages."""
         tight = []
         for lane, limit in enumerate(self.problem.limit_bytes):
             stages = [self._holdings(stage) for stage, home in enumerate(self.problem.lane_of) if home == lane]
@@ -148,9 +148,9 @@ class ExactModel:
         return tight
 
     def _memory_waits(self) -> Iterator[Wait]:
-        """Yield what a stage's own holdings imply: with room for k, forward m starts after m - k has let go.
+        """Yield the waits that the holdings of one stage imply: with room for k, forward m starts after m - k is freed.
 
-        Micro-batches go in order: as long as m - k holds something, the k after it hold as much at least.
+        Micro-batches run in order: while m - k holds something, each of the k after it holds at least as much.
         """
         for limit, stages in self._tight:
             for holdings in stages:
@@ -158,16 +158,16 @@ class ExactModel:
                 for _, end, held in holdings:
                     least = min(least, held)
                     room, first, last = math.floor(limit / least), holdings[0][0] // 2, end // 2
-                    if room:  # without any, the solver will say that nothing fits
+                    if room:  # without room, the solver reports that nothing fits
                         yield from ((last + mb - room, first + mb, 0) for mb in range(room, self.problem.num_mbs))
 
-    def _rooms(self) -> Iterator[MemoryBudget]:
-        """Yield each tight lane's memory in whole units, rounded so that nothing that fits is forbidden."""
+    def _memory_budgets(self) -> Iterator[MemoryBudget]:
+        """Yield the memory of each tight lane in integer units, rounded so that nothing that fits is forbidden."""
         for limit, stages in self._tight:
             holdings = [holding for stage in stages for holding in stage]
             amounts = [held for *_, held in holdings]
             if len(stages) == 1 and len(set(amounts)) == 1 and amounts[0] <= limit:
-                continue  # the waits say it all
+                continue  # the waits already express this limit
             unit, is_exact = _find_unit(amounts, most=limit, coarse=max(limit, *amounts) / _MOST_UNITS)
             whole = [round(held / unit) if is_exact else math.floor(held / unit) for held in amounts]
             each = [(begin, end, units) for (begin, end, _), units in zip(holdings, whole, strict=True)]
@@ -188,7 +188,7 @@ class ExactModel:
             "lanes": self.nodes.order,
             "waits": self.waits,
             "prompt": [wait for wait in self.needs if wait[1] in self._prompt],
-            "rooms": list(self._rooms()),
+            "rooms": list(self._memory_budgets()),
             "earliest": self.chains.heads,
             "latest": self._latest(upper if self.objective == "step" else self.horizon),
             "spans": spans,
@@ -201,7 +201,7 @@ class ExactModel:
 
     @cached_property
     def lower(self) -> int:
-        """A bound without search: every chain of waits; every lane's work between what must come before and after."""
+        """A lower bound without search: the longest chain of waits, and the work of each lane with its surroundings."""
         work = [sum(self.durations[node] for node in lane) for lane in self.nodes.order]
         if self.objective == "span":
             return max(work)
@@ -211,7 +211,7 @@ class ExactModel:
         return max(*chains, *(sum(parts) for parts in zip(work, around, strict=True)))
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Return (first, last) of what is measured; first is -1 where time counts from 0."""
+        """Return the (first, last) nodes between which time is measured; first is -1 if time counts from 0."""
         lane, (firsts, lasts) = self.nodes.lane, self.chains.outermost(self.nodes.lane)
         if self.objective == "step":
             return [(-1, last) for last in lasts]
@@ -219,7 +219,7 @@ class ExactModel:
 
     @cached_property
     def _prompt(self) -> frozenset[int]:
-        """The nodes that start when they can. A lane's span begins then, not when it would look best."""
+        """The nodes that must start as soon as they can, so that the span of a lane cannot shrink by a late start."""
         if self.objective == "step":
             return frozenset()
         firsts, _ = self.chains.outermost(self.nodes.lane)
@@ -227,21 +227,21 @@ class ExactModel:
         return frozenset(nodes[0] for nodes in alone.values() if len(nodes) == 1 >= len(self.nodes.before[nodes[0]]))
 
     def _latest(self, horizon: int) -> list[int]:
-        """Return the latest start of every node."""
+        """Return the latest start of each node."""
         heads, tails = self.chains.heads, self.chains.tails
         latest = [horizon - duration - tail for duration, tail in zip(self.durations, tails, strict=True)]
         at_once = [node for node in self._prompt if not self.nodes.before[node]]
         return [heads[node] if node in at_once else last for node, last in enumerate(latest)]
 
     def _hint_starts(self) -> list[int]:
-        """Return when the hint starts each node, or nothing without a hint."""
+        """Return the start of each node in the hint, or an empty list without a hint."""
         if self.hint is None:
             return []
         schedule, lane = self.hint.schedule, self.nodes.lane
         if not self._is_same_work(schedule):
-            raise UsageError(f"the hint has other actions than the problem; hint: {schedule.name}")
+            raise UsageError(f"the actions of the hint are not those of the problem; hint: {schedule.name}")
         if not self._fits(schedule):
-            raise UsageError(f"the hint holds more than the problem allows; hint: {schedule.name}")
+            raise UsageError(f"the hint needs more memory than the problem allows; hint: {schedule.name}")
         rows = Rows.of(schedule)
         # micro-batches are renumbered: each stage takes its own in order
         turns = {key: iter(nodes) for key, nodes in self._by_kind().items()}
@@ -250,7 +250,7 @@ class ExactModel:
         try:
             return Chains(self.durations, [*self.waits, *neighbours]).heads
         except CycleError as error:
-            raise UsageError(f"the hint deadlocks: verify() shows where; hint: {schedule.name}") from error
+            raise UsageError(f"the hint deadlocks; verify() shows where; hint: {schedule.name}") from error
 
     def _by_kind(self) -> dict[tuple[int, int], list[int]]:
         """Return the nodes of each kind and stage, by micro-batch."""
@@ -276,14 +276,10 @@ class ExactModel:
     # and back
 
     def proof(self, answer: Answer) -> Proof:
-        """Return what the solver's answer proves.
-
-        Raises:
-            SolverError: when there is no schedule.
-        """
+        """Return the proof of an answer; raise a SolverError if there is no schedule."""
         draft = self._best(answer)
         length = draft.length(self.objective)
-        # a lane's span may begin earlier by what its chain of waits was rounded; two roundings an action
+        # rounding can start the span of a lane earlier: by at most two roundings per action
         rounded = 0.0 if self.is_exact else 2 * len(self.durations) * self.unit
         units = max(self.lower, math.ceil(answer["bound"] - 1e-6) if math.isfinite(answer["bound"]) else 0)
         bound = units * self.unit - (rounded if self.objective == "span" else 0.0)
@@ -301,17 +297,17 @@ class ExactModel:
         found = self._draft(answer["starts"]) if answer["starts"] else None
         drafts = [draft for draft in (self.hint, found) if draft is not None]
         if drafts:
-            return min(drafts, key=lambda draft: draft.length(self.objective))  # the hint, where both are as long
+            return min(drafts, key=lambda draft: draft.length(self.objective))  # if equal, the hint
         if answer["status"] == "infeasible":
-            raise SolverError("no schedule keeps within the memory limit; give the lanes more, or save less a stage")
+            raise SolverError("no schedule fits the memory limit; raise the limit, or save less per stage")
         raise SolverError(
             f"the exact solver found no schedule in {answer['seconds']:.1f} s; "
-            "what helps: more time, fewer micro-batches, or a schedule as a hint"
+            "use more time, fewer micro-batches, or a schedule as a hint"
         )
 
     def _draft(self, starts: list[int]) -> Draft | None:
-        """Return the schedule behind some starts, or None where rounding let in one that does not fit."""
-        # what takes no time goes before what starts with it; among such, makers before users
+        """Return the schedule with the given starts, or None if it does not fit in memory because of rounding."""
+        # actions that take no time go first among those with the same start, and makers before users
         place = {node: index for index, node in enumerate(self.chains.sorted)}
         ranks = [(start, start + self.durations[node], place[node]) for node, start in enumerate(starts)]
         draft = self.nodes.draft([sorted(nodes, key=ranks.__getitem__) for nodes in self.nodes.order])

@@ -1,7 +1,7 @@
-"""Exact worker: the child process of `exact`. A shop of whole numbers comes in as JSON, CP-SAT's answer goes out.
+"""Exact worker: the child process of `exact`. It reads a shop of integers as JSON and writes the answer of CP-SAT.
 
-It imports nothing of Penstock: what actions mean, and all rounding, stay in the parent. OR-Tools is imported
-here only, for it cannot live beside highspy, and what it does to its process must not reach the user's.
+It imports nothing of Penstock; the parent knows the meaning of actions and does all rounding. OR-Tools is imported only
+here: it cannot share a process with highspy, and its side effects must not reach the process of the user.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid", "mis
 
 
 class MemoryBudget(TypedDict):
-    """What one lane holds, and how many units it has room for.
+    """The holdings of one lane, and its capacity in units.
 
-    A holding is (from event, to event, units); event `2 * node` is the node's start, `2 * node + 1` its end.
+    A holding is (from event, to event, units). Event `2 * node` is the start of a node, `2 * node + 1` its end.
     """
 
     holdings: list[tuple[int, int, int]]
@@ -30,25 +30,25 @@ class MemoryBudget(TypedDict):
 
 
 class Shop(TypedDict):
-    """A schedule to find, in whole units of time; nodes are numbered from 0."""
+    """A schedule to find, in integer units of time; nodes are numbered from 0."""
 
     durations: list[int]
     lanes: list[list[int]]  # the nodes of each lane, in any order
-    waits: list[tuple[int, int, int]]  # (maker, user, lag): the user starts lag after the maker's end, or later
-    prompt: list[tuple[int, int, int]]  # the same, but not later
+    waits: list[tuple[int, int, int]]  # (maker, user, lag): the user starts at least lag after the end of the maker
+    prompt: list[tuple[int, int, int]]  # the same, but exactly lag after
     rooms: list[MemoryBudget]
     earliest: list[int]  # start of each node
     latest: list[int]
-    spans: list[tuple[int, int]]  # (first, last): the longest is to be short; first is -1 where it counts from 0
-    lower: int  # of the longest span
+    spans: list[tuple[int, int]]  # (first, last): minimise the longest; first is -1 if time counts from 0
+    lower: int  # bound of the longest span
     upper: int
-    hint: list[int]  # a start for each node, or nothing
+    hint: list[int]  # a start for each node, or empty
     seconds: float
     workers: int
 
 
 class Answer(TypedDict):
-    """What the solver says; `starts` is empty where it has no schedule."""
+    """The answer of the solver; `starts` is empty if it has no schedule."""
 
     status: Status
     starts: list[int]
@@ -58,7 +58,7 @@ class Answer(TypedDict):
 
 
 def solve(shop: Shop) -> Answer:
-    """Build the model, run it and return what came out."""
+    """Build the model, solve it and return the answer."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -85,7 +85,7 @@ def solve(shop: Shop) -> Answer:
 
 
 def _build(model: CpModel, shop: Shop) -> list[IntVar]:
-    """Fill the model; return the start of each node."""
+    """Add all variables and constraints; return the start of each node."""
     durations = shop["durations"]
     window = zip(shop["earliest"], shop["latest"], strict=True)
     starts = [model.new_int_var(first, last, f"start{node}") for node, (first, last) in enumerate(window)]
@@ -111,7 +111,7 @@ def _build(model: CpModel, shop: Shop) -> list[IntVar]:
 
 
 def _hold(model: CpModel, room: MemoryBudget, events: Sequence[LinearExpr], horizon: int) -> None:
-    """Keep what one lane holds within its room: a holding is an interval of unknown length."""
+    """Limit the memory of one lane: a holding is an interval of unknown length."""
     intervals, units = [], []
     for begin, end, amount in room["holdings"]:
         size = model.new_int_var(0, horizon, f"size{begin}")
@@ -121,7 +121,7 @@ def _hold(model: CpModel, room: MemoryBudget, events: Sequence[LinearExpr], hori
 
 
 def main() -> None:
-    """Answer one shop."""
+    """Read one shop from stdin and write the answer to stdout."""
     shop: Shop = json.load(sys.stdin)
     try:
         answer = solve(shop)

@@ -1,12 +1,12 @@
-"""Greedy: write a schedule action by action, as a clock runs, choosing on each lane what to run next.
+"""Greedy search: simulate the lanes, and choose the next action of each lane whenever it is free.
 
-This is list scheduling. Whenever a lane is free it looks at the actions whose needs are met, and at the
-arrivals that are already on their way, and follows a `Policy`:
+This is list scheduling. A free lane considers the actions whose inputs are available and the values in transit, and
+follows a `Policy`:
 
-    1  an input gradient that is ready goes first: it frees memory and feeds the lane before
-    2  else a forward that is ready, if memory and the policy's cap on forwards ahead allow it
-    3  else a weight gradient, if it fits before the next arrival (by the policy's patience)
-    4  else wait for the next arrival
+    1  run an input gradient if one is ready: it frees memory and feeds the lane before
+    2  otherwise run a forward if one is ready, and memory and the policy's cap on forwards ahead allow it
+    3  otherwise run a weight gradient if it fits before the next arrival, according to the policy's patience
+    4  otherwise wait for the next arrival
 
 The search in `synthesize` tries many policies and keeps the best result.
 """
@@ -27,7 +27,7 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["Draft", "Objective", "Policy", "Problem", "write_schedule"]
 
-# what a search shortens: the step from first start to last end, or the longest lane's own span
+# what a search minimises: the step from the first start to the last end, or the longest lane span
 Objective = Literal["step", "span"]
 
 _KIND_CODE = {kind: KIND_INDEX[kind] << (STAGE_BITS + MB_BITS) for kind in Kind}
@@ -35,7 +35,7 @@ _KIND_CODE = {kind: KIND_INDEX[kind] << (STAGE_BITS + MB_BITS) for kind in Kind}
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule: stages on lanes, their costs, and the bytes each lane may hold."""
+    """A scheduling problem: stages on lanes, their costs, and the memory limit of each lane."""
 
     name: str
     lane_of: tuple[int, ...]
@@ -43,22 +43,22 @@ class Problem:
     costs: StageCosts
     limit_bytes: tuple[float, ...]
     splits_backward: bool = True
-    order: tuple[Lane, ...] | None = None  # forwards and input gradients in this order; only weight gradients are free
+    order: tuple[Lane, ...] | None = None  # fixed order of forwards and input gradients; weight gradients fill gaps
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes there are."""
+        """Number of lanes."""
         return 1 + max(self.lane_of)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a lane chooses.
+    """The rules by which lanes choose.
 
     Attributes:
-        caps: for each lane, how many micro-batches may be ahead of their first stage's backward.
-        patience: for each lane, a weight gradient starts when the next arrival is at least this share of it away.
-        f_patience: the same for a forward, seen from the next input gradient.
+        caps: for each lane, the maximum number of micro-batches whose first stage still lacks the backward.
+        patience: for each lane, a weight gradient starts if the next arrival is at least this share of its time away.
+        f_patience: the same for a forward, compared with the arrival of the next input gradient.
     """
 
     caps: tuple[int, ...]
@@ -68,19 +68,19 @@ class Policy:
 
 @dataclass(frozen=True)
 class Draft:
-    """A schedule written by a policy, with its makespan and its longest lane span."""
+    """A schedule with its makespan and its longest lane span."""
 
     schedule: Schedule
     step_seconds: float
     span_seconds: float
 
     def length(self, objective: Objective) -> float:
-        """Return what a search shortens."""
+        """Return the length that a search minimises."""
         return self.step_seconds if objective == "step" else self.span_seconds
 
 
 def write_schedule(problem: Problem, policy: Policy) -> Draft | None:
-    """Return the schedule that a policy writes, or None where it runs into a dead end."""
+    """Return the schedule that a policy writes, or None if it reaches a dead end."""
     return _Clock(problem, policy).run()
 
 
@@ -96,11 +96,11 @@ class _Clock:
         self.seconds_w = costs.weight_grad.tolist()
         self.lag = costs.transfer.tolist()
         self.pending = costs.pending_bytes.tolist() if problem.splits_backward else [0.0] * num_stages
-        # where more is pending than was saved, room for it must be there before the backward
+        # if more bytes are pending than were saved, there must be room for them before the backward
         self.saved = [max(s, p) for s, p in zip(costs.saved_bytes.tolist(), self.pending, strict=True)]
         self.stages = [[s for s in range(num_stages) if problem.lane_of[s] == lane] for lane in range(num_lanes)]
         self.next_f, self.next_b = [0] * num_stages, [0] * num_stages
-        # arrivals not yet used, oldest first: when each micro-batch's input, or output gradient, is there
+        # unused arrivals, oldest first: the time when the input, or the output gradient, of a micro-batch arrives
         self.inputs: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.inputs[0].extend([0.0] * problem.num_mbs)
@@ -130,12 +130,12 @@ class _Clock:
         return Draft(schedule, max(self.free_at), max(spans))
 
     def choose(self, lane: int, now: float) -> None:
-        """Start an action on a free lane, or wait: then the next arrival wakes it."""
+        """Start an action on a free lane, or wait for the next arrival."""
         if self.order:
             self.follow(lane, now)
             return
         next_b, at = math.inf, -1
-        for stage in self.stages[lane]:  # the earliest stage first: its backward completes a micro-batch
+        for stage in self.stages[lane]:  # earliest stage first: its backward completes a micro-batch
             queue = self.gradients[stage]
             if queue and queue[0] < next_b:
                 next_b, at = queue[0], stage
@@ -155,7 +155,7 @@ class _Clock:
                 self.weight(lane, now)
 
     def follow(self, lane: int, now: float) -> None:
-        """Start the next action of the given order if it can, else a weight gradient if there is time for one."""
+        """Start the next action of the fixed order if it can run, otherwise a weight gradient if there is time."""
         weights, order = self.weights[lane], self.order[lane]
         if not order:
             if weights:
@@ -172,9 +172,9 @@ class _Clock:
             self.weight(lane, now)
 
     def next_forward(self, lane: int, now: float) -> tuple[float, int, bool]:
-        """Return when a forward that is allowed can start, of which stage, and whether memory holds one back."""
+        """Return the start and the stage of the next allowed forward, and whether memory blocks a ready forward."""
         best, at, blocked = math.inf, -1, False
-        for stage in reversed(self.stages[lane]):  # the latest stage first: it is nearest to its backward
+        for stage in reversed(self.stages[lane]):  # latest stage first: it is closest to its backward
             queue = self.inputs[stage]
             if not queue or queue[0] >= best:
                 continue
@@ -190,10 +190,10 @@ class _Clock:
         return best, at, blocked
 
     def has_room(self, lane: int, stage: int) -> bool:
-        """Is there memory for a forward, and after it a way for every micro-batch under way to pass the lane?
+        """Return whether memory allows a forward, and afterwards lets all micro-batches in flight pass the lane.
 
-        They can pass one after the other, the oldest first: each needs room for its stages that are still to
-        come, and leaves nothing behind. Between two stages' turns this is hardest for the oldest.
+        They can pass one after the other, oldest first: each needs room for its remaining stages and then frees all of
+        it. The oldest needs the most room when it is between two stages.
         """
         if self.held[lane] + self.saved[stage] > self.limit[lane]:
             return False
@@ -226,7 +226,7 @@ class _Clock:
         self.next_b[stage] = mb + 1
         split = self.problem.splits_backward
         end = self.start(lane, _code(Kind.I if split else Kind.B, stage, mb), now, self.seconds_b[stage])
-        # the memory changes at the end; the lane chooses again only then
+        # the memory changes at the end of the action, before the lane chooses again
         self.held[lane] += self.pending[stage] - self.saved[stage]
         if split:
             self.weights[lane].append((stage, mb))

@@ -1,4 +1,4 @@
-"""Job shop: a schedule with costs as a graph of actions, for search and for proof."""
+"""Job shop: a schedule with costs as a graph of actions, for the local search and the exact solver."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["JobShop"]
 
 
 class JobShop:
-    """A schedule as nodes: who waits for whom, how long each takes, and when each starts.
+    """A schedule as nodes with durations, waits and start times.
 
-    `order` holds the nodes of each lane in the order they run; `before` and `after` the (node, lag) that each
-    waits for and that wait for it; `takes` and `leaves` the bytes that each adds at its start, and has added at
-    its end.
+    `order` has the nodes of each lane in the order in which they run. `before` has the (node, lag) pairs that a node
+    waits for, `after` those that wait for it. `takes` has the bytes that a node adds at its start, `leaves` the bytes
+    that it has added in total at its end.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, objective: Objective) -> None:
@@ -39,7 +39,7 @@ class JobShop:
         self.after: list[list[tuple[int, float]]] = [[] for _ in self.codes]
         for at, needs in enumerate(flow.needs.tolist()):
             for maker in (n for n in needs if n >= 0):
-                # an activation crosses the cut behind its maker, a gradient the cut before it
+                # an activation crosses the cut after its maker, a gradient the cut before it
                 cut = rows.stage[maker] if rows.kind[maker] == KIND_INDEX[Kind.F] else rows.stage[at]
                 lag = float(costs.transfer[cut]) if rows.lane[maker] != rows.lane[at] else 0.0
                 self.before[at].append((maker, lag))
@@ -54,10 +54,10 @@ class JobShop:
         self.held = [0.0] * len(self.codes)  # before each node
         for lane in range(len(self.order)):
             self._index(lane)
-        self.barred: set[tuple[int, int]] = set()  # swaps that deadlocked
+        self.barred: set[tuple[int, int]] = set()  # swaps that deadlock
         self.end = [0.0] * len(self.codes)
         self.start = [0.0] * len(self.codes)
-        self.tail = [0.0] * len(self.codes)  # from a node's start to the end of all that waits for it
+        self.tail = [0.0] * len(self.codes)  # from the start of a node to the end of all that waits for it
 
     def _index(self, lane: int) -> None:
         held = 0.0
@@ -66,18 +66,18 @@ class JobShop:
             held += self.leaves[node]
 
     def snapshot(self) -> list[list[int]]:
-        """Return the order as it is now."""
+        """Return a copy of the current order."""
         return [list(lane) for lane in self.order]
 
     def run(self) -> float:
-        """Time every node forwards and backwards; return the length (infinite where the order deadlocks)."""
+        """Compute all start times and tails; return the length (infinite if the order deadlocks)."""
         order, place, lane_of, before, after = self.order, self.place, self.lane, self.before, self.after
         start, end, seconds = self.start, self.end, self.seconds
         waiting = [len(makers) + 1 for makers in before]
         for lane in order:
             waiting[lane[0]] -= 1
         done = [lane[0] for lane in order if not waiting[lane[0]]]
-        for node in done:  # grows while it is read: a topological order
+        for node in done:  # the list grows during the loop: a topological order
             lane = order[lane_of[node]]
             at = place[node]
             begin = end[lane[at - 1]] if at else 0.0
@@ -108,7 +108,7 @@ class JobShop:
         return lengths[self.worst]
 
     def best_swap(self, tabu: set[tuple[int, int]], best: float) -> tuple[int, int] | None:
-        """Return the two neighbours on the critical path whose swap promises most, or None."""
+        """Return the two neighbours on the critical path whose swap has the best estimate, or None."""
         promise, chosen = math.inf, None
         for u, v in self._critical_pairs():
             if (u, v) in self.barred or any(maker == u for maker, _ in self.before[v]) or not self._fits(u, v):
@@ -119,7 +119,7 @@ class JobShop:
         return chosen
 
     def _critical_pairs(self) -> Iterator[tuple[int, int]]:
-        """Walk back from the end of the longest chain; yield neighbours of one lane on it."""
+        """Yield the neighbours of one lane on the longest chain, walking back from its end."""
         node = self.order[self.worst][-1]
         while True:
             at = self.place[node]
@@ -139,7 +139,7 @@ class JobShop:
         return bool(held + self.takes[v] <= limit and held + self.leaves[v] + self.takes[u] <= limit)
 
     def _estimate(self, u: int, v: int) -> float:
-        """Return the longest chain through either of two neighbours once they are swapped."""
+        """Return the longest chain through either of two neighbours after swapping them."""
         lane, at = self.order[self.lane[u]], self.place[u]
         start_v = self.end[lane[at - 1]] if at else 0.0
         start_v = max([start_v, *(self.end[maker] + lag for maker, lag in self.before[v])])
@@ -159,7 +159,7 @@ class JobShop:
         self.held[u] = self.held[v] + self.leaves[v]
 
     def bar(self, u: int, v: int) -> None:
-        """Take back a swap that deadlocks, and never make it again: the times it left are of two orders at once."""
+        """Undo a swap that deadlocks, bar it, and time the order again, since the times are inconsistent."""
         self.barred.add((u, v))
         self.swap(v, u)
         self.run()

@@ -1,10 +1,9 @@
-"""Polish: improve a schedule by local search on its critical path.
+"""Polishing: improve a schedule by local search on its critical path.
 
-A schedule with known costs is a job shop: the lanes are the machines. Its length is that of its longest
-chain of waits, the critical path, and only swapping two neighbours of one lane on that path can shorten
-it. Each round ranks these swaps by an estimate that looks at the two actions alone, makes the best one
-that memory allows and that was not undone lately (a tabu list), and keeps the best schedule seen.
-See docs/design/search.md.
+A schedule with known costs is a job shop whose machines are the lanes. Its length is that of its longest chain of
+waits, the critical path. Only swapping two neighbours of one lane on this path can shorten it. Each round ranks these
+swaps by an estimate that considers the two actions only. It makes the best swap that memory and a tabu list of recent
+swaps allow, and keeps the best schedule so far. See docs/design/search.md.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _TENURE = 12  # rounds for which a swap may not be undone
 
 
 def polish(problem: Problem, draft: Draft, *, objective: Objective, rounds: int, patience: int = 150) -> Draft:
-    """Return the best schedule found in some rounds of local search; never a worse one.
+    """Return the best schedule that local search finds; it is never worse than the draft.
 
     Args:
         problem: costs and limits.
-        draft: where to start.
-        objective: what to shorten.
-        rounds: at most so many swaps.
-        patience: stop after so many without a better schedule.
+        draft: the schedule to start from.
+        objective: what to minimise.
+        rounds: maximum number of swaps.
+        patience: number of swaps without improvement after which the search stops.
     """
     shop = JobShop(problem, draft.schedule, objective)
     best, best_order, idle = shop.run(), shop.snapshot(), 0

@@ -1,7 +1,7 @@
-"""Search: many policies, then local search on the best of what they write.
+"""Search: write schedules with many policies, then improve the best by local search.
 
-How hard to look is counted in actions, not in seconds, so that the same question always gets the same
-answer. docs/design/search.md tells why this works and how far from optimal it ends.
+The effort is counted in actions, not in seconds, so the same problem always has the same answer. docs/design/search.md
+explains why this works, and how close to the optimum it gets.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PATIENCE = (0.0, 0.5, 0.9, 0.25, 0.75, 1.0)
 
 
 def search(problem: Problem, *, objective: Objective, seeds: Sequence[Draft] = ()) -> Draft | None:
-    """Return the best schedule found, or None where no policy finds one that fits and no seed is given.
+    """Return the best schedule found, or None if no policy finds one that fits and there are no seeds.
 
     Args:
         problem: costs and limits.
-        objective: what to shorten.
-        seeds: schedules that are already known to fit; the result is never longer than the best of them.
+        objective: what to minimise.
+        seeds: schedules that are known to fit; the result is never longer than the best of them.
     """
     num_actions = (3 if problem.splits_backward else 2) * len(problem.lane_of) * problem.num_mbs
     budget = max(6, _WRITE_BUDGET // num_actions)
@@ -36,7 +36,7 @@ def search(problem: Problem, *, objective: Objective, seeds: Sequence[Draft] = (
 
 
 def improve(problem: Problem, drafts: Sequence[Draft], *, objective: Objective) -> Draft | None:
-    """Return the best that local search makes of the best few drafts."""
+    """Improve the best few drafts by local search, and return the best result."""
     distinct = {draft.schedule: draft for draft in sorted(drafts, key=lambda draft: -draft.length(objective))}
     ranked = sorted(distinct.values(), key=lambda draft: draft.length(objective))
     if not ranked:
@@ -49,16 +49,16 @@ def improve(problem: Problem, drafts: Sequence[Draft], *, objective: Objective) 
 
 
 def fill_weights(problem: Problem, *, objective: Objective) -> list[Draft]:
-    """Return what the problem's given order becomes when weight gradients fill its gaps, for several patiences."""
-    drafts = (write_schedule(problem, _same(problem, math.inf, patience, 0.0)) for patience in _PATIENCE)
+    """Fill the gaps of the fixed order with weight gradients, for several values of patience; return the drafts."""
+    drafts = (write_schedule(problem, _uniform(problem, math.inf, patience, 0.0)) for patience in _PATIENCE)
     return sorted((draft for draft in drafts if draft is not None), key=lambda draft: draft.length(objective))
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
     """Yield policies, the most promising first.
 
-    The cap that costs no time is the natural one: as many forwards as a lane can run before its first
-    backward can be there. Fewer save memory, more bridge delays.
+    The natural cap costs no time: the number of forwards that a lane can run before its first backward can arrive.
+    Smaller caps save memory; larger caps bridge delays.
     """
     natural = _natural_caps(problem)
     ahead = _lanes_behind(problem)
@@ -79,24 +79,24 @@ def policies(problem: Problem) -> Iterator[Policy]:
         yield Policy(tuple(max(1, cap[lane]) for lane in lanes), (patience,) * len(lanes), (f_patience,) * len(lanes))
 
 
-def _same(problem: Problem, cap: float, patience: float, f_patience: float) -> Policy:
+def _uniform(problem: Problem, cap: float, patience: float, f_patience: float) -> Policy:
     lanes = problem.num_lanes
     return Policy((int(min(cap, problem.num_mbs)),) * lanes, (patience,) * lanes, (f_patience,) * lanes)
 
 
 def _lanes_behind(problem: Problem) -> list[int]:
-    """Return for each lane how many stages lie behind its first one, in turns of the lanes."""
+    """Return for each lane the number of stages after its first one, divided by the stages per lane."""
     stages_per_lane = len(problem.lane_of) / problem.num_lanes
     firsts = [problem.lane_of.index(lane) for lane in range(problem.num_lanes)]
     return [math.ceil((len(problem.lane_of) - 1 - first) / stages_per_lane) for first in firsts]
 
 
 def _natural_caps(problem: Problem) -> list[float]:
-    """Return how many forwards fit between a lane's first forward and the first backward that can follow it."""
+    """Return how many forwards fit between the first forward of a lane and the first backward that can follow."""
     costs, num_stages = problem.costs, len(problem.lane_of)
     back = costs.input_grad if problem.splits_backward else costs.backward
     crosses = [problem.lane_of[s] != problem.lane_of[s + 1] for s in range(num_stages - 1)]
-    away = [0.0] * num_stages  # from the end of a stage's forward to when its gradient is there
+    away = [0.0] * num_stages  # from the end of the forward of a stage to the arrival of its gradient
     for s in reversed(range(num_stages - 1)):
         lag = 2 * costs.transfer[s] * crosses[s]
         away[s] = float(away[s + 1] + costs.forward[s + 1] + back[s + 1] + lag)

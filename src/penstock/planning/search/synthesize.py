@@ -1,4 +1,4 @@
-"""auto: make a schedule for given costs and memory: the best of the named ones that fit, and of a search."""
+"""auto: synthesize a schedule for given costs and memory: the best of the named ones that fit and of a search."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def synthesize(
     stages_per_lane: int = 1,
     named: Sequence[NamedBuilder] = (),
 ) -> Schedule:
-    """Return a schedule that is never longer than the shortest of the named ones that fit.
+    """Return a schedule that is at most as long as the shortest of the named schedules that fit.
 
     Args:
-        lanes: how many lanes.
-        micro_batches: how many micro-batches.
+        lanes: number of lanes.
+        micro_batches: number of micro-batches.
         costs: seconds and bytes of each stage.
-        memory_limit: bytes that saved and pending values may take, for all lanes or one a lane.
-        stages_per_lane: how many stages each lane gets.
-        named: builders of schedules to measure up to.
+        memory_limit: limit for saved and pending values in bytes: one for all lanes, or one per lane.
+        stages_per_lane: number of stages per lane.
+        named: builders of the named schedules.
 
     Raises:
-        ScheduleError: when nothing fits the limit, with the least that would do.
+        ScheduleError: if nothing fits the limit; the message says what one micro-batch needs.
     """
     stage_costs = sized(costs, lanes * stages_per_lane)
     limits = limit_per_lane(memory_limit, lanes)
@@ -69,7 +69,7 @@ def _fitting(build: NamedBuilder, costs: Costs | None, limit: MemoryLimit) -> Dr
     try:
         schedule = build()
     except ScheduleError:
-        return None  # its definition has no such counts
+        return None  # the schedule is not defined for these numbers
     if any(find_over_limit(schedule, Rows.of(schedule), limit)):
         return None
     timeline = simulate(schedule, costs)
@@ -77,7 +77,7 @@ def _fitting(build: NamedBuilder, costs: Costs | None, limit: MemoryLimit) -> Dr
 
 
 def _ways_to_split(costs: StageCosts) -> Iterator[bool]:
-    """Split backwards where nothing is known against it; try both where a full one takes less time or memory."""
+    """Yield whether to split backwards: True, and also False if a full backward takes less time or memory."""
     yield True
     parts = (costs.input_grad + costs.weight_grad) * (1 - 1e-9)
     if (costs.backward < parts).any() or (costs.pending_bytes > costs.saved_bytes).any():
@@ -85,7 +85,7 @@ def _ways_to_split(costs: StageCosts) -> Iterator[bool]:
 
 
 def _is_like(schedule: Schedule, problem: Problem) -> bool:
-    """Is a schedule one that local search can go on from?"""
+    """Return whether local search on the problem can start from a schedule."""
     backward = {Kind.I, Kind.W} if problem.splits_backward else {Kind.B}
     return schedule.ways == (problem.lane_of,) and not schedule.overlaps and schedule.kinds == backward | {Kind.F}
 

@@ -10,15 +10,14 @@ until the end of the step, so a receiver that is late finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.devices.graph_capture import Maker, Replay
-from penstock.devices.streams import Event, OnStream, Streams, Workspace, bring
+from penstock.devices.streams import Event, Streams, Workspace
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.executor import Doing, Executor
 from penstock.runtime.lane_program import Instruction
@@ -54,7 +53,7 @@ class _Slot:
 class _Stock:
     """Slots of a lane; those that are not in use are given out again."""
 
-    streams: Streams | None
+    streams: Streams
     spare: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
 
     def take(self, like: torch.Tensor, device: torch.device) -> _Slot:
@@ -64,7 +63,7 @@ class _Stock:
             old = waiting.pop()
             return _Slot(old.tensor, old.free, is_used_again=True)
         memory = torch.empty_like(like, device=device, requires_grad=False)
-        return _Slot(memory, None if self.streams is None else self.streams.event())
+        return _Slot(memory, self.streams.event())
 
     def give(self, slot: _Slot) -> None:
         """Take a slot back."""
@@ -125,7 +124,6 @@ class Capture:
     def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
         self._executor, self._maker, self._told = executor, maker, told
         self._streams = executor.streams
-        self._beside = None if self._streams is None else self._streams.capture_stream()
         self._stages: Mapping[int, StageRun] = executor.stages
         self._stock = _Stock(self._streams)
         self._in_use: dict[tuple[int, int], list[_Slot]] = {}
@@ -171,8 +169,7 @@ class Capture:
 
     def close(self) -> None:
         """End: the tape is ready if all was captured."""
-        if self._streams is not None:  # slots were made there
-            self._streams.copies.wait_stream(self._streams.compute)
+        self._streams.copy_after_compute()  # which made the slots
         self._step = None
 
     def finish(self) -> Tape:
@@ -201,7 +198,7 @@ class Capture:
         # a backward runs the parts of a stage again that were not kept
         may_draw = i.kind in _FORWARDS or (run.runs_parts_again and i.kind is not Kind.W)
         generators = run.draw_from(step, i.mb) if may_draw else ()
-        with _ALONE, self._aside(), self._maker.capturing(generators) as replay:
+        with _ALONE, self._streams.capturing(), self._maker.capturing(generators) as replay:
             do(i)
         self._told()
         loads = self._loads(i) if i.kind is Kind.F else None
@@ -212,24 +209,9 @@ class Capture:
             self._stock.give(slot)
         events = [slot.free for slot in freed if slot.free is not None]
         for event in events:
-            event.record(torch.cuda.current_stream(self._device))
+            self._streams.record(event)
         draws = run if may_draw and run.has_drawn else None
         self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws), i)
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Where other lanes compute on the lane's stream too, work on one beside it, in its turn.
-
-        Only while a capture lasts: lanes that hold the same parameters draw each other's streams into a capture, for
-        autograd adds to a gradient where it was first asked for. So nobody may be at work there.
-        """
-        if self._beside is None or self._streams is None:
-            yield
-            return
-        self._beside.wait_stream(self._streams.compute)
-        with OnStream(self._beside):
-            yield
-        self._streams.compute.wait_stream(self._beside)
 
     def _loads(self, i: Instruction) -> _Loads | None:
         """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
@@ -262,8 +244,8 @@ class Capture:
     def _wait_for(self, slots: Sequence[_Slot | None]) -> None:
         """Let the copy stream wait until slots that were in use before are free."""
         for slot in slots:
-            if slot is not None and slot.is_used_again and slot.free is not None and self._streams is not None:
-                self._streams.copies.wait_event(slot.free)
+            if slot is not None and slot.is_used_again:
+                self._streams.copy_after(slot.free)
 
     def _send(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
         executor = self._executor
@@ -282,7 +264,7 @@ class Capture:
         return self.tape.step
 
     @property
-    def streams(self) -> Streams | None:
+    def streams(self) -> Streams:
         """The lane's."""
         return self._streams
 
@@ -299,7 +281,7 @@ class _Loads:
     has_target: bool
     slots: list[torch.Tensor]
 
-    def fetch(self, step: Step, mb: int, streams: Streams | None) -> None:
+    def fetch(self, step: Step, mb: int, streams: Streams) -> None:
         """Bring it."""
         given = step.batch.inputs[mb]
         values = [given[name] for name in self.names]
@@ -307,7 +289,7 @@ class _Loads:
             target = step.targets[mb]
             is_plain = len(target) == 1 and type(target[0]) is torch.Tensor
             values += target if is_plain else flatten(target, apart=True)[0]
-        bring(streams, values, None, lambda _: self.slots)
+        streams.bring(values, None, lambda _: self.slots)
 
 
 class _Play:
@@ -335,4 +317,4 @@ class _Play:
         if self._metrics is not None:
             self._of.at_hand.metrics[i.mb] = self._metrics
         for event in self._events:
-            event.record(streams.compute)  # type: ignore[union-attr]  # there are events on GPUs only
+            streams.record(event)

@@ -19,7 +19,9 @@ from typing import Literal, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.devices.kinds import kind_of
 from penstock.devices.sanitizer import unsanitized
+from penstock.devices.streams import Event
 from penstock.model.profiling.saved_tensors import (  # the profile's rule: what is measured is what was simulated
     storage_bytes,
     storage_of,
@@ -28,7 +30,7 @@ from penstock.model.profiling.saved_tensors import (  # the profile's rule: what
 __all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
 
 T = TypeVar("T")
-Event = torch.cuda.Event | None  # a place in a stream of work; None where work is done when it is called
+_Ready = Event | None  # a place in a stream of work; None if work is done when it is called
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
 _ALIGNMENT = 16  # bytes, of the widest number: what is copied begins at a multiple, so that any type fits again
 
@@ -48,8 +50,8 @@ class HostPool:
     def __init__(self) -> None:
         self.num_bytes = 0  # of all that it ever made and not let go of
         self._lock = threading.Lock()
-        self._given: deque[tuple[torch.Tensor, Event]] = deque()
-        self._free: dict[bool, list[tuple[int, int, torch.Tensor, Event]]] = {False: [], True: []}
+        self._given: deque[tuple[torch.Tensor, _Ready]] = deque()
+        self._free: dict[bool, list[tuple[int, int, torch.Tensor, _Ready]]] = {False: [], True: []}
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory of so many bytes or a little more, for copies from a device.
@@ -68,10 +70,10 @@ class HostPool:
             else:
                 buffer, used = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned), None
                 self.num_bytes += num_bytes
-        wait(used, device)
+        kind_of(device).wait_event(device, used)
         return buffer
 
-    def give(self, buffer: torch.Tensor, used: Event = None) -> None:
+    def give(self, buffer: torch.Tensor, used: _Ready = None) -> None:
         """Take memory back, which is in use until an event."""
         self._given.append((buffer, used))
 
@@ -121,7 +123,7 @@ class Saved:
         self._keep = keep_storages or StorageSet()
         self._boxes: list[weakref.ref[_Box]] = []
         self._box_of: dict[object, weakref.ref[_Box]] = {}  # while its key, an address, is sure to be that tensor's
-        self._made: dict[torch.device, Event] = {}
+        self._made: dict[torch.device, _Ready] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -129,7 +131,8 @@ class Saved:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._box_of.clear()
-        self._made = {device: mark(device) for device in {box.tensor.device for box in self._living()}}
+        devices = {box.tensor.device for box in self._living()}
+        self._made = {device: kind_of(device).record_event(device) for device in devices}
 
     def _pack(self, tensor: torch.Tensor) -> _Box:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -166,9 +169,9 @@ class Saved:
                 boxes_of.setdefault(storage_of(box.tensor), []).append(box)
         devices = {boxes[0].tensor.device for boxes in boxes_of.values()}
         for device in devices:
-            wait(self._made.get(device), device)
+            kind_of(device).wait_event(device, self._made.get(device))
         hosts = [_Host(self._pool, boxes) for boxes in boxes_of.values()]
-        events = {device: mark(device) for device in devices}
+        events = {device: kind_of(device).record_event(device) for device in devices}
         for host in hosts:
             host.used = events[host.device]
 
@@ -224,7 +227,7 @@ class _Box:
         self.dtype = tensor.dtype
         self.place: _Place | None = None
         self.host: _Host | None = None
-        self.ready: Event = None
+        self.ready: _Ready = None
 
     @property
     def can_move(self) -> bool:
@@ -239,8 +242,8 @@ class _Box:
             _fetch([self.host])
         if self.ready is not None:
             device = self.tensor.device
-            wait(self.ready, device)
-            self.tensor.record_stream(torch.cuda.current_stream(device))
+            kind_of(device).wait_event(device, self.ready)
+            kind_of(device).hold(self.tensor)
             self.ready = None
         if self.tensor._version != self.version:
             raise RuntimeError(
@@ -258,7 +261,7 @@ def _unpack(box: _Box) -> torch.Tensor:
 class _Host:
     """The memory of some boxes that share a storage, in host memory: from the first byte they use to the last."""
 
-    used: Event
+    used: _Ready
     _buffer: torch.Tensor | None
 
     def __init__(self, pool: HostPool, boxes: list[_Box]) -> None:
@@ -267,7 +270,7 @@ class _Host:
         self.device = tensor.device
         ends = []
         for box in boxes:
-            wait(box.ready, self.device)
+            kind_of(self.device).wait_event(self.device, box.ready)
             box.place = _place_of(box.tensor)
             offset, size, stride = box.place
             last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -278,8 +281,7 @@ class _Host:
         buffer = self._buffer = pool.take(self.num_bytes, self.device)
         source = _view(tensor.untyped_storage(), torch.uint8, (self.start, (self.num_bytes,), (1,)))
         buffer[: self.num_bytes].copy_(source, non_blocking=source.is_cuda)
-        if source.is_cuda:
-            source.record_stream(torch.cuda.current_stream(self.device))  # freed when that copy is done, not before
+        kind_of(self.device).hold(source)  # freed when that copy is done, not before
         for box in boxes:
             box.host = self
             box.tensor.data = box.tensor.new_empty(0)
@@ -287,7 +289,7 @@ class _Host:
     def copy_back(self) -> None:
         """Give the living boxes their tensors again."""
         assert self._buffer is not None
-        wait(self.used, self.device)
+        kind_of(self.device).wait_event(self.device, self.used)
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         memory.copy_(self._buffer[: self.num_bytes], non_blocking=memory.is_cuda)
         for reference in self._boxes:
@@ -298,13 +300,13 @@ class _Host:
                 box.tensor.data = _view(memory.untyped_storage(), box.dtype, place)
                 box.host = None
 
-    def give_back(self, used: Event) -> None:
+    def give_back(self, used: _Ready) -> None:
         """Let others use the host memory, after what was done with it last."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool.give(buffer, used)
 
-    def set_ready(self, event: Event) -> None:
+    def set_ready(self, event: _Ready) -> None:
         """Have the boxes wait for the copy before they are used."""
         for reference in self._boxes:
             box = reference()
@@ -319,7 +321,7 @@ def _fetch(hosts: Iterable[_Host]) -> None:
     hosts = list(hosts)
     for host in hosts:
         host.copy_back()
-    events = {device: mark(device) for device in {host.device for host in hosts}}
+    events = {device: kind_of(device).record_event(device) for device in {host.device for host in hosts}}
     for host in hosts:
         host.set_ready(events[host.device])
         host.give_back(events[host.device])
@@ -335,18 +337,3 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, place: _Place) -> torch.Tensor:
     with unsanitized():  # which would take this for a write
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
-
-
-def mark(device: torch.device) -> Event:
-    """Return the place that the current stream is at."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def wait(event: Event, device: torch.device) -> None:
-    """Have the current stream wait for a place in another."""
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)

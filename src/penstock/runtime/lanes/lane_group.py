@@ -1,21 +1,22 @@
-"""Company: the lanes that make up a pipeline, in this process or in several, and what they do together."""
+"""Lane group: the lanes of a pipeline, as threads of this process or as processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from penstock.devices.streams import Lent, Streams, joined, make_streams
+from penstock.devices.streams import Streams, around_step, make_streams
 from penstock.errors import UsageError, nearest
 from penstock.runtime.executor import Executor, Spans
+from penstock.runtime.lanes.control_plane import ControlPlane, OneProcess
+from penstock.runtime.lanes.shared_values import OneMemory, SharedValues
 from penstock.runtime.lanes.thread_lanes import LaneThreads
 from penstock.runtime.step import Step
 from penstock.runtime.wire.transport import Transport
-from penstock.schedule.schedule import Schedule
 
 __all__ = ["LaneGroup", "ThreadLanes", "make_lane_group", "world_size"]
 
@@ -38,11 +39,21 @@ class LaneGroup(Protocol):
 
     @property
     def streams(self) -> Mapping[int, Streams]:
-        """Their streams, of those that are on GPUs."""
+        """The streams of the lanes that run here."""
         ...
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
         """Make the streams; lanes of a group hold the same tensors."""
+        ...
+
+    @property
+    def control(self) -> ControlPlane:
+        """How the processes agree."""
+        ...
+
+    @property
+    def values(self) -> SharedValues:
+        """What lanes share beside the values of their programs."""
         ...
 
     @property
@@ -62,44 +73,6 @@ class LaneGroup(Protocol):
         """
         ...
 
-    def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the others that this process does not begin a step."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others of what ends this process outside of a step; may be called by any thread."""
-        ...
-
-    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let one process choose for all; `settings` must be the same everywhere."""
-        ...
-
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave, in the order of their lanes."""
-        ...
-
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave under a name in a step; raises when one refuses the step, or fails."""
-        ...
-
-    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
-        """Return what each of some lanes gave, in order; called by all of them under the same number."""
-        ...
-
-    def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
-        """Return the loss of every micro-batch."""
-        ...
-
-    def share_outputs(
-        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
-        """Return the results of every micro-batch, or None where they are for others."""
-        ...
-
-    def clock_offset(self) -> float:
-        """Return what to add to this process's clock, in seconds, to get that of the first."""
-        ...
-
     def close(self) -> None:
         """Stop the lanes."""
         ...
@@ -113,6 +86,7 @@ class ThreadLanes:
         self._devices = devices
         self._threads = LaneThreads(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)
         self.streams: Mapping[int, Streams] = {}
+        self.control, self.values = OneProcess(), OneMemory()
         self.lanes = tuple(range(num_lanes))
         self.transports: Mapping[int, Transport] = dict(enumerate(self._threads.transports))
         self.rows = {lane: self._threads.board.row(lane) for lane in self.lanes}
@@ -133,47 +107,7 @@ class ThreadLanes:
     def _on_streams(self, step: Step, *, is_recorded: bool) -> AbstractContextManager[None]:
         """Return what puts the lanes' streams behind the caller's, and those behind the lanes."""
         is_replay = step.tapes is not None and all(tape.is_replay for tape in step.tapes.values())
-        if is_replay and not is_recorded and len(self.lanes) == 1 == len(self.streams):
-            (own,) = self.streams.values()
-            if own.device.index == torch.cuda.current_device():
-                return Lent(own)
-        return joined(self.streams.values())
-
-    def refuse(self, step: int, error: BaseException) -> None:
-        """There are no others."""
-
-    def fail(self, error: BaseException) -> None:
-        """There are no others."""
-
-    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        """Choose."""
-        return choose()
-
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what this process gave."""
-        return [thing]
-
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401, ARG002 - whatever JSON can hold
-        """Return what this process gave."""
-        return [thing]
-
-    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
-        """Return what was given: lanes of one process hold the same parameters."""
-        return [list(tensors)]
-
-    def share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
-        """Return the loss of every micro-batch."""
-        return step.losses
-
-    def share_outputs(
-        self, outputs: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
-    ) -> Mapping[int, list[Any]] | None:  # fmt: skip
-        """Return the results of every micro-batch."""
-        return outputs
-
-    def clock_offset(self) -> float:
-        """All lanes read one clock."""
-        return 0.0
+        return around_step(self.streams, may_lend=is_replay and not is_recorded)
 
     def close(self) -> None:
         """Stop the lanes."""

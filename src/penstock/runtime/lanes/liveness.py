@@ -13,7 +13,7 @@ from contextlib import suppress
 from penstock.errors import HangError, LostError
 from penstock.runtime.lanes.hang_report import state_of
 from penstock.runtime.lanes.status_board import StatusBoard
-from penstock.runtime.wire.process_transport import BEAT, LAST_BEAT, DistributedTransport
+from penstock.runtime.wire.process_transport import BEAT, LAST_BEAT, ProcessTransport
 
 __all__ = ["Signs"]
 
@@ -30,7 +30,7 @@ class Signs:
         board: knows the processes of the lanes.
     """
 
-    def __init__(self, transport: DistributedTransport, board: StatusBoard) -> None:
+    def __init__(self, transport: ProcessTransport, board: StatusBoard) -> None:
         self._transport, self._board, self._lane = transport, board, transport.lane
         self._begin()
         self._is_over = threading.Event()

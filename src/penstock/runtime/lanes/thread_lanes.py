@@ -74,7 +74,7 @@ class LaneThreads:
             self._start()
         for lane, executor in enumerate(executors):
             executor.transport = transport = self.transports[lane]
-            transport.streams = self.streams.get(lane)
+            transport.streams = self.streams[lane]
             mine = None if spans is None else spans[lane]
             self._tasks[lane].put(lambda executor=executor, mine=mine: executor.run(step, mine))  # type: ignore[misc]
         self._wait()

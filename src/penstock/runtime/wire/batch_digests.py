@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.devices.streams import Event, current_stream
+from penstock.devices.kinds import kind_of
+from penstock.devices.streams import Event
 from penstock.model.structure import flatten
 
 __all__ = ["Digest", "differences"]
@@ -53,8 +54,9 @@ class Digest:
             return sample
         room = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True)
         room.copy_(sample, non_blocking=True)
-        event = self._events.setdefault(sample.device, torch.cuda.Event())  # type: ignore[no-untyped-call]
-        event.record(current_stream(sample.device))
+        event = kind_of(sample.device).record_event(sample.device)
+        if event is not None:
+            self._events[sample.device] = event
         return room
 
     @property

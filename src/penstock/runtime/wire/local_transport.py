@@ -6,7 +6,9 @@ import queue
 import time
 from collections.abc import Callable
 
-from penstock.devices.streams import Event, Streams, Workspace, bring
+import torch
+
+from penstock.devices.streams import Event, HostStreams, Streams, Workspace
 from penstock.runtime.wire.transport import Key, Payload, Stopped
 
 __all__ = ["LocalTransport", "Mailboxes"]
@@ -44,12 +46,12 @@ class LocalTransport:
     """One lane's end of the mailboxes.
 
     Attributes:
-        streams: of the lane, where it is on a GPU.
+        streams: of the lane.
     """
 
     def __init__(self, lane: int, boxes: Mailboxes) -> None:
         self.lane, self._boxes = lane, boxes
-        self.streams: Streams | None = None
+        self.streams: Streams = HostStreams(torch.device("cpu"))
         self._step = -1
         self._queue = boxes.queues[lane]
         self._here: dict[Key, Message] = {}
@@ -61,7 +63,7 @@ class LocalTransport:
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
         """Hand values to a lane."""
-        ready = None if self.streams is None else self.streams.mark()
+        ready = self.streams.mark()
         self._boxes.queues[to_lane].put((self._step, key, (payload, ready)))
 
     def receive(self, key: Key, from_lane: int, into: Workspace | None = None) -> Payload:
@@ -77,7 +79,7 @@ class LocalTransport:
                     raise self._boxes.on_hang(self.lane, from_lane, key)
                 self._take(min(left, _LOOK_SECONDS))
         payload, ready = here.pop(key)
-        return bring(self.streams, payload, ready, into)
+        return self.streams.bring(payload, ready, into)
 
     def _take(self, seconds: float) -> None:
         """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""

@@ -21,10 +21,9 @@ __all__ = ["Description", "Head", "Known", "describe"]
 
 _ALIGN = 64
 _KINDS = ("F", "B", "R")
-HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, description, segment, bytes
+HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, description, carrier, bytes
 
 INLINE = 0xFFFFFFFF  # the values stand behind the head
-BY_TORCH = 0xFFFFFFFE  # the values come by torch.distributed
 
 # what numpy knows too, whose way to bytes is the shortest
 _OF_NUMPY = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool})
@@ -191,7 +190,7 @@ class Head(NamedTuple):
     num_samples: int
     key: Key
     description: int
-    segment: int
+    carrier: int  # INLINE, or a number of the value carrier
     num_bytes: int
 
     def pack(self) -> bytes:
@@ -199,11 +198,11 @@ class Head(NamedTuple):
         k = self.key
         return HEAD.pack(
             self.step, self.num_samples, _KINDS.index(k.kind), k.source, k.target, k.mb,
-            self.description, self.segment, self.num_bytes,
+            self.description, self.carrier, self.num_bytes,
         )  # fmt: skip
 
     @classmethod
     def unpack(cls, body: bytes) -> Head:
         """Read it back."""
-        step, samples, kind, source, target, mb, description, segment, num_bytes = HEAD.unpack_from(body)
-        return cls(step, samples, Key(_KINDS[kind], source, target, mb), description, segment, num_bytes)
+        step, samples, kind, source, target, mb, description, carrier, num_bytes = HEAD.unpack_from(body)
+        return cls(step, samples, Key(_KINDS[kind], source, target, mb), description, carrier, num_bytes)

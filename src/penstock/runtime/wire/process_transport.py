@@ -1,4 +1,4 @@
-"""DistributedTransport: lanes in processes of their own; values through shared memory, or by torch.distributed."""
+"""Process transport: messages between lanes that are processes; large values go by a value carrier."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.devices.streams import Event, Streams, Workspace, bring
+from penstock.devices.streams import Event, HostStreams, Streams, Workspace
 from penstock.errors import HangError, LaneError, LostError
-from penstock.runtime.wire import shared_memory as segments
-from penstock.runtime.wire.messages import BY_TORCH, HEAD, INLINE, Description, Head, Known
+from penstock.runtime.wire.messages import HEAD, INLINE, Description, Head, Known
 from penstock.runtime.wire.sockets import Frame, Links
-from penstock.runtime.wire.torch_p2p import PointToPoint
 from penstock.runtime.wire.transport import Key, Payload
+from penstock.runtime.wire.value_carrier import ValueCarrier
 
-__all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "DistributedTransport"]
+__all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "ProcessTransport"]
 
 # types of frames
-DATA, DESCRIPTION, SEGMENT, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
+DATA, DESCRIPTION, INTRODUCTION, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
 
 LAST_BEAT = b"."
 
 HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
-HEAD_OF_TAG = struct.Struct("<I")
-HEAD_OF_SEGMENT = struct.Struct("<IQ")  # its number, and its bytes
 
 _INLINE_BYTES = 1 << 14  # smaller values travel with their head
-_ASIDE_BYTES = 1 << 18  # bigger ones are copied by a thread of their own, beside compute
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
 _WORD_SECONDS = 2.0
@@ -42,7 +38,7 @@ _REMEMBERED_STEPS = 64
 
 
 class _Letter(NamedTuple):
-    """A message that is to be copied into shared memory."""
+    """A message whose values the carrier is to send."""
 
     key: Key
     step: int
@@ -54,29 +50,27 @@ class _Letter(NamedTuple):
     ready: Event | None  # behind what makes the values, on a GPU
 
 
-class DistributedTransport:
+class ProcessTransport:
     """One process's end: what it sends to the others, and what has come.
 
     Args:
         links: the sockets.
         device: of the lane.
         timeout_seconds: the longest it waits.
-        by_torch: moves values by torch.distributed; None to use shared memory.
+        carrier: moves values that are too large to travel with their head.
         on_hang: makes the error of this lane, that waited too long for another; says what for.
     """
 
     def __init__(
-        self, links: Links, *, device: torch.device, timeout_seconds: float, by_torch: PointToPoint | None,
+        self, links: Links, *, device: torch.device, timeout_seconds: float, carrier: ValueCarrier,
         on_hang: Callable[[int, str], HangError],
     ) -> None:  # fmt: skip
         self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
         self.lane = links.lane
-        self.streams: Streams | None = None  # of the lane, where it is on a GPU
-        self._by_torch, self._on_hang = by_torch, on_hang
+        self.streams: Streams = HostStreams(device)  # of the lane
+        self._carrier, self._on_hang = carrier, on_hang
         self._known = {other: Known() for other in links.peers}
         self._descriptions: dict[tuple[int, int], Description] = {}
-        self._outgoing = {other: segments.Outgoing() for other in links.peers}
-        self._incoming = {other: segments.Incoming() for other in links.peers}
         self._here: dict[tuple[int, Key], Any] = {}
         self._had: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
         self._letters: dict[tuple[int, str], Any] = {}
@@ -88,7 +82,7 @@ class DistributedTransport:
         self._aside: _Aside | None = None
         self._news = threading.Condition()
         self._reader: _Reader | None = None
-        if by_torch is not None:  # a receive is to be posted while the lane computes, so somebody must be listening
+        if carrier.needs_reader:
             self._reader = _Reader(self._listen)
 
     # ---- values
@@ -116,41 +110,31 @@ class DistributedTransport:
         if is_new:
             self._post(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
         size = description.num_bytes
-        ready = None if self.streams is None else self.streams.mark()
+        ready = self.streams.mark()
         letter = _Letter(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
         if size <= _INLINE_BYTES:
             head = Head(self._step, self._num_samples, key, number, INLINE, size)
             self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
-        elif self._by_torch is None and size < _ASIDE_BYTES:
-            self._send_shared(letter)
-        else:
-            self._hand_over(letter)
+        elif size < self._carrier.beside_bytes:
+            self._carry(letter)
+        else:  # one thread for all, so that messages stay in order
+            if self._aside is None:
+                self._aside = _Aside(self._carry)
+            self._aside.put(letter)
 
-    def _hand_over(self, letter: _Letter) -> None:
-        """Let a thread of its own copy and send: one for all, so that messages stay in order."""
-        if self._aside is None:
-            self._aside = _Aside(self._send_shared if self._by_torch is None else self._send_by_torch)
-        self._aside.put(letter)
+    def _carry(self, letter: _Letter) -> None:
+        """Let the carrier send a message's values."""
+        to_lane = letter.to_lane
 
-    def _send_by_torch(self, letter: _Letter) -> None:
-        """Tell the receiver what comes, and send it."""
-        assert self._by_torch is not None
-        tag, size = self._by_torch.next_tag(), letter.description.num_bytes
-        head = Head(letter.step, letter.num_samples, letter.key, letter.number, BY_TORCH, size)
-        self._post(letter.to_lane, DATA, head.pack() + HEAD_OF_TAG.pack(tag))
-        self._by_torch.send(letter.to_lane, tag, letter.description, letter.payload)
+        def announce(number: int, body: bytes) -> None:
+            size = letter.description.num_bytes
+            head = Head(letter.step, letter.num_samples, letter.key, letter.number, number, size)
+            self._post(to_lane, DATA, head.pack() + body)
 
-    def _send_shared(self, letter: _Letter) -> None:
-        """Copy values into memory that the receiver sees, and tell it."""
-        segment, is_new = self._outgoing[letter.to_lane].take(letter.description.num_bytes)
-        letter.description.write(letter.payload, segment.bytes)
-        if is_new:
-            body = HEAD_OF_SEGMENT.pack(segment.number, segment.num_bytes)
-            self._post(letter.to_lane, SEGMENT, body, (segment.descriptor,))
-        head = Head(
-            letter.step, letter.num_samples, letter.key, letter.number, segment.number, letter.description.num_bytes
-        )
-        self._post(letter.to_lane, DATA, head.pack())
+        self._carrier.send(
+            to_lane, letter.description, letter.payload, announce=announce,
+            introduce=lambda body, descriptors: self._post(to_lane, INTRODUCTION, body, descriptors),
+        )  # fmt: skip
 
     def _post(self, to_lane: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> None:
         """Send a frame; where the other has not read for long, wait until it does, no longer than a lane may.
@@ -171,7 +155,7 @@ class DistributedTransport:
         values = self._receive(key, from_lane)
         if into is None:
             return values
-        return bring(self.streams, values, None if self.streams is None else self.streams.mark(), into)
+        return self.streams.bring(values, self.streams.mark(), into)
 
     def _receive(self, key: Key, from_lane: int) -> Payload:
         name = (self._step, key)
@@ -184,16 +168,9 @@ class DistributedTransport:
                 f"{head.num_samples}; give all processes the same batch"
             )
         description = self._descriptions[from_lane, head.description]
-        if head.segment == INLINE:
+        if head.carrier == INLINE:
             return description.from_bytes(body, self.device)
-        if head.segment == BY_TORCH:
-            work, room = body
-            work.wait()
-            if room.is_cuda:  # made by the thread that listens, on a stream of its own
-                room.record_stream(torch.cuda.current_stream(self.device))
-        else:
-            room = self._incoming[from_lane].read(head.segment, head.num_bytes)
-        return description.read(room, self.device)
+        return description.read(self._carrier.receive(from_lane, head, body), self.device)
 
     # ---- words
 
@@ -228,8 +205,7 @@ class DistributedTransport:
         with self._news:
             self._failure = None
             self._here.clear()
-        if self._by_torch is not None:
-            self._by_torch.forget()
+        self._carrier.forget()
 
     # ---- reading
 
@@ -303,22 +279,19 @@ class DistributedTransport:
         if head.key.kind != "R":  # results and shared parameters may go more than once between two steps
             self._had.add(name)
         rest: Any = body[HEAD.size :]
-        if head.segment == BY_TORCH:  # posted at once, in the order of the sends
-            assert self._by_torch is not None
-            (tag,) = HEAD_OF_TAG.unpack(rest)
-            rest = self._by_torch.post(peer, tag, head.num_bytes)
+        if head.carrier != INLINE:
+            rest = self._carrier.arrived(peer, head, rest)
         if head.step >= self._step:
             self._here[name] = (head, rest)
-        elif head.segment not in (INLINE, BY_TORCH):
-            self._incoming[peer].read(head.segment, head.num_bytes)  # of a step that failed: free it
+        elif head.carrier != INLINE:  # of a step that failed
+            self._carrier.drop(peer, head, rest)
 
     def _take_description(self, peer: int, body: bytes) -> None:
         (number,) = HEAD_OF_DESCRIPTION.unpack_from(body)
         self._descriptions[peer, number] = Description.from_json(body[HEAD_OF_DESCRIPTION.size :])
 
-    def _take_segment(self, peer: int, body: bytes) -> None:
-        number, num_bytes = HEAD_OF_SEGMENT.unpack(body)
-        self._incoming[peer].add(number, self.links.descriptor(peer), num_bytes)
+    def _take_introduction(self, peer: int, body: bytes) -> None:
+        self._carrier.introduced(peer, body, lambda: self.links.descriptor(peer))
 
     def _take_json(self, peer: int, body: bytes) -> None:
         name, thing = json.loads(body)
@@ -360,22 +333,21 @@ class DistributedTransport:
                 if peer.is_open and peer.unsent:
                     self.links.drain(other, _WORD_SECONDS)
         self.links.close()
-        for outgoing in self._outgoing.values():
-            outgoing.close()
+        self._carrier.close()
 
 
-_TAKERS: dict[int, Callable[[DistributedTransport, int, bytes], None]] = {
-    DATA: DistributedTransport._take_data,
-    DESCRIPTION: DistributedTransport._take_description,
-    SEGMENT: DistributedTransport._take_segment,
-    JSON: DistributedTransport._take_json,
-    ABORT: DistributedTransport._take_abort,
-    REFUSAL: DistributedTransport._take_refusal,
-    GOODBYE: DistributedTransport._take_goodbye,
-    PING: DistributedTransport._take_ping,
-    PONG: DistributedTransport._take_pong,
-    BOARD: DistributedTransport._take_board,
-    BEAT: DistributedTransport._take_beat,
+_TAKERS: dict[int, Callable[[ProcessTransport, int, bytes], None]] = {
+    DATA: ProcessTransport._take_data,
+    DESCRIPTION: ProcessTransport._take_description,
+    INTRODUCTION: ProcessTransport._take_introduction,
+    JSON: ProcessTransport._take_json,
+    ABORT: ProcessTransport._take_abort,
+    REFUSAL: ProcessTransport._take_refusal,
+    GOODBYE: ProcessTransport._take_goodbye,
+    PING: ProcessTransport._take_ping,
+    PONG: ProcessTransport._take_pong,
+    BOARD: ProcessTransport._take_board,
+    BEAT: ProcessTransport._take_beat,
 }
 
 

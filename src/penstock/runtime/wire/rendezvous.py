@@ -8,10 +8,10 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.devices import cuda
 from penstock.errors import LostError, UsageError
 from penstock.torchrun import attempt
 
@@ -29,7 +29,7 @@ def meet(timeout_seconds: float) -> None:
         LostError: in one line, when others did not come.
     """
     _check_environment()
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda.has_gpu() else "gloo"
     timeout = timedelta(seconds=max(_LEAST_SECONDS, timeout_seconds))
     # torchrun keeps its store when it starts processes again, and addresses of those before are still in it
     try:

@@ -1,4 +1,4 @@
-"""PointToPoint: values by torch.distributed's isend and irecv: gloo on CPUs, NCCL between GPUs.
+"""Torch P2P: values by torch.distributed's isend and irecv: gloo on CPUs, NCCL between GPUs.
 
 A lane learns over its links that values are on the way, and posts the receive then; so both ends name them in the
 same order, as NCCL needs, and sizes are known.
@@ -6,28 +6,37 @@ same order, as NCCL needs, and sizes are known.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.wire.messages import Description
+from penstock.devices.kinds import kind_of
+from penstock.runtime.wire.messages import Description, Head
+from penstock.runtime.wire.transport import Payload
+from penstock.runtime.wire.value_carrier import Announce, Introduce
 
-__all__ = ["PointToPoint"]
+__all__ = ["TorchP2P"]
 
+_ANNOUNCEMENT = struct.Struct("<I")  # the tag
+_BY_TORCH = 0  # there is one way: the number says nothing
 _TAGS = 1 << 30
 _MOST_ON_WAY = 4  # sends that may be under way before the thread that sends waits for the oldest
 
 
-class PointToPoint:
-    """Sends and receives of one process.
+class TorchP2P:
+    """Carries values by sends and receives of torch.distributed.
 
     Args:
         backend: "gloo" or "nccl".
         device: of the lane.
     """
+
+    beside_bytes = 0
+    needs_reader = True
 
     def __init__(self, backend: str, device: torch.device) -> None:
         self.backend, self._device = backend, device
@@ -40,20 +49,26 @@ class PointToPoint:
         """Let go of what was sent in a step that failed: who should have received it may never do so."""
         self._on_way.clear()
 
-    def next_tag(self) -> int:
-        """Return a number for the next message, which its head carries to the receiver."""
-        self._count = (self._count + 1) % _TAGS
-        return self._count
+    def close(self) -> None:
+        """The process group stays, for the next pipeline."""
 
-    def send(self, to_lane: int, tag: int, description: Description, values: Sequence[Any]) -> None:
-        """Send all values as one; those of a GPU go through pinned memory where the backend is gloo."""
-        room = self._as_one(description, values)
+    def send(
+        self, to_lane: int, description: Description, payload: Payload, *, announce: Announce,
+        introduce: Introduce,  # noqa: ARG002 - as the interface
+    ) -> None:  # fmt: skip
+        """Send all values as one; with gloo, those of a GPU go through pinned memory.
+
+        The receiver is told first: it posts its receive then.
+        """
+        self._count = tag = (self._count + 1) % _TAGS
+        announce(_BY_TORCH, _ANNOUNCEMENT.pack(tag))
+        room = self._as_one(description, payload)
         work = dist.isend(room, dst=to_lane, group=self._group, tag=tag)
         self._on_way.append((work, room))
         while len(self._on_way) > _MOST_ON_WAY:  # their memory is free when they have been received
             oldest, room = self._on_way.popleft()
             oldest.wait()  # of NCCL: this thread's stream does, and not the host
-            _in_use_here(room)
+            kind_of(room.device).hold(room)
 
     def _as_one(self, description: Description, values: Sequence[Any]) -> torch.Tensor:
         """Return all values as one stretch of bytes; one tensor that lies so already is sent as it lies."""
@@ -65,17 +80,25 @@ class PointToPoint:
         is_staged = self._room.type == "cpu" and self._device.type == "cuda"
         room = torch.empty(description.num_bytes, dtype=torch.uint8, device=self._room, pin_memory=is_staged)
         description.write(values, room)
-        for tensor in tensors:
-            _in_use_here(tensor)
+        for tensor in tensors:  # memory of the lane's own stream
+            kind_of(tensor.device).hold(tensor)
         return room
 
-    def post(self, from_lane: int, tag: int, num_bytes: int) -> tuple[Any, torch.Tensor]:
-        """Begin to receive a message that is on its way."""
-        room = torch.empty(num_bytes, dtype=torch.uint8, device=self._room)
-        return dist.irecv(room, src=from_lane, group=self._group, tag=tag), room
+    def introduced(self, from_lane: int, body: bytes, descriptor: Callable[[], int]) -> None:
+        """There is nothing to introduce."""
 
+    def arrived(self, from_lane: int, head: Head, body: bytes) -> tuple[Any, torch.Tensor]:
+        """Post the receive at once, so that both ends post in the same order."""
+        (tag,) = _ANNOUNCEMENT.unpack(body)
+        memory = torch.empty(head.num_bytes, dtype=torch.uint8, device=self._room)
+        return dist.irecv(memory, src=from_lane, group=self._group, tag=tag), memory
 
-def _in_use_here(tensor: torch.Tensor) -> None:
-    """Keep memory of a lane's own stream until this thread's stream has come this far."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    def receive(self, from_lane: int, head: Head, arrived: tuple[Any, torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Wait for the values."""
+        work, memory = arrived
+        work.wait()
+        kind_of(memory.device).hold(memory)  # the thread that posted the receive made it, on a stream of its own
+        return memory
+
+    def drop(self, from_lane: int, head: Head, arrived: tuple[Any, torch.Tensor]) -> None:
+        """Let the receive go."""

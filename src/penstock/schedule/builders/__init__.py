@@ -1,1 +1,1 @@
-"""Builders: one file per family of schedules that needs no costs."""
+"""Schedule builders: one file per family of schedules that needs no costs."""

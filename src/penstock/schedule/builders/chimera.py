@@ -9,10 +9,10 @@ from penstock.schedule.schedule import Schedule
 
 
 def chimera(*, lanes: int, micro_batches: int) -> Schedule:
-    """Every lane holds a stage of each way; units of as many micro-batches as lanes follow each other without a gap."""
+    """Each lane holds one stage of each way; units of `lanes` micro-batches follow each other without a gap."""
     need_even_lanes("chimera", lanes)
 
-    # k counts a way's micro-batches; a unit has lanes/2 of each way and takes 2·lanes ticks of lock-step 1f1b
+    # k: index of a micro-batch within its unit and way; a unit has lanes/2 of each way and takes 2·lanes ticks
     def start(m: Ints) -> Ints:
         unit, k = (m // 2) // (lanes // 2), (m // 2) % (lanes // 2)
         return 2 * lanes * unit + 2 * k

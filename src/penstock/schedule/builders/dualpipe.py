@@ -1,18 +1,18 @@
-"""dualpipe, dualpipe_v: forwards and backwards of two directions overlapped (DeepSeek-V3, 2024; cut in half: 2025).
+"""dualpipe, dualpipe_v: forwards and backwards of two directions overlap (DeepSeek-V3, 2024; cut in half: 2025).
 
-dualpipe runs two ways over its lanes, each lane holding a stage of each way. dualpipe_v folds the same
-picture in the middle: one way, two stages a lane, placed as a V. Both have the same eight phases, drawn
-here for the lane whose distance to the middle is d, its own direction being 0 and the other 1; a pair in
-brackets overlaps, I and W are a backward in two parts:
+dualpipe runs two ways over its lanes; each lane holds one stage of each way. dualpipe_v folds this picture in the
+middle: one way, two stages per lane, placed as a V. Both have the same eight phases. The table shows them for the
+lane whose distance to the middle is d; 0 is its own direction and 1 the other. A pair in brackets overlaps. I and W
+are a backward in two parts:
 
     1  0F           2·d times        fill the own direction
     2  0F 1F        half-d times     both directions arrive
-    3  1I 1W 1F     d times          start the other direction's backward, nothing to wait for
+    3  1I 1W 1F     d times          start the backward of the other direction
     4  [0F 1B] [1F 0B]               the steady state
     5  1B [1F 0B]   d times          the own direction has no forwards left
-    6  1B 0B        half-d times     drain; in its second half the backwards come in two parts
+    6  1B 0B        half-d times     drain; in the second half, backwards run in two parts
     7  W 0I         d times          weight gradients fill the drain
-    8  W            half-d times     what is left of them
+    8  W            half-d times     the remaining weight gradients
 
 where `half` is the number of lanes on one side of the middle.
 """
@@ -27,10 +27,10 @@ from penstock.schedule.schedule import Schedule
 
 
 def dualpipe(*, lanes: int, micro_batches: int) -> Schedule:
-    """Two ways over an even number of lanes; micro-batches take turns."""
+    """Two ways over an even number of lanes; micro-batches alternate between them."""
     need_even_lanes("dualpipe", lanes)
     down, half = loop(lanes, 1), lanes // 2
-    each_way = max(lanes, (micro_batches + 1) // 2)  # the phases need this many; those beyond the count are dropped
+    each_way = max(lanes, (micro_batches + 1) // 2)  # the phases need this many; surplus micro-batches are dropped
     drafts = []
     for lane in range(lanes):
         own = 0 if lane < half else 1
@@ -41,7 +41,7 @@ def dualpipe(*, lanes: int, micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(*, lanes: int, micro_batches: int) -> Schedule:
-    """One way, two stages a lane, stage s and its mirror image on the same lane."""
+    """One way, two stages per lane: stage s and its mirror image are on the same lane."""
     each_way = max(2 * lanes, micro_batches)
     drafts = []
     for lane in range(lanes):
@@ -51,12 +51,12 @@ def dualpipe_v(*, lanes: int, micro_batches: int) -> Schedule:
 
 
 class _Draft:
-    """A lane being written: the next micro-batch of each direction, the weight gradients put off, the overlaps."""
+    """A lane under construction: the next micro-batch of each direction, postponed weight gradients, overlaps."""
 
     def __init__(self, *, stages: tuple[int, int], own: int, mb_stride: int, num_mbs: int) -> None:
         self.stages, self.own, self.mb_stride, self.num_mbs = stages, own, mb_stride, num_mbs
         self.next_f, self.next_b = [0, 0], [0, 0]
-        self.put_off: deque[tuple[int, int]] = deque()
+        self.postponed: deque[tuple[int, int]] = deque()
         self.actions: list[Action] = []
         self.overlaps: list[int] = []
 
@@ -67,12 +67,12 @@ class _Draft:
     def backward(self, direction: int, *, in_two: bool = False) -> bool:
         mb = self._mb(direction, self.next_b)
         if in_two and mb < self.num_mbs:
-            self.put_off.append((direction, mb))
+            self.postponed.append((direction, mb))
         return self._add(Kind.I if in_two else Kind.B, direction, mb)
 
     def weight(self) -> None:
-        if self.put_off:
-            self._add(Kind.W, *self.put_off.popleft())
+        if self.postponed:
+            self._add(Kind.W, *self.postponed.popleft())
 
     def overlapped(self, forward: int, backward: int) -> None:
         at = len(self.actions)
@@ -104,7 +104,7 @@ def _fill(draft: _Draft, *, d: int, half: int, each_way: int) -> _Draft:
         draft.weight()
         draft.forward(1)
     for turn in range(each_way - 2 * half + near):
-        if turn == 0 and d == 0:  # in the middle the forward's own output comes straight back: no overlap yet
+        if turn == 0 and d == 0:  # the middle lane needs this forward's output for the backward: no overlap yet
             draft.forward(0)
             draft.backward(1)
         else:
@@ -118,7 +118,7 @@ def _fill(draft: _Draft, *, d: int, half: int, each_way: int) -> _Draft:
     for _ in range(d):
         draft.weight()
         draft.backward(0, in_two=True)
-    while draft.put_off:
+    while draft.postponed:
         draft.weight()
     return draft
 

@@ -15,10 +15,11 @@ def gpipe(*, lanes: int, micro_batches: int) -> Schedule:
 
 
 def zb_gpipe(*, lanes: int, micro_batches: int) -> Schedule:
-    """Fill and drain, but the input gradient leaves before the weight gradient is computed.
+    """Fill and drain, but the input gradient is sent before the weight gradient is computed.
 
-    The step takes (lanes - 1)(F + I) beside a lane's own work, where gpipe takes (lanes - 1)(F + I + W). No schedule
-    with all forwards first takes less: the last lane starts (lanes - 1) F late, the first ends (lanes - 1) I later.
+    The step takes (lanes - 1)(F + I) longer than the work of one lane; gpipe takes (lanes - 1)(F + I + W) longer. No
+    schedule that runs all forwards first is faster: the last lane starts (lanes - 1) F after the first, and the first
+    lane ends (lanes - 1) I after the last.
     """
     ticks = {
         Kind.F: lambda s, m: m,

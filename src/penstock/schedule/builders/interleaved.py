@@ -1,4 +1,4 @@
-"""interleaved_1f1b: 1f1b over several stages a lane (Narayanan et al., Megatron-LM, 2021)."""
+"""interleaved_1f1b: 1f1b with several stages per lane (Narayanan et al., Megatron-LM, 2021)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.schedule.schedule import Schedule
 
 
 def interleaved_1f1b(*, lanes: int, micro_batches: int, stages_per_lane: int = 2) -> Schedule:
-    """Micro-batches go in rounds; a lane runs a round through one of its stages, then through its next.
+    """Micro-batches run in rounds; a lane runs a round through one of its stages, then through its next stage.
 
-    A round holds as many micro-batches as there are lanes. Where they do not divide, the rounds are
-    made a little larger, so that none is too small to keep the lanes busy.
+    A round has as many micro-batches as there are lanes. If the count does not divide evenly, rounds are slightly
+    larger, so that no round is too small to keep the lanes busy.
     """
     sizes = _round_sizes(micro_batches, lanes)
     size_of = np.array(sizes, dtype=np.int32)
@@ -22,7 +22,7 @@ def interleaved_1f1b(*, lanes: int, micro_batches: int, stages_per_lane: int = 2
     round_of = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
     def turns(nth_stage: Tick) -> Tick:
-        # s stage, m micro-batch, r its round: whole rounds before it, then stages of its round, then its place
+        # s stage, m micro-batch, r its round: count the earlier rounds, the earlier stages of this round, its place
         def nth(s: Ints, m: Ints) -> Ints:
             r = round_of[m]
             turn: Ints = starts[r] * stages_per_lane + nth_stage(s, m) * size_of[r] + (m - starts[r])

@@ -1,4 +1,4 @@
-"""looped_bfs: breadth first, every micro-batch through a stage before the lane's next (Lamy-Poirier, 2023)."""
+"""looped_bfs: breadth first, all micro-batches through one stage, then the lane's next (Lamy-Poirier, 2023)."""
 
 from __future__ import annotations
 

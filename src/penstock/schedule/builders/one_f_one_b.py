@@ -8,6 +8,6 @@ from penstock.schedule.schedule import Schedule
 
 
 def build_1f1b(*, lanes: int, micro_batches: int) -> Schedule:
-    """Lane s warms up with lanes - s forwards, then alternates; it never holds more than that."""
+    """Lane s warms up with lanes - s forwards, then alternates; it never holds more than lanes - s micro-batches."""
     ticks = one_f_one_b(warm_up=lambda s, m: lanes - s)
     return from_ticks("1f1b", [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)

@@ -1,8 +1,8 @@
 """pipedream, pipedream_2bw: asynchronous 1f1b, where weights change within the step (Narayanan et al., 2019, 2021).
 
-There is no flush: as soon as enough gradients are there a stage updates its weights (action U), and the
-forwards behind it use the new ones. A backward uses the version that its own forward used, so older
-versions stay stashed until then. Which version each action uses is part of the schedule.
+There is no flush. A stage updates its weights (action U) as soon as it has enough gradients, and later forwards
+use the new weights. A backward uses the version that its forward used, so older versions are stashed until then.
+The schedule records the version that each action uses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def pipedream(*, lanes: int, micro_batches: int) -> Schedule:
 
 
 def pipedream_2bw(*, lanes: int, micro_batches: int, update_every: int | None = None) -> Schedule:
-    """Update after every group of micro-batches; a group uses the version before the newest, so two are enough.
+    """Update after each group of micro-batches; a group uses the version before the newest, so two are enough.
 
     Args:
-        lanes: how many lanes.
-        micro_batches: how many micro-batches.
-        update_every: micro-batches in a group, at least as many as lanes (the default).
+        lanes: number of lanes.
+        micro_batches: number of micro-batches.
+        update_every: number of micro-batches in a group: at least the number of lanes, which is the default.
     """
     group = lanes if update_every is None else check_count("update_every", update_every, MAX_MBS)
     if group < lanes:
         raise ScheduleError(
-            "pipedream_2bw keeps two versions only where a group has as many micro-batches as lanes; "
-            f"update_every: {group}, {lanes} or more would do"
+            "pipedream_2bw keeps only two versions, so a group needs at least as many micro-batches as lanes; "
+            f"update_every: {group}, use {lanes} or more"
         )
     schedule = _asynchronous("pipedream_2bw", lanes, micro_batches, update_every=group)
     return _with_versions(schedule, lambda mb, updates_before: np.maximum(mb // group - 1, 0))
@@ -46,7 +46,7 @@ def pipedream_2bw(*, lanes: int, micro_batches: int, update_every: int | None = 
 def _asynchronous(name: str, lanes: int, micro_batches: int, *, update_every: int) -> Schedule:
     ticks: dict[Kind, Tick] = one_f_one_b(warm_up=lambda s, m: lanes - s)
     plain = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)
-    # an update stands right behind the backward that completes its group (or the step)
+    # an update follows the backward that completes its group (or the step)
     with_all = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=_updates_after(ticks))
     keep = []
     for lane in with_all.lanes:
@@ -61,7 +61,7 @@ def _updates_after(ticks: dict[Kind, Tick]) -> dict[Kind, Tick]:
 
 
 def _with_versions(schedule: Schedule, version_of: Callable[[Ints, Ints], Ints]) -> Schedule:
-    """Give every forward a version; a backward takes its forward's, an update makes the next."""
+    """Give each forward a version; a backward uses that of its forward, and an update makes the next version."""
     versions = []
     for lane in schedule.lanes:
         kind, _, mb = decode(lane.codes)

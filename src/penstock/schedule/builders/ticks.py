@@ -1,9 +1,9 @@
-"""Build a schedule from ticks: say when each action would run, and each lane runs its actions in that order.
+"""Ticks: build a schedule from the time of each action; each lane runs its actions in the order of time.
 
-A builder gives for every kind a function of (stage, micro-batch) that returns a tick, an integer. Only
-the order of the ticks within a lane matters, so a builder may use the lock-step picture of a paper, or
-any other numbers that sort right. Dropping whole micro-batches from a schedule that can run leaves one
-that can run: this is why every builder on ticks takes any number of micro-batches.
+For each kind, a builder passes a function of (stage, micro-batch) that returns a tick, an integer. Only the order
+of the ticks within a lane matters, so a builder may use the lock-step picture of a paper or any other numbers that
+sort correctly. A schedule that can run still can if whole micro-batches are dropped. Therefore each builder based
+on ticks accepts any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tick = Callable[[Ints, Ints], Ints]
 
 
 def from_ticks(name: str, ways: Sequence[Sequence[int]], *, num_mbs: int, ticks: Mapping[Kind, Tick]) -> Schedule:
-    """Return the schedule whose lanes run their actions in the order of the ticks; ties go to the kind named first."""
+    """Return the schedule whose lanes run their actions in the order of ticks; in a tie, the first kind runs first."""
     placed = tuple(tuple(way) for way in ways)
     num_lanes = 1 + max(max(way) for way in placed)
     lanes = []
@@ -44,9 +44,9 @@ def one_f_one_b(
     """Return the ticks of one forward, one backward in turn, after a warm-up of forwards.
 
     Args:
-        warm_up: how many forwards a lane runs before its first backward.
-        delay: after how many further backwards a weight gradient runs; None for one full backward.
-        f_turn: the turn of a forward among its lane's forwards (default: its micro-batch).
+        warm_up: number of forwards that a lane runs before its first backward.
+        delay: number of further backwards before a weight gradient runs; None: backwards are not split.
+        f_turn: the index of a forward among the forwards of its lane (default: its micro-batch).
         b_turn: the same for a backward.
     """
     nth_f = f_turn or (lambda s, m: m)

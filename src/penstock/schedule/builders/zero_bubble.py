@@ -8,12 +8,12 @@ from penstock.schedule.schedule import Schedule
 
 
 def zb_h1(*, lanes: int, micro_batches: int) -> Schedule:
-    """1f1b's forwards; lane s runs a weight gradient s input gradients later, so no lane holds more than lanes."""
+    """1f1b, but lane s delays each weight gradient by s input gradients; a lane holds at most `lanes` micro-batches."""
     ticks = one_f_one_b(warm_up=lambda s, m: lanes - s, delay=lambda s, m: s)
     return from_ticks("zb_h1", [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)
 
 
 def zb_h2(*, lanes: int, micro_batches: int) -> Schedule:
-    """Twice the warm-up and twice the delay: no bubble within a lane's span, for twice the memory."""
+    """Twice the warm-up and delay of zb_h1: no bubble within the span of a lane, at twice the memory."""
     ticks = one_f_one_b(warm_up=lambda s, m: 2 * (lanes - s) - 1, delay=lambda s, m: 2 * s)
     return from_ticks("zb_h2", [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)

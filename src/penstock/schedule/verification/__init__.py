@@ -1,1 +1,1 @@
-"""Verification: prove that a schedule can run, or list what is wrong with it."""
+"""Verification: prove that a schedule can run, or list its faults."""

@@ -1,4 +1,4 @@
-"""Ordering: do the lanes ever wait for each other in a circle, and do both ends of a channel agree?"""
+"""Deadlock: find lanes that wait for each other in a cycle, and channels whose ends disagree about the order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["find_channel_faults", "find_stuck"]
 
 
 def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tuple[int, int, str]]:
-    """Run the lanes without a clock; yield (lane, index, message) for every lane that stops for ever.
+    """Run the lanes without a clock; yield (lane, index, message) for each lane that stops forever.
 
     Args:
         schedule: the schedule.
         flow: what its actions wait for.
-        blocking: do sends and receives keep their lane until the other end is reached?
+        blocking: whether sends and receives block their lane until the other end is reached.
     """
     rows = flow.rows
     needs = wait_together(flow.needs, *pair_rows(schedule, rows))
@@ -43,17 +43,17 @@ def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tu
         yield (
             lane,
             rows.index(at),
-            f"{rows.action(at)} waits for ever for " + " and ".join(_who(rows, lane, n) for n in waits),
+            f"{rows.action(at)} waits forever for " + " and ".join(_describe(rows, lane, n) for n in waits),
         )
 
 
-def _who(rows: Rows, lane: int, at: int) -> str:
-    where = "behind it on its own lane" if rows.lane[at] == lane else f"on lane {rows.lane[at]}"
+def _describe(rows: Rows, lane: int, at: int) -> str:
+    where = "which comes later on the same lane" if rows.lane[at] == lane else f"on lane {rows.lane[at]}"
     return f"{rows.action(at)} {where} (action {rows.index(at)})"
 
 
 def _with_partners(rows: Rows, given: Ints) -> Ints:
-    """A send ends when its receive is reached, and the other way round: each waits for what stands before the other."""
+    """Let each send wait for the action before its receive, and each receive for the action before its send."""
     nothing = [k for k, kind in enumerate(KINDS) if RULES[kind].where is Where.NOTHING]
     receives = np.flatnonzero(np.isin(rows.kind, nothing))
     sends = given[receives, 0]
@@ -68,7 +68,7 @@ def _before(rows: Rows, at: NDArray[np.integer]) -> Ints:
 
 
 def find_channel_faults(flow: Flow) -> Iterator[tuple[int, int, str]]:
-    """Yield (lane, index, message) for every receive that is not in the order of its channel's sends."""
+    """Yield (lane, index, message) for each receive that is not in the order of the sends of its channel."""
     rows = flow.rows
     receives = np.flatnonzero(np.isin(rows.kind, [KINDS.index(kind) for kind in (Kind.RECV_F, Kind.RECV_B)]))
     sends = flow.needs[receives, 0]
@@ -78,5 +78,5 @@ def find_channel_faults(flow: Flow) -> Iterator[tuple[int, int, str]]:
     expected = sends[np.lexsort((sends, channel))]
     for k in np.flatnonzero(sends[order] != expected).tolist():
         at, due = int(receives[order[k]]), int(expected[k])
-        next_one = f"the next message from lane {rows.lane[due]} is that of {rows.action(due)}"
-        yield int(rows.lane[at]), rows.index(at), f"{rows.action(at)} is posted here, but {next_one}"
+        message = f"the next message from lane {rows.lane[due]} is that of {rows.action(due)}"
+        yield int(rows.lane[at]), rows.index(at), f"{rows.action(at)} is posted here, but {message}"

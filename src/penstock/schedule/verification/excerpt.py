@@ -1,4 +1,4 @@
-"""Grid: a schedule's lanes around one place, with it marked, for error messages."""
+"""Excerpt: the lanes of a schedule around one marked action, for error messages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["draw_grid"]
 def draw_grid(
     lanes: Sequence[Sequence[str]], *, at: Mapping[int, int], marked: tuple[int, int], around: int = 4
 ) -> str:
-    """Return the lanes' texts around a place of each, with one of them marked.
+    """Return the texts of the lanes around one action each, with one action marked.
 
     Args:
-        lanes: the texts of each lane's actions.
-        at: for some lanes, the index to show in the middle; others show the marked one's.
-        marked: (lane, index) to mark.
-        around: how many actions to show on each side.
+        lanes: the texts of the actions of each lane.
+        at: the index to show in the middle, for some lanes; other lanes use the index of `marked`.
+        marked: (lane, index) of the action to mark.
+        around: number of actions to show on each side.
     """
     centre = {lane: at.get(lane, marked[1]) for lane in range(len(lanes))}
     shown = _near(len(lanes), marked[0], set(at))
@@ -31,8 +31,8 @@ def draw_grid(
         f"lane {lane:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
         for lane, row in zip(shown, cells, strict=True)
     ]
-    if len(shown) < len(lanes):
-        lines.append(f"({len(lanes) - len(shown)} more lanes)")
+    if hidden := len(lanes) - len(shown):
+        lines.append(f"({hidden} more lane{'s' if hidden > 1 else ''})")
     return "\n".join(lines)
 
 

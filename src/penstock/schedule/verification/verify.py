@@ -1,4 +1,4 @@
-"""Verify: prove that a schedule can run, or list everything that is wrong with it."""
+"""Verify: prove that a schedule can run, or raise an error that lists its faults."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def verify(
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> None:
-    """Return if a schedule can run, else raise with all its faults and the lanes around the first.
+    """Return if a schedule can run; otherwise raise an error with all faults and the lanes around the first one.
 
     Args:
-        schedule: a schedule, or a lowered one.
-        memory: what stages hold, and how much each lane may.
-        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking"; by default
-            as the schedule was lowered, else "tagged".
-        skips: (from stage, to stage) for values that jump over stages.
+        schedule: a schedule or a lowered schedule.
+        memory: the memory that stages need, and the limit of each lane.
+        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking". The default is the
+            choice made when lowering, or "tagged".
+        skips: (from stage, to stage) for values that skip stages.
 
     Raises:
-        VerifyError: with `faults`.
+        VerifyError: its attribute `faults` has all faults.
 
     >>> verify(Schedule.of(["0F0 0F1 0B0", "1F0 1B0 1F1 1B1"]))
     Traceback (most recent call last):
@@ -79,16 +79,16 @@ def find_faults(
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> list[Fault]:
-    """Return everything that is wrong with a schedule, sorted by lane and place; arguments as in `verify`."""
+    """Return all faults of a schedule, sorted by lane and index; the arguments are those of `verify`."""
     lowered = schedule if isinstance(schedule, Lowered) else None
     plan = schedule.schedule if isinstance(schedule, Lowered) else schedule
     pairs = check_skips(skips)
     if lowered and pairs:
-        raise UsageError("a lowered schedule has its skips already: give none")
+        raise UsageError("a lowered schedule already has its skips: leave skips= out")
     used = check_channels(channels or (lowered.channels if lowered else "tagged"))
     rows = lowered.rows if lowered else Rows.of(plan)
     faults = list(find_unknown(plan, rows, is_lowered=lowered is not None))
-    if faults:  # nothing else can be looked up for such actions: go on without them
+    if faults:  # these actions cannot be looked up: continue without them
         rows = rows.without([(fault.lane, fault.index) for fault in faults])
     flow = trace_flow(plan, rows, skips=lowered.skips if lowered else pairs)
     faults += find_incomplete(plan, flow)
@@ -103,8 +103,8 @@ def find_faults(
 def _find_ordering(
     schedule: Schedule | Lowered, plan: Schedule, flow: Flow, channels: Channels, *, is_complete: bool
 ) -> Iterator[Fault]:
-    """Yield what is wrong with the order: deadlocks, and on channels without tags their two ends."""
-    # overlaps that cannot be are faults of their own; where actions are left out their places are not known
+    """Yield faults of the order: deadlocks, and on channels without tags, ends that disagree."""
+    # in an incomplete schedule, the positions of overlaps are unknown; invalid overlaps are reported separately
     overlaps = plan if is_complete else replace(plan, overlaps=frozenset())
     stuck = [Fault("deadlock", *fault) for fault in find_stuck(overlaps, flow, blocking=False)]
     yield from stuck
@@ -121,7 +121,7 @@ def _skips_of(flow: Flow) -> list[tuple[int, int]]:
 
 
 def _as_built(fault: Fault, lowered: Lowered, given: Schedule | Lowered) -> Fault:
-    """Point from a place in the lowered lane to the action of the schedule as built that is nearest before it."""
+    """Move a fault from the lowered lane to the nearest preceding action of the schedule as built."""
     if isinstance(given, Lowered):
         return fault
     rows, begin = lowered.rows, int(lowered.rows.starts[fault.lane])

@@ -1,4 +1,4 @@
-"""Weight versions: does every action of an asynchronous schedule use weights that exist, and its forward's own?"""
+"""Weight versions: check the versions that the actions of an asynchronous schedule use, and count them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["find_version_faults", "stashed_versions"]
 
 
 def find_version_faults(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
-    """Yield (lane, index, message) for every action whose version cannot be right.
+    """Yield (lane, index, message) for each action with an invalid version.
 
-    Version 0 is there at the start and the n-th update of a stage makes version n. A forward may use any
-    version made before it; a backward must use its forward's.
+    Version 0 exists at the start, and the n-th update of a stage makes version n. A forward may use any version
+    that was made before it. A backward must use the version of its forward.
     """
     used_by_forward: dict[tuple[int, int], int] = {}
     for number, lane in enumerate(schedule.lanes):
         newest: dict[int, int] = {}
-        unused: dict[int, int] = {}  # for each stage, where the newest gradient is that no update has used
+        unused: dict[int, int] = {}  # for each stage, the index of the newest gradient that no update has used
         for index, action in enumerate(lane):
             version = schedule.version(number, index)
             key = (action.stage, action.mb)
@@ -52,10 +52,10 @@ def find_version_faults(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
 
 
 def stashed_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most versions of its weights that each lane must hold at once.
+    """Return the maximum number of weight versions that each lane holds at once.
 
-    A version is held from when it is made until no forward uses it any more and no backward of such a
-    forward is left.
+    A version is held from the update that makes it until the last forward that uses it, and the backwards of these
+    forwards, have run.
     """
     if schedule.versions is None:
         return (1,) * schedule.num_lanes
@@ -63,7 +63,7 @@ def stashed_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _most_alive(codes: Codes, used: Ints) -> int:
-    """Count a lane's versions over its places: each lives from the update that makes it to its last use."""
+    """Count the versions of one lane: each lives from the update that makes it to its last use."""
     kind, stage, _ = decode(codes)
     events = np.zeros(len(codes) + 1, dtype=np.int64)
     for here in np.unique(stage):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.devices.kinds import kind_of
 from penstock.pipeline.executor_setup import stage_on
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ def lane_bytes(
     own = []
     for lane in pipe.lanes:
         device = pipe.devices[lane]
-        if device.type == "cuda":
-            own.append(torch.cuda.max_memory_allocated(device))
+        counted = kind_of(device).peak_bytes(device)
+        if counted is not None:
+            own.append(counted)
         elif are_processes:
             own.append(_resident_bytes() // len(pipe.lanes))
         else:

@@ -1,0 +1,140 @@
+"""CUDA: GPUs of NVIDIA, or of AMD by ROCm, which torch names alike."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from penstock.devices.cuda_streams import Event, Stream
+
+__all__ = [
+    "Cuda", "blocking_event", "current_gpu", "has_gpu", "has_nothing_to_do", "is_in_use", "num_gpus", "on_gpu",
+    "random_states", "set_random_states", "set_sync_mode", "sleep", "sync_mode", "timed_events", "waiting_calls",
+]  # fmt: skip
+
+
+class Cuda:
+    """The CUDA side of `DeviceKind`."""
+
+    def name(self, device: torch.device) -> str:
+        """Return the GPU's name."""
+        return torch.cuda.get_device_name(device)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the GPU has nothing left to do."""
+        torch.cuda.synchronize(device)
+
+    def record_event(self, device: torch.device, *, blocking: bool = False) -> Event:
+        """Return an event on the current stream."""
+        event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def wait_event(self, device: torch.device, event: Event | None) -> None:
+        """Let the current stream wait; the host does not."""
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory until the current stream has come to here."""
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return how much memory tensors took at most."""
+        return torch.cuda.max_memory_allocated(device)
+
+    def release_memory(self) -> None:
+        """Give back memory that torch keeps for later."""
+        torch.cuda.empty_cache()
+
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        """Return the state of the GPU's random generator."""
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Go back to a state of the GPU's random generator."""
+        torch.cuda.set_rng_state(state, device)
+
+
+# ---- the GPUs of this process
+
+
+def has_gpu() -> bool:
+    """Return whether there is a GPU."""
+    return torch.cuda.is_available()
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs."""
+    return torch.cuda.device_count()
+
+
+def is_in_use() -> bool:
+    """Return whether this process has used a GPU; processes that are forked after that cannot."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def current_gpu() -> int:
+    """Return the number of the GPU that this thread works on."""
+    return torch.cuda.current_device()
+
+
+def on_gpu(device: torch.device | int) -> AbstractContextManager[Any]:
+    """Work on a GPU."""
+    return torch.cuda.device(device)
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the states of all GPUs' random generators; none if no GPU has been used."""
+    return torch.cuda.get_rng_state_all() if is_in_use() else []
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    """Go back to states of all GPUs' random generators."""
+    if states:
+        torch.cuda.set_rng_state_all(states)
+
+
+# ---- time
+
+
+def timed_events() -> tuple[Event, Event]:
+    """Return two events that know how much time lies between them."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def sleep(cycles: int) -> None:
+    """Let the GPU wait for some of its clock's cycles, so that the host can run ahead."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def blocking_event(stream: Stream) -> Event:
+    """Return an event after all that a stream was given; a thread that waits for it sleeps."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+# ---- what makes the host wait
+
+
+def waiting_calls() -> list[tuple[Any, bool]]:
+    """Return what has a method `synchronize`, and whether nothing is left to do after it."""
+    return [(torch.cuda, True), (torch.accelerator, True), (torch.cuda.Stream, True), (torch.cuda.Event, False)]
+
+
+def has_nothing_to_do() -> bool:
+    """Return whether the current stream is idle, and nothing is being captured on it."""
+    return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream().query()
+
+
+def sync_mode() -> int:
+    """Return how torch reports calls that make the host wait."""
+    return torch.cuda.get_sync_debug_mode()
+
+
+def set_sync_mode(mode: int | str) -> None:
+    """Let torch report calls that make the host wait."""
+    torch.cuda.set_sync_debug_mode(mode)

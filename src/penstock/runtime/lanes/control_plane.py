@@ -1,0 +1,205 @@
+"""Control plane: what the processes of a pipeline tell each other and agree on, beside the values of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from penstock.errors import PenstockError, UsageError, error_in_short
+from penstock.runtime.lanes.batch_comparison import BatchComparison
+from penstock.runtime.step import Step
+from penstock.runtime.wire.process_transport import PING, ProcessTransport
+
+__all__ = ["ControlPlane", "OneProcess", "ProcessControl"]
+
+_PINGS = 8
+
+
+class ControlPlane(Protocol):
+    """How one process of a pipeline speaks with the others. What is told is whatever JSON can hold."""
+
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell the others that this process does not begin a step."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others what ends this process outside of a step; any thread may call it."""
+        ...
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Let one process choose for all; `settings` must be the same everywhere."""
+        ...
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave, in the order of their lanes."""
+        ...
+
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave under a name in a step; raises if one of them refuses the step, or fails."""
+        ...
+
+    def clock_offset(self) -> float:
+        """Return what to add to this process's clock, in seconds, to get that of the first."""
+        ...
+
+
+class OneProcess:
+    """The control plane of a single process: there are no others."""
+
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Do nothing."""
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing."""
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Choose."""
+        return choose()
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what this process gave."""
+        return [thing]
+
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401, ARG002 - whatever JSON can hold
+        """Return what this process gave."""
+        return [thing]
+
+    def clock_offset(self) -> float:
+        """Return zero: all lanes read one clock."""
+        return 0.0
+
+
+class ProcessControl:
+    """The control plane of one lane in a process of its own.
+
+    Args:
+        transport: carries the messages.
+    """
+
+    def __init__(self, transport: ProcessTransport) -> None:
+        self._transport, self._lane = transport, transport.lane
+        self._others = tuple(sorted(transport.links.peers))
+        self._num_lanes = len(self._others) + 1
+        self._count_of: dict[str, int] = {}
+        self._has_failed = False
+        self._batches = BatchComparison(transport, self._num_lanes)
+
+    # ---- a step
+
+    def begin(self, step: Step) -> None:
+        """Begin a step; after a failure, when lanes may have stopped in different steps, go on from the latest."""
+        if self._has_failed:
+            self._transport.recover()
+            step.number = max(self.gather(step.number))
+            self._has_failed = False
+            self._batches.clear()
+
+    def start(self, step: Step) -> None:
+        """Let the transport begin a step. A lane that refused it may have left since."""
+        self._transport.start(step.number, sum(step.batch.sizes))
+        self._transport.check()
+
+    def look_at_batch(self, step: Step) -> None:
+        """Begin to compare the step's batch with that of the others."""
+        self._batches.look(step)
+
+    def end_call(self) -> None:
+        """Raise if the batches of the processes differ: all of them do."""
+        with self.together():
+            found = self._batches.compare()
+        if found:
+            raise UsageError(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work with the other processes; after a failure here, tell them, and agree on a new start before the next."""
+        try:
+            yield
+        except BaseException as error:
+            # after a refusal all have come as far: none of them ran the step
+            self._has_failed = self._has_failed or not getattr(error, "was_refused", False)
+            self._batches.forget_latest()  # whoever refused has none
+            if not getattr(error, "was_told", False):
+                self._transport.abort(error)
+            raise
+
+    def refuse(self, step: int, error: BaseException) -> None:
+        """Tell the others that this process does not begin a step."""
+        self._transport.refuse(step, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others what ends this process outside of a step; any thread may call it."""
+        self._has_failed = True
+        self._transport.abort(error)
+
+    # ---- agreement
+
+    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Compare the settings of all processes; let the first choose for all.
+
+        Raises:
+            UsageError: listing the settings that differ.
+        """
+        everyone = self.gather(dict(settings))
+        differing = [
+            f"{name}: " + ", ".join(f"{given.get(name)} (lane {lane})" for lane, given in enumerate(everyone))
+            for name in settings
+            if len({str(given.get(name)) for given in everyone}) > 1
+        ]
+        if differing:
+            raise UsageError("the processes were not given the same pipeline: " + "; ".join(differing))
+        chosen: dict[str, Any] = {}
+        failure: PenstockError | None = None
+        if self._lane == 0:
+            try:
+                chosen = {"chosen": choose()}
+            except PenstockError as error:
+                chosen, failure = {"error": error_in_short(error)}, error
+        found: dict[str, Any] = self.gather(chosen)[0]
+        if failure is not None:
+            raise failure
+        if "error" in found:
+            raise UsageError(f"lane 0 could not decide: {found['error']}")
+        plan: dict[str, Any] = found["chosen"]
+        return plan
+
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave, in the order of their lanes."""
+        return self._told_by_all(self._next("gather"), thing)
+
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        """Return what each process gave before, or in, a step; raises if one of them refuses the step, or fails."""
+        self.begin(step)
+        with self.together():
+            self.start(step)
+            return self._told_by_all(f"{what} {step.number}", thing)
+
+    def _told_by_all(self, name: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+        for other in self._others:
+            self._transport.tell(other, name, thing)
+        return [thing if lane == self._lane else self._transport.hear(lane, name) for lane in range(self._num_lanes)]
+
+    def _next(self, what: str) -> str:
+        self._count_of[what] = self._count_of.get(what, 0) + 1
+        return f"{what} {self._count_of[what]}"
+
+    # ---- one clock
+
+    def clock_offset(self) -> float:
+        """Return what to add to this process's clock to get lane 0's: half of the quickest way there and back.
+
+        All processes call it; lane 0 answers the others, one after the other.
+        """
+        if self._lane == 0:
+            for other in self._others:
+                self._transport.hear(other, self._next(f"clock of {other}"))
+            return 0.0
+        best = (float("inf"), 0.0)
+        for _ in range(_PINGS):
+            self._transport.links.send(0, PING, f"{time.monotonic_ns()},".encode())
+            sent, theirs, back = self._transport.hear(0, "pong")
+            best = min(best, (back - sent, theirs - (sent + back) / 2))
+        self._transport.tell(0, self._next(f"clock of {self._lane}"), True)
+        return best[1] / 1e9

@@ -1,0 +1,133 @@
+"""Shared values: what lanes exchange outside of a schedule's sends and receives: losses, outputs, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from penstock.runtime.lanes.control_plane import ProcessControl
+from penstock.runtime.step import Step
+from penstock.runtime.wire.process_transport import ProcessTransport
+from penstock.runtime.wire.transport import Key
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["OneMemory", "ProcessValues", "SharedValues"]
+
+
+class SharedValues(Protocol):
+    """The values that lanes share outside of their programs."""
+
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
+        """Return what each of some lanes gave, in order; all of them call it, with the same number."""
+        ...
+
+    def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
+        """Return the loss of every micro-batch; the step gets the metrics of all of them, too."""
+        ...
+
+    def outputs(
+        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
+        """Return the results of every micro-batch, or None if they are for other lanes."""
+        ...
+
+
+class OneMemory:
+    """Lanes of one process hold the same tensors."""
+
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
+        """Return what was given."""
+        return [list(tensors)]
+
+    def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
+        """Return the loss of every micro-batch."""
+        return step.losses
+
+    def outputs(
+        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
+    ) -> Mapping[int, list[Any]] | None:  # fmt: skip
+        """Return the results of every micro-batch."""
+        return own
+
+
+class ProcessValues:
+    """Lanes in processes send each other copies.
+
+    Args:
+        transport: carries them.
+        control: the control plane, which hears of failures.
+    """
+
+    def __init__(self, transport: ProcessTransport, control: ProcessControl) -> None:
+        self._transport, self._control, self._lane = transport, control, transport.lane
+
+    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
+        """Return what each of some lanes gave, in order; all of them call it, with the same number."""
+        plain = [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in tensors]
+        with self._control.together():
+            for lane in lanes:
+                if lane != self._lane:
+                    self._transport.send(Key("R", self._lane, number, 0), lane, plain)
+            return [
+                list(plain) if lane == self._lane else list(self._transport.receive(Key("R", lane, number, 0), lane))
+                for lane in lanes
+            ]
+
+    def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
+        """Return the loss of every micro-batch: the lanes that end the model tell all others."""
+        with self._control.together():
+            losses = self._share_losses(step, schedule)
+        self._control.end_call()
+        return losses
+
+    def _share_losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
+        ends = sorted({schedule.home(schedule.num_stages - 1, mb) for mb in range(step.batch.num_mbs)})
+        name = f"losses {step.number}"
+        if self._lane in ends:
+            told = {
+                mb: [
+                    float(loss),
+                    str(loss.dtype).removeprefix("torch."),
+                    {name: float(value) for name, value in step.metrics.get(mb, {}).items()},
+                ]
+                for mb, loss in step.losses.items()
+            }
+            for other in self._transport.links.peers:
+                self._transport.tell(other, name, told)
+        found = dict(step.losses)
+        for lane in ends:
+            if lane != self._lane:
+                for mb, (loss, dtype, metrics) in self._transport.hear(lane, name).items():
+                    found[int(mb)] = torch.tensor(loss, dtype=getattr(torch, dtype))
+                    step.metrics[int(mb)] = {
+                        key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()
+                    }
+        return found
+
+    def outputs(
+        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
+        """Return the results of every micro-batch; if they end on several lanes, all of those get all results."""
+        with self._control.together():
+            found = self._share_outputs(own, num_mbs, schedule, to_all=to_all)
+        self._control.end_call()
+        return found
+
+    def _share_outputs(
+        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
+    ) -> Mapping[int, list[Any]] | None:
+        lane_of = {mb: schedule.home(schedule.num_stages - 1, mb) for mb in range(num_mbs)}
+        wanted_by = {self._lane, *self._transport.links.peers} if to_all else set(lane_of.values())
+        found = dict(own)
+        for mb, values in own.items():
+            for other in wanted_by - {self._lane}:
+                self._transport.send(Key("R", lane_of[mb], schedule.num_stages, mb), other, values)
+        if self._lane not in wanted_by:
+            return None
+        for mb, lane in lane_of.items():
+            if mb not in found:
+                received = self._transport.receive(Key("R", lane, schedule.num_stages, mb), lane)
+                found[mb] = [value.clone() for value in received]  # the user may keep them for long
+        return found

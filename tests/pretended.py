@@ -18,13 +18,13 @@ class Pretended:
     def is_pinned(self, tensor):
         return tensor.dtype == PINNED
 
-    def made(self, tensors):
+    def mark_results(self, tensors):
         pass
 
-    def fetched(self, tensor):
+    def mark_fetched(self, tensor):
         pass
 
-    def tidy(self):
+    def forget_freed(self):
         pass
 
 

@@ -19,7 +19,8 @@ from penstock.planning.search.synthesize import synthesize
 from penstock.planning.simulate import simulate
 from penstock.schedule.actions import Action, Kind, Lane
 from penstock.schedule.builders.ticks import from_ticks
-from penstock.schedule.lower import Channels, Keep, Lowered, lower
+from penstock.schedule.keep_policies import Keep
+from penstock.schedule.lower import Channels, Lowered, lower
 from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule

@@ -80,7 +80,7 @@ def test_it_tells_the_line_and_stops_the_script(script):
     assert "    value = loss.item()" in out
     assert (sys.argv, sys.path) == (words, folders)
     if not torch.cuda.is_available():
-        assert "No GPU here, so synchronisations cost nothing" in out
+        assert "There is no GPU, so synchronisations cost nothing" in out
 
 
 def test_json(script):
@@ -114,7 +114,7 @@ def test_check_is_not_content_with_a_script_that_does_not_train(tmp_path):
     assert penstock(path)[0] == 0
     code, out, _ = penstock("--check", path)
     assert code == 1
-    assert "not one whole step was run" in out
+    assert "no whole step ran" in out
 
 
 def test_a_script_that_ends_by_itself(script):
@@ -156,7 +156,7 @@ def test_a_script_that_is_no_python(script, tmp_path):
     code, out, err = penstock(tmp_path / "broken.py")
     assert code == 1
     assert "SyntaxError" in err
-    assert "Nothing found (not one whole step was run)" in out
+    assert "Nothing found (no whole step ran)" in out
 
 
 @pytest.mark.parametrize(

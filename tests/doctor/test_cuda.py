@@ -268,7 +268,7 @@ def test_a_profiler_of_the_script_s_own_goes_before():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         report = report_of(item, 12)
     assert report.idle_share is None
-    assert any("a profiler is at work already" in note for note in report.notes)
+    assert any("another profiler is active" in note for note in report.notes)
     assert (Kind.ITEM, "loss.item()") in waits_of(report)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.doctor.dispatch_watch import Looking
+from penstock.doctor.dispatch_watch import DispatchWatch
 from penstock.doctor.finding_kinds import Kind
-from penstock.doctor.gpu_tensors import OnGpu, WouldBe
+from penstock.doctor.gpu_tensors import AssumedGpuTensors, RealGpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.sync_signs import launches, tensors_of
 from pretended import PINNED, Pretended, found
@@ -20,7 +20,7 @@ def on_device(*shape):
 
 def looked_at(run, where=None):
     tally = Tally()
-    with Looking(tally, where or Pretended(), threading.get_ident()):
+    with DispatchWatch(tally, where or Pretended(), threading.get_ident()):
         run()
     return tally
 
@@ -139,7 +139,7 @@ def test_an_error_of_an_operation_stays_what_it_is():
 
 def test_a_mode_that_is_off_notes_nothing():
     tally = Tally()
-    mode = Looking(tally, Pretended(), threading.get_ident())
+    mode = DispatchWatch(tally, Pretended(), threading.get_ident())
     mode.is_on = False
     with mode:
         assert DEVICE[0].item() == 1
@@ -175,7 +175,7 @@ def test_copies_of_a_gpu_are_told_by_the_tensors_themselves():
         there + there.sum()
 
     tally = Tally()
-    with FakeTensorMode(), Looking(tally, OnGpu(), threading.get_ident()):
+    with FakeTensorMode(), DispatchWatch(tally, RealGpuTensors(), threading.get_ident()):
         run()
     assert found(tally) == [
         (Kind.TO_HOST, "there.cpu()", 1),
@@ -252,7 +252,7 @@ def test_without_a_gpu_what_is_made_from_parameters_would_be_on_it():
             accuracy = (output.argmax() == 1).float()
         accuracy.item()  # yes, without a gradient
 
-    lines = [code for _, code, _ in found(looked_at(run, WouldBe()))]
+    lines = [code for _, code, _ in found(looked_at(run, AssumedGpuTensors()))]
     assert lines == [
         "output.sum().item()  # yes",
         "output.detach().sum().item()  # yes, through a view",
@@ -269,18 +269,20 @@ def test_a_number_is_written_by_a_mask_without_a_wait():
         output[output > 0] = 1.0
         output[output > 0] = output.sum()  # read
 
-    assert [code for _, code, _ in found(looked_at(run, WouldBe()))] == ["output[output > 0] = output.sum()  # read"]
+    assert [code for _, code, _ in found(looked_at(run, AssumedGpuTensors()))] == [
+        "output[output > 0] = output.sum()  # read"
+    ]
 
 
 def test_without_a_gpu_memory_that_is_gone_is_forgotten():
-    where = WouldBe()
+    where = AssumedGpuTensors()
     tensor = torch.ones(4)
-    where.made([tensor])
+    where.mark_results([tensor])
     assert where.is_on_device(tensor[1:])
     del tensor
-    where.tidy()
+    where.forget_freed()
     assert not where._marked
     other = torch.ones(4)
-    where.made([other])
-    where.fetched(other)
+    where.mark_results([other])
+    where.mark_fetched(other)
     assert not where.is_on_device(other)

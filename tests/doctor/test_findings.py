@@ -6,7 +6,7 @@ import pytest
 
 from penstock.doctor.doctor_report import Finding, Report
 from penstock.doctor.finding_kinds import ABOUT, Kind
-from penstock.doctor.findings import Seen, make_report
+from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, count_busy
 from penstock.doctor.sightings import LAUNCH_SECONDS, Entry, Phase, Tally
 from penstock.doctor.source_lines import Place
@@ -15,9 +15,9 @@ LINE, OTHER_LINE = Place("train.py", 3), Place("train.py", 7)
 
 
 def seen(looked=None, timed=None, *, steps=4, **more):
-    entries = {Phase.WARM: {}, Phase.TIMED: timed or {}, Phase.LOOKED: looked or {}, None: {}}
-    step_seconds = {Phase.WARM: [9.0], Phase.TIMED: [0.1] * 2, Phase.LOOKED: [0.5] * steps}
-    return Seen(**{"entries": entries, "step_seconds": step_seconds, "device": "GPU", **more})
+    entries = {Phase.WARM: {}, Phase.TIMED: timed or {}, Phase.OBSERVED: looked or {}, None: {}}
+    step_seconds = {Phase.WARM: [9.0], Phase.TIMED: [0.1] * 2, Phase.OBSERVED: [0.5] * steps}
+    return Observations(**{"entries": entries, "step_seconds": step_seconds, "device": "GPU", **more})
 
 
 def test_costs_are_told_by_the_line_and_the_costliest_comes_first():
@@ -72,12 +72,12 @@ def test_what_is_rarer_than_once_a_step_is_told_by_the_steps(count, words):
 
 def test_the_time_of_a_step_is_the_median_of_steps_that_nobody_watched():
     """A step of 0.2 ms was said to take 38 ms: one slow step was in the mean of three."""
-    seconds = {Phase.WARM: [9.0], Phase.TIMED: [0.114, 2e-4, 2e-4], Phase.LOOKED: [0.5] * 4}
+    seconds = {Phase.WARM: [9.0], Phase.TIMED: [0.114, 2e-4, 2e-4], Phase.OBSERVED: [0.5] * 4}
     report = make_report(seen(device="", step_seconds=seconds))
     assert report.step_ms == pytest.approx(0.2)
-    assert "has the watch's in it" not in report.to_text(width=300)
+    assert "includes the time to observe it" not in report.to_text(width=300)
     report = make_report(seen(device="", step_seconds=seconds | {Phase.TIMED: []}))
-    assert "a step's time has the watch's in it" in report.to_text(width=300)
+    assert "includes the time to observe it" in report.to_text(width=300)
 
 
 def test_a_host_that_runs_ahead_does_not_make_the_gpu_s_steps_short():
@@ -103,9 +103,9 @@ def test_steps_are_launch_bound_where_idle_time_has_no_other_cause():
     assert finding.idle_ms == pytest.approx(50)
     assert finding.place == "train.py:7"
     assert finding.detail == (
-        "of 100 ms a step the GPU works 50 ms, in 500 kernels of 100 µs, and waits 50 ms in the gaps between them"
+        "in a step of 100 ms, the GPU works for 50 ms, in 500 kernels of 100 µs, and waits 50 ms in the gaps between them"
     )
-    assert "; 1 a step; the GPU is idle for about 50 ms a step" in busy_report(0.1).to_text(width=200)
+    assert "; 1 per step; the GPU is idle for about 50 ms per step" in busy_report(0.1).to_text(width=200)
     # 4 steps that were looked at, with 30 ms each; 2 that were timed, with 30 ms each
     assert not launch_bound(0.1, {(Kind.ITEM, LINE): Entry(4, idle_seconds=0.12)})
     assert not launch_bound(0.1, None, {(Kind.STARVED, LINE): Entry(2, 0.06, 0.06)})
@@ -113,7 +113,7 @@ def test_steps_are_launch_bound_where_idle_time_has_no_other_cause():
 
 
 def test_a_run_that_ends_before_a_step_was_timed():
-    steps = {Phase.WARM: [], Phase.TIMED: [], Phase.LOOKED: [0.1]}
+    steps = {Phase.WARM: [], Phase.TIMED: [], Phase.OBSERVED: [0.1]}
     assert make_report(seen(step_seconds=steps, busy=Busy(0.2, 0.1, 5))).findings == ()
 
 
@@ -121,7 +121,7 @@ def test_what_nothing_explains_is_said():
     def notes(idle, short):
         return " ".join(busy_report(0.1, {(Kind.ITEM, LINE): Entry(4, 0.0, idle)}, short=short).notes)
 
-    assert "For 45 ms of a step the GPU has nothing to do and nothing below explains it" in notes(0.02, 0.1)
+    assert "For 45 ms of a step the GPU is idle, and no finding below explains it" in notes(0.02, 0.1)
     assert notes(0.0, 1.0) == ""  # launches explain it
     assert notes(0.12, 0.0) == ""  # the line that waits does
 
@@ -136,7 +136,7 @@ def test_without_a_gpu_nothing_costs_anything():
     entries = {(Kind.ITEM, LINE): Entry(4, 0.5, 0.5)}
     report = make_report(seen(entries, device=""))
     assert [(f.count, f.blocked_ms, f.idle_ms) for f in report.findings] == [(4, 0, 0)]
-    assert "No GPU here" in report.to_text(width=300)
+    assert "There is no GPU" in report.to_text(width=300)
     assert "ms in it" not in report.to_text(width=300)
 
 
@@ -144,10 +144,10 @@ def test_short_runs_are_told_from_what_there_is():
     entries = {phase: {} for phase in (*Phase, None)}
     entries[Phase.WARM] = {(Kind.ITEM, LINE): Entry(2)}
     entries[None] = {(Kind.PRINT, LINE): Entry(1)}
-    warm = make_report(Seen(entries, {Phase.WARM: [0.1, 0.1], Phase.LOOKED: [], Phase.TIMED: []}, "GPU"))
+    warm = make_report(Observations(entries, {Phase.WARM: [0.1, 0.1], Phase.OBSERVED: [], Phase.TIMED: []}, "GPU"))
     assert [(f.kind, f.per_step) for f in warm.findings] == [(Kind.ITEM, 1.0)]
-    assert "those to warm up" in warm.to_text(width=300)
-    none = make_report(Seen(entries, {phase: [] for phase in Phase}, "GPU"))
+    assert "only warm-up steps" in warm.to_text(width=300)
+    none = make_report(Observations(entries, {phase: [] for phase in Phase}, "GPU"))
     assert [(f.kind, f.count) for f in none.findings] == [(Kind.PRINT, 1)]
     assert none.step_ms == 0
     assert "No step ended" in none.to_text(width=300)
@@ -179,7 +179,7 @@ def test_text_has_the_line_the_count_and_the_costs():
     assert text.splitlines() == [
         "1 finding in 4 steps on GPU, a step takes 100 ms",
         "",
-        "train.py:3: reads a value; 2 a step; the host spends 3 ms in it and the GPU is idle for about 1 ms a step",
+        "train.py:3: reads a value; 2 per step; the host spends 3 ms in it and the GPU is idle for about 1 ms per step",
         "    loss.item()",
         "    scalar; called from mine.py:1",
         "    Do not.",
@@ -224,10 +224,10 @@ def test_a_wait_at_the_end_of_a_step_costs_nothing_that_is_seen():
     tally = Tally()
     tally.add(Kind.ITEM, LINE)
     tally.drained(Kind.ITEM, LINE, 2.0)
-    tally.commit(Phase.LOOKED)
+    tally.commit(Phase.OBSERVED)
     tally.launched(100.0)
     assert not tally.entries(None)
-    assert [entry.idle_seconds for entry in tally.entries(Phase.LOOKED).values()] == [0]
+    assert [entry.idle_seconds for entry in tally.entries(Phase.OBSERVED).values()] == [0]
 
 
 def test_steps_add_up():
@@ -235,10 +235,10 @@ def test_steps_add_up():
     for _ in range(2):
         tally.add(Kind.ITEM, LINE, blocked=1.0, detail="first")
         tally.add(Kind.ITEM, LINE, blocked=1.0, detail="second")
-        tally.commit(Phase.LOOKED)
-    assert tally.entries(Phase.LOOKED) == {(Kind.ITEM, LINE): Entry(4, 4.0, 0.0, "first")}
+        tally.commit(Phase.OBSERVED)
+    assert tally.entries(Phase.OBSERVED) == {(Kind.ITEM, LINE): Entry(4, 4.0, 0.0, "first")}
     tally.clear()
-    assert not tally.entries(Phase.LOOKED)
+    assert not tally.entries(Phase.OBSERVED)
 
 
 def test_kernels_of_several_streams_count_once():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import penstock
 from penstock.doctor import Kind, Watch, watch
 from penstock.doctor.gpu_busy import Busy
-from penstock.doctor.gpu_tensors import WouldBe
+from penstock.doctor.gpu_tensors import AssumedGpuTensors
 from penstock.doctor.sightings import Phase
 from penstock.errors import UsageError
 from penstock.feeding.inline_source import InlineSource
@@ -75,7 +75,7 @@ class FakeProfiling:
 
 def without_gpu(steps=None, **more):
     """Return a watch as on a machine without a GPU, also on one that has one."""
-    return Watch(steps, where=WouldBe(), **more)
+    return Watch(steps, where=AssumedGpuTensors(), **more)
 
 
 def told(report):
@@ -356,7 +356,7 @@ def test_a_mode_of_the_user_s_own_is_left_alone():
         ({"steps": 2}, "steps: 2 must be a whole number above 2"),
         ({"steps": 2.5}, "steps: 2.5 must be"),
         ({"steps": True, "warm": 0}, "steps: True must be"),
-        ({"warm": -1}, "warm: -1 must be a whole number, 0 or more"),
+        ({"warm": -1}, "warm: -1 must be a whole number of at least 0"),
     ],
 )
 def test_wrong_arguments_are_told(given, message):
@@ -370,7 +370,7 @@ def test_a_watch_is_used_once():
         watching.report  # noqa: B018
     with watching:
         pass
-    with pytest.raises(UsageError, match="used once"), watching:
+    with pytest.raises(UsageError, match="used only once"), watching:
         pass
 
 

@@ -38,8 +38,8 @@ def test_text_shows_every_lane_and_both_bubbles_by_name(timeline):
     assert "F0" in lines[0]
     assert "W3" in lines[2]
     assert all(len(line) == 120 for line in lines[:3])
-    assert "bubble over the makespan" in lines[-1]
-    assert "over the longest lane span" in lines[-1]
+    assert " % of the makespan" in lines[-1]
+    assert "of the longest lane span" in lines[-1]
     assert "\033" not in text
 
 

@@ -146,7 +146,7 @@ def test_the_bubble_over_time_adds_up_to_the_bubble(open_page: Open, step: Timel
 
 def test_the_header_names_the_figures(open_page: Open, step: Timeline) -> None:
     head = open_page(step).locator(".head").inner_text()
-    figures = ("57.8 s", "bubble over the makespan", "bubble over the longest lane span", "17.0 %", "8.25 GiB")
+    figures = ("57.8 s", "bubble of the makespan", "bubble of the longest lane span", "17.0 %", "8.25 GiB")
     assert [figure for figure in (*figures, "peak saved stage micro-batches") if figure not in head] == []
 
 
@@ -315,10 +315,10 @@ def test_measured_and_predicted_are_told_apart_on_one_scale(
     page = open_page(measured, predicted)
     assert page.locator("h2").all_inner_texts() == ["1f1b, measured", "1f1b, predicted"]
     ratio = measured.step_seconds / predicted.step_seconds
-    bubbles = f"{100 * measured.bubble:.1f} % against {100 * predicted.bubble:.1f} %"
+    bubbles = f"{100 * measured.bubble:.1f} %, predicted {100 * predicted.bubble:.1f} %"
     assert page.locator(".ratio").all_inner_texts() == [
         f"{ratio:.2f} × the predicted step time, bubble {bubbles}",
-        "what was predicted",
+        "the prediction",
     ]
     assert view(page) == pytest.approx((0, measured.step_seconds))
     lane, start, end = find(predicted, "3B7")
@@ -334,7 +334,7 @@ def test_causes_stand_beside_those_of_the_prediction(open_page: Open, measured: 
     assert page.locator(".causes .bar").count() == 2
     assert page.locator(".causes table").count() == 1
     heading, *rows = cells(page, ".causes")
-    assert heading[:4] == ["cause of the bubble", "share of lanes × makespan", "predicted", "of the step"]
+    assert heading[:4] == ["cause of the bubble", "share of lanes × makespan", "predicted", "time per step"]
     assert [row[0] for row in rows] == ["warm-up and cool-down", "imbalance", "transfers", "runtime overhead"]
     mine, theirs = (sum(float(row[column].split()[0]) for row in rows) for column in (1, 2))
     assert mine == pytest.approx(100 * measured.bubble, abs=0.2)
@@ -429,12 +429,12 @@ def test_causes_of_each_lane_stand_in_its_figures(open_page: Open, measured: Tim
     page = open_page(measured)
     assert page.locator("h2").all_inner_texts() == ["1f1b, measured"]
     assert page.locator(".ratio").count() == 0
-    assert cells(page, ".causes")[0][1:3] == ["share of lanes × makespan", "of the step"]
+    assert cells(page, ".causes")[0][1:3] == ["share of lanes × makespan", "time per step"]
     page.locator("summary").click()
     heading, *rows = cells(page, "details")
     assert heading[2:8] == [
         *("warm-up and cool-down", "imbalance", "transfers", "runtime overhead"),
-        *("waited for transfers", "stood ready"),
+        *("waited for transfers", "idle but ready"),
     ]
     for row, bubble in zip(rows, measured.lane_bubbles, strict=True):
         assert sum(float(cell.split()[0]) for cell in row[2:6]) == pytest.approx(100 * bubble, abs=0.3)

@@ -15,7 +15,8 @@ from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate
 from penstock.report.timeline import Timeline
 from penstock.report.units import parse_bytes, parse_seconds
-from penstock.schedule.lower import Keep, Lowered, check_keep, lower
+from penstock.schedule.keep_policies import Keep, check_keep
+from penstock.schedule.lower import Lowered, lower
 from penstock.schedule.schedule import Schedule
 from penstock.schedules import build, describe, find_faults, load_csv, names, verify
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
     from penstock.training.callbacks.callback import Callback
 
+from penstock.schedule.keep_policies import POLICIES
+
 __all__ = ["TrainCommand", "train"]
 
 _KEPT = "penstock.train"
@@ -233,7 +235,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         lanes = lanes_of(config) or 2
         wanted = config.micro_batches or min(4 * lanes, size)
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
-        keep = {"offload": "hold", "fit": "recompute", "except_last": "recompute"}.get(str(config.keep), config.keep)
+        keep = POLICIES[config.keep].planned_as if isinstance(config.keep, str) else "hold"
         threads = threads_of(config, lanes if is_named else schedule.num_lanes)  # type: ignore[union-attr]
         with with_threads(threads), telling_bad_batches(config, parts.model, parts.example):
             return explain(
@@ -244,7 +246,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
                 schedule=schedule,
                 stages_per_lane=config.stages_per_lane,
                 cuts=config.cuts,
-                keep=keep if isinstance(keep, str) else "hold",
+                keep=keep,
                 memory_limit=config.memory_limit,
                 batch_size=-(-size // min(size, count)),
                 training=True,

@@ -105,10 +105,11 @@ class CutRequest:
         from penstock.errors import UsageError, nearest
         from penstock.planning.cluster import Cluster
         from penstock.planning.memory_limits import limit_per_lane
-        from penstock.planning.partition.partition import KEEPS
+        from penstock.schedule.keep_policies import PLANNED
 
-        if self.keep not in KEEPS:
-            raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(self.keep), KEEPS)}")
+        if self.keep not in PLANNED:
+            hint = nearest(str(self.keep), PLANNED)
+            raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(PLANNED)}.{hint}")
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise UsageError(f"cluster: give a penstock.Cluster; given: {type(self.cluster).__name__}")
         schedule = self.first()

@@ -1,4 +1,4 @@
-"""Doctor: where a training script makes the host wait for the GPU, or the GPU for the host."""
+"""Doctor: find the lines at which a training script makes the host wait for the GPU, or the GPU for the host."""
 
 from penstock.doctor.doctor_report import Finding, Report
 from penstock.doctor.finding_kinds import Kind

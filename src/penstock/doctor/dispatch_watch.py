@@ -1,4 +1,4 @@
-"""Looking: a dispatch mode that sees every operation of a thread, and of the backwards that it starts."""
+"""Dispatch watch: a dispatch mode that sees every operation of a thread and of the backwards that it starts."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from penstock.doctor.finding_kinds import Kind
-from penstock.doctor.gpu_tensors import Where
+from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.slow_reductions import find_reduction
 from penstock.doctor.source_lines import find_place
 from penstock.doctor.sync_signs import launches, read_sign, tensors_of
 
-__all__ = ["Looking"]
+__all__ = ["DispatchWatch"]
 
 
-class Looking(TorchDispatchMode):
-    """Notes operations that wait for the device, and reductions in the wrong order.
+class DispatchWatch(TorchDispatchMode):
+    """Records operations that wait for the device, and reductions over an outer dimension.
 
     Args:
-        tally: to add to.
+        tally: the tally to add to.
         where: which tensors are on the device.
-        thread: whose line is named for what runs in threads of torch's own.
+        thread: the thread whose line is reported for operations in torch's own threads.
 
     Attributes:
-        is_on: notes are taken; a mode that cannot be left is at least quiet.
+        is_on: whether operations are recorded; if the mode cannot be left, it is switched off.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tally: Tally, where: Where, thread: int) -> None:
+    def __init__(self, tally: Tally, where: GpuTensors, thread: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tally, self._where, self._thread = tally, where, thread
         self.is_on = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code as it is: otherwise torch.compile would run it uncompiled, in all threads."""
+        """Do not look into compiled code: otherwise torch.compile would run it uncompiled, in all threads."""
         return True
 
     @property
     def is_on_top(self) -> bool:
-        """Is this mode the last that was entered? Only then may it be left."""
+        """Whether this mode was entered last; only then can it be left."""
         return _get_current_dispatch_mode() is self
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 - as torch has it
+        func: Any,  # noqa: ANN401 - torch's signature
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -66,8 +66,8 @@ class Looking(TorchDispatchMode):
         out = func(*args, **named)
         end = time.perf_counter()
         if touches:
-            self._where.made(tensors_of(out))
-            self._look_at_reductions(func, args, named)
+            self._where.mark_results(tensors_of(out))
+            self._find_reductions(func, args, named)
         sign = read_sign(func, args, named, out, self._where)
         if sign is not None:
             place = find_place(self._thread)
@@ -76,8 +76,8 @@ class Looking(TorchDispatchMode):
                 self._tally.drained(sign.kind, place, end)
         return out
 
-    def _look_at_reductions(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    def _find_reductions(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
         reduction = find_reduction(func, args, kwargs)
-        is_backward = torch._C._current_autograd_node() is not None  # those are not the user's to turn
+        is_backward = torch._C._current_autograd_node() is not None  # the user cannot change these
         if reduction is not None and not is_backward:
             self._tally.add(Kind.REDUCTION, find_place(self._thread), detail=str(reduction), reduction=reduction)

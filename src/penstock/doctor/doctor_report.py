@@ -1,4 +1,4 @@
-"""Report: what the doctor found, as data, as text and as JSON."""
+"""Doctor report: the findings as data, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _INDENT = "    "
 
 @dataclass(frozen=True)
 class Finding:
-    """One place, and what it does.
+    """A finding at one line.
 
     Attributes:
-        kind: what it does.
-        place: file and line; empty for what has no line.
-        code: the text of that line.
-        count: times in all steps that were looked at.
-        per_step: times a step.
-        blocked_ms: milliseconds a step that the host spent in it; of what is in no whole step, in all.
-        idle_ms: milliseconds a step that the GPU had nothing to do because of it, about; likewise.
+        kind: the kind of the finding.
+        place: file and line; empty if there is no line.
+        code: the text of the line.
+        count: how often it occurred in all observed steps.
+        per_step: how often it occurs per step.
+        blocked_ms: milliseconds per step that the host spent in it; outside whole steps, the total.
+        idle_ms: estimated milliseconds per step that the GPU was idle because of it; outside whole steps, the total.
         advice: what to do instead.
-        detail: what is known besides, as a shape.
-        called_from: the line of one's own code that leads there, where the place is in a library.
+        detail: further facts, such as a shape.
+        called_from: the line of your own code that led to it, if the place is in a library.
     """
 
     kind: Kind
@@ -47,21 +47,21 @@ class Finding:
     called_from: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the finding as plain data."""
         return {**asdict(self), "kind": self.kind.value}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in some steps.
+    """The findings of some steps.
 
     Attributes:
-        findings: the costliest first.
-        num_steps: steps that were looked at.
-        step_ms: milliseconds of a step, the median; 0 where no step was seen.
-        idle_share: of a step, that the GPU had nothing to do; None where it was not measured.
-        device: the GPU; empty where there is none, and synchronisations cost nothing.
-        notes: what to know besides.
+        findings: the findings, the costliest first.
+        num_steps: the number of observed steps.
+        step_ms: the median time of a step in milliseconds; 0 if no step was seen.
+        idle_share: the share of a step in which the GPU is idle; None if it was not measured.
+        device: the name of the GPU; empty without a GPU, where synchronisations cost nothing.
+        notes: further remarks.
     """
 
     findings: tuple[Finding, ...]
@@ -72,7 +72,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the report as plain data."""
         return {
             "device": self.device,
             "steps": self.num_steps,
@@ -83,15 +83,15 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """Return it as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """Return it as text: a paragraph for each finding.
+        """Return the report as text, with one paragraph per finding.
 
         Args:
-            width: characters a line; by default the terminal's.
-            color: by default where the output is a terminal.
+            width: the line width; by default that of the terminal.
+            color: whether to use colours; by default, if the output is a terminal.
         """
         columns = max(40, shutil.get_terminal_size((110, 24)).columns if width is None else width)
         colored = sys.stdout.isatty() if color is None else color
@@ -117,12 +117,12 @@ class Report:
     @property
     def _summary(self) -> str:
         found = _times(len(self.findings), "finding") if self.findings else "Nothing found"
-        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "(not one whole step was run)"
+        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "(no whole step ran)"
         parts = [f"{found} {steps}{f' on {self.device}' if self.device else ''}"]
         if self.step_ms:
             parts.append(f"a step takes {self.step_ms:.3g} ms")
         if self.idle_share is not None:
-            parts.append(f"of which the GPU has nothing to do for {show_share(self.idle_share)}")
+            parts.append(f"and the GPU is idle for {show_share(self.idle_share)} of it")
         return ", ".join(parts)
 
     def _headline(self, finding: Finding) -> str:
@@ -135,14 +135,14 @@ class Report:
             costs.append(f"the GPU is idle for about {finding.idle_ms:.3g} ms")
         parts = [f"{finding.place}: {what}" if finding.place else what, often]
         if costs:
-            parts.append(" and ".join(costs) + (" a step" if self.num_steps else ""))
+            parts.append(" and ".join(costs) + (" per step" if self.num_steps else ""))
         return "; ".join(parts)
 
 
 def _often(finding: Finding) -> str:
-    """Return how often something happens; what is rarer than once a step, by the steps that were looked at."""
+    """Return how often a finding occurs: per step, or in all observed steps if it is rarer than once per step."""
     if finding.per_step >= 1:
-        return f"{finding.per_step:.3g} a step"
+        return f"{finding.per_step:.3g} per step"
     steps = round(finding.count / finding.per_step)
     times = {1: "once", 2: "twice"}.get(finding.count, f"{finding.count} times")
     return f"{times} in {steps} steps"

@@ -1,4 +1,4 @@
-"""Busy: how much of some steps the GPU works, read from torch's profiler."""
+"""GPU busy: the share of some steps in which the GPU works, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.devices import cuda
 
 __all__ = ["Busy", "Profiling", "count_busy"]
 
-SHORT_SECONDS = 200e-6  # more than the host takes to launch a kernel, less than anything else that it does
+SHORT_SECONDS = 200e-6  # longer than a kernel launch, shorter than other host work
 
 
 @dataclass(frozen=True)
 class Busy:
-    """What a GPU did, from the first kernel's start to the last one's end.
+    """The work of a GPU, from the start of the first kernel to the end of the last.
 
     Attributes:
-        seconds: of the whole.
-        busy_seconds: of them, with at least one kernel or copy at work.
-        num_kernels: kernels and copies.
-        short_seconds: of the time with nothing at work, what passed in gaps so short that a launch explains them.
+        seconds: the whole time.
+        busy_seconds: the time with at least one kernel or copy running.
+        num_kernels: the number of kernels and copies.
+        short_seconds: the idle time in gaps so short that launches explain them.
     """
 
     seconds: float
@@ -33,12 +33,12 @@ class Busy:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds with nothing at work."""
+        """The time with nothing running."""
         return self.seconds - self.busy_seconds
 
 
 def count_busy(spans: Iterable[tuple[float, float]]) -> Busy | None:
-    """Return what the spans of kernels amount to; those of several streams may overlap.
+    """Summarise the spans of kernels; spans of several streams may overlap.
 
     >>> count_busy([(0.0, 1.0), (4.0, 5.0), (0.5, 2.0)])
     Busy(seconds=5.0, busy_seconds=3.0, num_kernels=3, short_seconds=0.0)
@@ -57,27 +57,27 @@ def count_busy(spans: Iterable[tuple[float, float]]) -> Busy | None:
 
 
 class Profiling:
-    """Records the kernels of the current GPU between a start and a stop; `reason` says why it could not."""
+    """Records the kernels of the current GPU; `reason` says why it could not."""
 
     def __init__(self) -> None:
         self._profile: Any = None
         self.reason = ""
 
     def start(self) -> None:
-        """Begin, unless a profiler is at work already: there can be one only."""
+        """Start, unless another profiler is active: only one can run."""
         if torch.autograd.profiler._is_profiler_enabled:
-            self.reason = "a profiler is at work already"
+            self.reason = "another profiler is active"
             return
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
         try:
             profile.start()
         except RuntimeError as error:
-            self.reason = f"torch's profiler does not start: {str(error).splitlines()[0]}"
+            self.reason = f"torch's profiler failed to start: {str(error).splitlines()[0]}"
             return
         self._profile = profile
 
     def stop(self) -> Busy | None:
-        """End, and return what was recorded; waits until the GPU has nothing left to do."""
+        """Wait until the GPU is idle, stop, and return the result."""
         if self._profile is None:
             return None
         self._profile.stop()

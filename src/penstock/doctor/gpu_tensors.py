@@ -1,4 +1,4 @@
-"""Where: which tensors are on the GPU; without one, which would be."""
+"""GPU tensors: which tensors are on the GPU; without a GPU, which would be."""
 
 from __future__ import annotations
 
@@ -10,82 +10,82 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.devices import cuda
 
-__all__ = ["OnGpu", "Where", "WouldBe"]
+__all__ = ["AssumedGpuTensors", "GpuTensors", "RealGpuTensors"]
 
 
-class Where(Protocol):
-    """Tells tensors of the device from those of the host; `is_real` says if there is a device to wait for."""
+class GpuTensors(Protocol):
+    """Tells device tensors from host tensors; `is_real` says whether there is a device to wait for."""
 
     is_real: bool
 
     @property
     def name(self) -> str:
-        """The device's name; empty where there is none."""
+        """The name of the device; empty without a device."""
         ...
 
     @property
     def is_in_use(self) -> bool:
-        """Has anybody asked the device for something yet?"""
+        """Whether the script has used the device."""
         ...
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Is this tensor's memory the device's?"""
+        """Return whether a tensor is on the device."""
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Is this tensor of the host in memory that the device can read by itself?"""
+        """Return whether a host tensor is in pinned memory."""
         ...
 
-    def made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of tensors that were made from some on the device."""
+    def mark_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the results of an operation on device tensors."""
         ...
 
-    def fetched(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that was brought to the host."""
+    def mark_fetched(self, tensor: torch.Tensor) -> None:
+        """Mark a tensor that was copied to the host."""
         ...
 
-    def tidy(self) -> None:
-        """Forget what is gone."""
+    def forget_freed(self) -> None:
+        """Forget freed tensors."""
         ...
 
 
-class OnGpu:
-    """There is a GPU: tensors say themselves where they are."""
+class RealGpuTensors:
+    """For a machine with a GPU: each tensor knows its own device."""
 
     is_real = True
 
     @property
     def name(self) -> str:
-        """The GPU's name."""
+        """The name of the GPU."""
         return cuda.Cuda().name(torch.device("cuda"))
 
     @property
     def is_in_use(self) -> bool:
-        """Has the script used the GPU? Not before may we: it may choose which, or fork processes that use it."""
+        """Whether the script has used the GPU. Before that, the watch must not: the script may choose a GPU or fork."""
         return cuda.is_in_use()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Is this tensor's memory the device's?"""
+        """Return whether a tensor is on the device."""
         return tensor.is_cuda
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Can the device read this tensor of the host by itself?"""
+        """Return whether a host tensor is in pinned memory."""
         return tensor.is_pinned()
 
-    def made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of tensors that were made from some on the device."""
+    def mark_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing."""
 
-    def fetched(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that was brought to the host."""
+    def mark_fetched(self, tensor: torch.Tensor) -> None:
+        """Do nothing."""
 
-    def tidy(self) -> None:
-        """Forget what is gone."""
+    def forget_freed(self) -> None:
+        """Do nothing."""
 
 
-class WouldBe:
-    """There is no GPU. Parameters would be on it, and whatever is made from them; of the rest nobody knows.
+class AssumedGpuTensors:
+    """For a machine without a GPU: assumes that parameters and everything computed from them would be on it.
 
-    Memory is marked rather than tensors: a view, as detach() is, has the memory of what it views.
+    It marks memory instead of tensors, because a view, such as the result of detach(), shares its memory.
     """
 
     is_real = False
@@ -93,36 +93,36 @@ class WouldBe:
     is_in_use = False
 
     def __init__(self) -> None:
-        self._marked: dict[int, StorageWeakRef] = {}  # as long as the reference is held, its number is not used again
+        self._marked: dict[int, StorageWeakRef] = {}  # while the reference is held, its number is not reused
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Is this tensor's memory the device's?"""
+        """Return whether a tensor would be on the device."""
         return tensor.requires_grad or (bool(self._marked) and _number(tensor) in self._marked)
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - nobody knows, so nothing is said of it
-        """Can the device read this tensor of the host by itself?"""
+    def is_pinned(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - unknown, so nothing is reported
+        """Return True, since this is unknown."""
         return True
 
-    def made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of tensors that were made from some on the device."""
+    def mark_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the results of an operation on device tensors."""
         for tensor in tensors:
             number = _number(tensor)
             if number and number not in self._marked:
                 self._marked[number] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def fetched(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that was brought to the host."""
+    def mark_fetched(self, tensor: torch.Tensor) -> None:
+        """Mark a tensor that was copied to the host."""
         self._marked.pop(_number(tensor), None)
 
-    def tidy(self) -> None:
-        """Forget what is gone."""
+    def forget_freed(self) -> None:
+        """Forget freed tensors."""
         gone = [number for number, held in self._marked.items() if held.expired()]  # type: ignore[no-untyped-call]
         for number in gone:
             del self._marked[number]
 
 
 def _number(tensor: torch.Tensor) -> int:
-    """Return the number of a tensor's memory; 0 where it has none, as those that wrap others."""
+    """Return the number of a tensor's memory; 0 if it has none, as for wrapper tensors."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

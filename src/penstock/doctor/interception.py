@@ -1,4 +1,4 @@
-"""Hooks: what the dispatch mode cannot see: printing, explicit waits, data loaders, and what torch itself reports."""
+"""Interception: patches for what the dispatch mode cannot see: prints, explicit waits, data loaders, torch warnings."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.utils.data import dataloader
 
 from penstock.devices import cuda
 from penstock.doctor.finding_kinds import Kind
-from penstock.doctor.gpu_tensors import Where
+from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.source_lines import find_place
 from penstock.feeding.inline_source import InlineSource
 from penstock.feeding.loader_thread import Channel
 
-__all__ = ["SyncWarnings", "hooked"]
+__all__ = ["SyncWarnings", "intercepted"]
 
 _MESSAGE = "called a synchronizing CUDA operation"
 
 
 @contextmanager
-def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
-    """Time what waits by its name, in all threads, for as long as this lasts."""
+def intercepted(tally: Tally, where: GpuTensors, thread: int) -> Iterator[None]:
+    """Time calls that wait, in all threads, while the context is active."""
 
     def is_on_device(tensor: torch.Tensor, *_: object) -> bool:
         return where.is_on_device(tensor)
@@ -62,7 +62,7 @@ def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
             stack.enter_context(_patched(owner, name, made))
 
         patch(torch.Tensor, "__repr__", timed(Kind.PRINT, torch.Tensor.__repr__, is_on_device))
-        pulls = _Pulls(tally, where, thread)
+        pulls = _LoaderTimer(tally, where, thread)
         iterator = dataloader._BaseDataLoaderIter
         patch(iterator, "__next__", pulls.timed(iterator.__next__))
         for feeding in (Channel, InlineSource):
@@ -72,38 +72,38 @@ def hooked(tally: Tally, where: Where, thread: int) -> Iterator[None]:
         if where.is_real:
             for owner, drains in cuda.waiting_calls():
                 patch(owner, "synchronize", timed(Kind.WAIT, owner.synchronize, drains=drains))
-        else:  # on a CPU nothing is dispatched for these
+        else:  # on a CPU, these dispatch no operation
             patch(torch.Tensor, "cpu", _fetching(timed(Kind.TO_HOST, torch.Tensor.cpu, is_on_device), where))
             for name in ("tolist", "numpy"):
                 patch(torch.Tensor, name, timed(Kind.TO_HOST, getattr(torch.Tensor, name), is_on_device))
         yield
 
 
-def _fetching(original: Any, where: Where) -> Any:  # noqa: ANN401 - a function
-    """Take note that what comes out is the host's; on a CPU it is the same tensor."""
+def _fetching(original: Any, where: GpuTensors) -> Any:  # noqa: ANN401 - a function
+    """Mark the result as a host tensor; on a CPU it is the same tensor."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         found = original(*args, **kwargs)
-        where.fetched(found)
+        where.mark_fetched(found)
         return found
 
     return wrapper
 
 
-class _Pulls:
-    """Times how long data keeps the host waiting; the GPU is idle meanwhile if it has nothing left after.
+class _LoaderTimer:
+    """Times how long the host waits for data; the GPU is idle meanwhile if it has no work left at the end.
 
-    Only in the thread that watches: where another pulls ahead, as that of penstock.feed, nobody waits for that one, but
-    for what it hands over.
+    Only the watched thread counts. If another thread reads ahead, as that of penstock.feed does, only the wait for its
+    result counts.
     """
 
-    def __init__(self, tally: Tally, where: Where, thread: int) -> None:
+    def __init__(self, tally: Tally, where: GpuTensors, thread: int) -> None:
         self._tally, self._where, self._thread = tally, where, thread
         self._is_pulling = False
 
     def timed(self, original: Any) -> Any:  # noqa: ANN401 - a function
-        """Return a function that asks for data, and is timed; not if it is another such that asks."""
+        """Wrap a function that reads data; calls within another such function are not timed."""
 
         @functools.wraps(original)
         def wrapper(*args: Any) -> Any:  # noqa: ANN401
@@ -124,7 +124,7 @@ class _Pulls:
 
 
 def _without_modes(original: Any) -> Any:  # noqa: ANN401 - a function
-    """Let a data loader start its workers without modes: those that are forked would keep ours, and be slow."""
+    """Start a data loader's workers without dispatch modes: forked workers would inherit ours and be slow."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -136,7 +136,7 @@ def _without_modes(original: Any) -> Any:  # noqa: ANN401 - a function
 
 @contextmanager
 def _patched(owner: Any, name: str, made: Any) -> Iterator[None]:  # noqa: ANN401 - a class or a module, and a function
-    """Put something in the place of an attribute; afterwards the owner has again what it had, or inherited."""
+    """Replace an attribute; afterwards restore the owner's own or inherited one."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, made)
@@ -150,9 +150,9 @@ def _patched(owner: Any, name: str, made: Any) -> Iterator[None]:  # noqa: ANN40
 
 
 class SyncWarnings:
-    """Torch's own word on what waits: a warning at each wait, in whatever thread, with the stack of that moment.
+    """Torch's own warnings about waits, in any thread, with the stack of that moment.
 
-    It knows waits that no table has, and does not say how long they were.
+    They include waits that are in no table, but not their duration.
     """
 
     def __init__(self, tally: Tally, thread: int) -> None:
@@ -162,41 +162,41 @@ class SyncWarnings:
         self._is_on = False
 
     def start(self) -> None:
-        """Ask torch to warn; where it does already, let no filter that a script has put there stand before ours."""
+        """Enable torch's warnings; if they are enabled, put our filter before the script's filters again."""
         if self._is_on:
-            self._insist()
+            self._put_filter_first()
             return
         self._mode_before = cuda.sync_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that this is a prototype, which may be an error to a script
+            warnings.simplefilter("ignore")  # torch warns of a prototype feature, which a script may turn into an error
             cuda.set_sync_mode("warn")
         self._is_on = True
         self._show_before = warnings.showwarning
         warnings.showwarning = self._show
-        self._insist()
+        self._put_filter_first()
 
     def stop(self) -> None:
-        """Leave things as they were. Does nothing where they are."""
+        """Restore the previous state; does nothing if stopped."""
         if not self._is_on:
             return
         self._is_on = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cuda.set_sync_mode(self._mode_before)
-        self._forget()
-        if warnings.showwarning == self._show:  # unless the script has put its own there since
+        self._remove_filter()
+        if warnings.showwarning == self._show:  # unless the script has replaced it since
             warnings.showwarning = self._show_before
 
-    def _insist(self) -> None:
-        self._forget()
+    def _put_filter_first(self) -> None:
+        self._remove_filter()
         warnings.filterwarnings("always", message=_MESSAGE)
 
-    def _forget(self) -> None:
+    def _remove_filter(self) -> None:
         ours = [f for f in warnings.filters if getattr(f[1], "pattern", "") == _MESSAGE]
         for entry in ours:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typed as a sequence
 
-    def _show(  # noqa: PLR0917 - as Python has it
+    def _show(  # noqa: PLR0917 - Python's signature
         self,
         message: Warning | str,
         category: type[Warning],

@@ -1,7 +1,7 @@
-"""Watch: looks at some steps of a training, and reports what makes the host or the GPU wait.
+"""Script watch: observe some steps of a training, and report what makes the host or the GPU wait.
 
-A step ends with an optimizer's `step()`. The first ones warm up. The others are looked at, operation by operation, but
-for some that are timed with nothing in their way but, on a GPU, torch's profiler: looking slows the host down.
+A step ends with an optimizer's `step()`. The first steps warm up. Most others are observed, operation by operation. A
+few are only timed, with nothing active but torch's profiler, because observation slows the host down.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.devices import cuda
-from penstock.doctor.dispatch_watch import Looking
+from penstock.doctor.dispatch_watch import DispatchWatch
 from penstock.doctor.doctor_report import Report
-from penstock.doctor.findings import Seen, make_report
+from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, Profiling
-from penstock.doctor.gpu_tensors import OnGpu, Where, WouldBe
-from penstock.doctor.interception import SyncWarnings, hooked
+from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors, RealGpuTensors
+from penstock.doctor.interception import SyncWarnings, intercepted
 from penstock.doctor.sightings import Phase, Tally
 from penstock.doctor.source_lines import NOWHERE, Place, find_place
 from penstock.errors import UsageError
@@ -30,18 +30,18 @@ from penstock.errors import UsageError
 __all__ = ["Watch", "watch"]
 
 _WARM = 2
-_FIRST_LOOKED, _TIMED = 3, 3  # steps; a run may be short, so some are looked at before any is timed
+_FIRST_OBSERVED, _TIMED = 3, 3  # steps; a run may be short, so observed steps come before timed ones
 
 
 def watch(steps: int | None = None, *, warm: int = _WARM) -> Watch:
-    """Return a watch for a `with` block around a training loop; its `report` says what was found.
+    """Return a watch for a `with` block around a training loop; its `report` has the findings.
 
-    It sees all operations of this thread, and of other threads the explicit waits, printed tensors, data loaders, and
-    on a GPU what torch itself reports. Without a GPU it tells the places that would wait for one.
+    It sees all operations of this thread. In other threads it sees explicit waits, printed tensors and data loaders,
+    and on a GPU what torch itself reports. Without a GPU, it reports the lines that would wait for one.
 
     Args:
-        steps: watch so many, those to warm up included, and no more; by default as long as the block lasts.
-        warm: steps that are left out.
+        steps: the number of steps to watch, including warm-up steps; by default, all steps in the block.
+        warm: the number of warm-up steps.
 
     >>> device = "cuda" if torch.cuda.is_available() else "cpu"
     >>> model = torch.nn.Linear(2, 1, device=device)
@@ -62,10 +62,10 @@ class Watch:
     """A watch; see `watch`.
 
     Args:
-        steps: to watch, in all; None for no end.
-        warm: of these, that are left out.
-        where: which tensors are on the device; found by itself where it is not given.
-        at_end: called when the last step is over.
+        steps: the number of steps to watch; None for no limit.
+        warm: the number of warm-up steps among them.
+        where: which tensors are on the device; by default found automatically.
+        at_end: called after the last step.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Watch:
         steps: int | None = None,
         *,
         warm: int = _WARM,
-        where: Where | None = None,
+        where: GpuTensors | None = None,
         at_end: Callable[[], None] | None = None,
     ) -> None:
         _check(steps, warm)
         self._steps, self._warm, self._at_end = steps, warm, at_end
-        self._where: Where = where or (OnGpu() if cuda.num_gpus() else WouldBe())
+        self._where: GpuTensors = where or (RealGpuTensors() if cuda.num_gpus() else AssumedGpuTensors())
         self._thread = threading.get_ident()
         self._tally = Tally()
-        self._looking = Looking(self._tally, self._where, self._thread)
+        self._dispatch_watch = DispatchWatch(self._tally, self._where, self._thread)
         self._warnings = SyncWarnings(self._tally, self._thread)
         self._profiling = Profiling()
         self._busy: Busy | None = None
         self._phase = self._phase_of(0)
         self._step_seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         self._num_steps = 0
-        self._is_by_hand = False
-        self._optimizers: set[int] = set()  # by whose steps steps were counted
-        self._is_looking = False
+        self._is_manual = False
+        self._optimizers: set[int] = set()  # the optimizers whose step() counted
+        self._is_observing = False
         self._is_open = False
         self._step_begin = 0.0
         self._step_place: Place = NOWHERE
@@ -99,12 +99,12 @@ class Watch:
 
     def __enter__(self) -> Self:
         if self._is_open or self._report is not None:
-            raise UsageError("a watch is used once; make another")
+            raise UsageError("a watch can be used only once; make another")
         self._is_open = True
-        self._stack.enter_context(hooked(self._tally, self._where, self._thread))
+        self._stack.enter_context(intercepted(self._tally, self._where, self._thread))
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_optimizer(optimizer))
         self._stack.callback(hook.remove)
-        self._look()
+        self._start_observing()
         self._step_begin = time.perf_counter()
         return self
 
@@ -112,61 +112,61 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self._stop_looking()  # where a mode of the user's own was in the way before
+        self._stop_observing()  # in case a mode of the user prevented it before
 
     def step(self) -> None:
-        """Say that a step is over, where no optimizer says so; from then on those of optimizers do not count."""
-        if not self._is_by_hand:
-            self._is_by_hand = True
-            self._begin_again()
+        """End a step; from then on, only this method ends steps, and optimizers do not."""
+        if not self._is_manual:
+            self._is_manual = True
+            self._restart()
         self._advance()
 
     @property
     def report(self) -> Report:
-        """What was found; the watch ends with it."""
+        """The findings; reading it ends the watch."""
         self.close()
         if self._report is None:
-            raise UsageError("the watch has not begun: use it in a `with` block")
+            raise UsageError("the watch has not started: use it in a `with` block")
         return self._report
 
     def close(self) -> None:
-        """End the watch. Does nothing where it has ended."""
+        """End the watch; does nothing if it has ended."""
         if not self._is_open:
             return
         self._is_open = False
-        self._stop_looking()
-        self._looking.is_on = False
+        self._stop_observing()
+        self._dispatch_watch.is_on = False
         self._stop_timing()
         self._warnings.stop()
         self._stack.close()
-        self._report = make_report(self._seen())
+        self._report = make_report(self._observations())
 
     # ---- steps
 
-    def _begin_again(self) -> None:
-        """Forget all steps: those of optimizers were counted until it was clear that they do not count."""
+    def _restart(self) -> None:
+        """Forget all steps: they were counted by optimizers, which no longer count."""
         self._stop_timing()
         self._tally.clear()
         self._phase, self._num_steps, self._busy = self._phase_of(0), 0, None
         self._step_seconds = {phase: [] for phase in Phase}
         if self._is_open:
-            self._look()
+            self._start_observing()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_by_hand and threading.get_ident() == self._thread:
+        if not self._is_manual and threading.get_ident() == self._thread:
             if self._is_open:
                 self._optimizers.add(id(optimizer))
             self._advance()
 
     def _phase_of(self, step: int) -> Phase:
-        """Return what a step is for."""
+        """Return the phase of a step."""
         if step < self._warm:
             return Phase.WARM
-        is_timed = 0 <= step - self._warm - _FIRST_LOOKED < _TIMED
-        return Phase.TIMED if is_timed else Phase.LOOKED
+        is_timed = 0 <= step - self._warm - _FIRST_OBSERVED < _TIMED
+        return Phase.TIMED if is_timed else Phase.OBSERVED
 
     def _advance(self) -> None:
-        """End a step, and begin the next."""
+        """End a step and start the next."""
         if not self._is_open:
             return
         self._step_seconds[self._phase].append(time.perf_counter() - self._step_begin)
@@ -175,26 +175,26 @@ class Watch:
         is_last = self._num_steps == self._steps
         coming = self._phase_of(self._num_steps)
         if is_last or coming is not Phase.TIMED:
-            self._stop_timing()  # before the step is over: it waits, which is not the script's doing
+            self._stop_timing()  # before the commit: stopping waits, and the script is not the cause
         self._tally.commit(self._phase)
-        self._where.tidy()
+        self._where.forget_freed()
         if is_last:
             self.close()
             if self._at_end is not None:
                 self._at_end()
             return
-        self._turn_to(coming)
+        self._enter_phase(coming)
         self._step_begin = time.perf_counter()
 
-    def _turn_to(self, phase: Phase) -> None:
-        """Look, or stop looking and time, as a step is for; where that cannot be, go on looking."""
+    def _enter_phase(self, phase: Phase) -> None:
+        """Start or stop observing, as the phase requires; keep observing if that is impossible."""
         if phase is not Phase.TIMED:
-            self._look()
+            self._start_observing()
         elif self._phase is not Phase.TIMED:
-            if self._stop_looking():
+            if self._stop_observing():
                 self._start_timing()
             else:
-                phase = Phase.LOOKED
+                phase = Phase.OBSERVED
         self._phase = phase
 
     def _start_timing(self) -> None:
@@ -204,36 +204,36 @@ class Watch:
     def _stop_timing(self) -> None:
         self._busy = self._profiling.stop() or self._busy
 
-    def _look(self) -> None:
-        if not self._is_looking:
-            self._looking.__enter__()  # type: ignore[no-untyped-call]
-            self._is_looking = True
+    def _start_observing(self) -> None:
+        if not self._is_observing:
+            self._dispatch_watch.__enter__()  # type: ignore[no-untyped-call]
+            self._is_observing = True
         if self._where.is_in_use:
             self._warnings.start()
 
-    def _stop_looking(self) -> bool:
-        """Look no more, unless a mode that was entered later is still there; return whether it is so."""
-        if not self._is_looking:
+    def _stop_observing(self) -> bool:
+        """Stop observing, unless a mode that was entered later is still active; return whether it stopped."""
+        if not self._is_observing:
             return True
-        if threading.get_ident() != self._thread or not self._looking.is_on_top:
+        if threading.get_ident() != self._thread or not self._dispatch_watch.is_on_top:
             return False
-        self._looking.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._is_looking = False
+        self._dispatch_watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._is_observing = False
         self._warnings.stop()
         return True
 
-    def _seen(self) -> Seen:
+    def _observations(self) -> Observations:
         notes = []
         if self._profiling.reason:
-            notes.append(f"How busy the GPU is was not measured: {self._profiling.reason}.")
+            notes.append(f"The busy time of the GPU was not measured: {self._profiling.reason}.")
         if self._where.is_real and not self._where.is_in_use:
-            notes.append("The script asked nothing of the GPU.")
-        if len(self._optimizers) > 1 and not self._is_by_hand:
+            notes.append("The script did not use the GPU.")
+        if len(self._optimizers) > 1 and not self._is_manual:
             notes.append(
-                f"{len(self._optimizers)} optimizers take steps, and each of these counts as one; with"
-                " penstock.doctor.watch() in the script, its step() says when a whole one is over."
+                f"{len(self._optimizers)} optimizers take steps, and each step() counts as a step. To count whole"
+                " steps, use penstock.doctor.watch() in the script and call its step()."
             )
-        return Seen(
+        return Observations(
             entries={phase: self._tally.entries(phase) for phase in (*Phase, None)},
             step_seconds=self._step_seconds,
             device=self._where.name,
@@ -246,8 +246,8 @@ class Watch:
 def _check(steps: int | None, warm: int) -> None:
     faults = []
     if isinstance(warm, bool) or not isinstance(warm, int) or warm < 0:
-        faults.append(f"warm: {warm!r} must be a whole number, 0 or more")
+        faults.append(f"warm: {warm!r} must be a whole number of at least 0")
     elif steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps <= warm):
-        faults.append(f"steps: {steps!r} must be a whole number above {warm}, the steps to warm up")
+        faults.append(f"steps: {steps!r} must be a whole number above {warm}, the number of warm-up steps")
     if faults:
         raise UsageError("; ".join(faults))

@@ -1,4 +1,4 @@
-"""Tally: what was seen where, how often and for how long; threads may add to it at the same time."""
+"""Sightings: what was seen at which line, how often and for how long; several threads may add at the same time."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from penstock.doctor.source_lines import Place
 
 __all__ = ["Entry", "Key", "Phase", "Tally"]
 
-LAUNCH_SECONDS = 5e-6  # about what passes from asking for a kernel to its start on an idle GPU
+LAUNCH_SECONDS = 5e-6  # about the time from a launch to the kernel's start on an idle GPU
 
 Key = tuple[Kind, Place]
 
 
 class Phase(Enum):
-    """What a step is for: to warm up, to be timed as it is, or to be looked at."""
+    """The phase of a step: warm-up, timed or observed."""
 
     WARM = "warm"
     TIMED = "timed"
-    LOOKED = "looked"
+    OBSERVED = "observed"
 
 
 @dataclass
 class Entry:
-    """What one place did.
+    """What was seen at one line.
 
     Attributes:
-        count: times.
-        blocked_seconds: that the host spent in it.
-        idle_seconds: that the device was without work after it, about.
-        detail: of the first time, as a shape.
-        reduction: of the first time.
+        count: how often.
+        blocked_seconds: the time that the host spent in it.
+        idle_seconds: the estimated time that the device was idle after it.
+        detail: further facts of the first time, such as a shape.
+        reduction: the reduction of the first time.
     """
 
     count: int = 0
@@ -44,7 +44,7 @@ class Entry:
     reduction: Reduction | None = None
 
     def add(self, other: Entry) -> None:
-        """Add what the same place did at other times."""
+        """Add another entry of the same line."""
         self.count += other.count
         self.blocked_seconds += other.blocked_seconds
         self.idle_seconds += other.idle_seconds
@@ -53,18 +53,17 @@ class Entry:
 
 
 class Tally:
-    """Entries of the step under way, and of the whole steps before it.
+    """The entries of the current step and of the whole steps before it.
 
-    How long the device is idle cannot be seen from the host. When the host has waited for the device, the device has
-    nothing left to do, and gets something to do when the host next asks for it: what lies between, and what a launch
-    takes, is put down to the place that waited.
+    The host cannot see how long the device is idle. After the host has waited for the device, the device has no work
+    until the next launch. The time between the two, plus the time of a launch, counts for the line that waited.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now: dict[Key, Entry] = {}
         self._kept: dict[Phase, dict[Key, Entry]] = {phase: {} for phase in Phase}
-        self._drained: tuple[Key, float] | None = None  # who waited last, and until when
+        self._drained: tuple[Key, float] | None = None  # the last wait, and its end
 
     def add(
         self,
@@ -76,19 +75,19 @@ class Tally:
         detail: str = "",
         reduction: Reduction | None = None,
     ) -> None:
-        """Note that a place did something once."""
+        """Record one occurrence at a line."""
         with self._lock:
             entry = Entry(1, blocked, idle, detail, reduction)
             self._now.setdefault((kind, place), Entry()).add(entry)
 
     def drained(self, kind: Kind, place: Place, at: float) -> None:
-        """Note that a place waited until the device had nothing left to do."""
+        """Record a wait after which the device has no work left."""
         with self._lock:
             self._drained = ((kind, place), at)
 
     def launched(self, at: float) -> None:
-        """Note that the device was given something to do."""
-        if self._drained is None:  # asked first without the lock: this is called for every operation
+        """Record a launch."""
+        if self._drained is None:  # checked without the lock first: this runs for every operation
             return
         with self._lock:
             if self._drained is not None:
@@ -98,12 +97,12 @@ class Tally:
                 self._now.setdefault(key, Entry()).idle_seconds += idle
 
     def commit(self, phase: Phase) -> None:
-        """Keep what was noted since the last time: a step is over."""
+        """Keep the entries of the current step: it is over."""
         with self._lock:
             kept = self._kept[phase]
             for key, entry in self._now.items():
                 kept.setdefault(key, Entry()).add(entry)
-            self._now, self._drained = {}, None  # what follows may not be looked at, so nobody sees the next launch
+            self._now, self._drained = {}, None  # the next step may be unobserved, so its launches are not seen
 
     def clear(self) -> None:
         """Forget everything."""
@@ -112,6 +111,6 @@ class Tally:
             self._kept = {phase: {} for phase in Phase}
 
     def entries(self, phase: Phase | None) -> dict[Key, Entry]:
-        """Return what was kept of the steps of a phase; of None, what belongs to no whole step."""
+        """Return the entries of a phase; for None, those that belong to no whole step."""
         with self._lock:
             return dict(self._now if phase is None else self._kept[phase])

@@ -1,4 +1,4 @@
-"""Reductions over a dimension that is not the innermost in memory: found by strides, and tried out on the GPU."""
+"""Slow reductions: reductions over a dimension that is not the innermost in memory, found by strides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Reduction", "find_reduction"]
 
 aten = torch.ops.aten
 
-_LEAST_BYTES = 2**20  # smaller tensors take no time worth a word
-_MOST_BYTES = 2**30  # larger ones are not made again only to be tried
-_LEAST_GAIN = 1.2  # what a change of layout must bring
+_LEAST_BYTES = 2**20  # smaller reductions take too little time
+_MOST_BYTES = 2**30  # larger tensors are not copied for a trial
+_LEAST_GAIN = 1.2  # the smallest speed-up to report
 
 _OPERATIONS = {
     aten.sum, aten.mean, aten.prod, aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.argmin, aten.any,
@@ -29,7 +29,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One operation over the dimensions `dims` of a tensor: enough to run it again on another."""
+    """A reduction over the dimensions `dims` of a tensor, with enough data to run it again."""
 
     func: Any
     position: int
@@ -47,7 +47,7 @@ class Reduction:
         return f"{name} over dim {over} of {self.shape}, strides {self.stride}"
 
     def try_out(self) -> str | None:
-        """Return how long it takes, and how long over the innermost dimensions; None if that gains nothing."""
+        """Return its time now and over the innermost dimensions, as text; None if that is not faster."""
         if math.prod(self.shape) * self.dtype.itemsize > _MOST_BYTES:
             return ""
         try:
@@ -63,7 +63,7 @@ class Reduction:
         return f"takes {show_seconds(now, digits=3)}, with that dimension innermost {show_seconds(then, digits=3)}"
 
     def _run(self, tensor: torch.Tensor, dims: tuple[int, ...]) -> object:
-        """Run the operation, with its dimensions where and as they were given: a number or a list."""
+        """Run the operation with other dimensions, in the form of the original argument."""
         rest, named = list(self.rest), dict(self.named)
         was = named["dim"] if "dim" in named else rest[self.position - 1]
         given = list(dims) if isinstance(was, (list, tuple)) else dims[0]
@@ -75,7 +75,7 @@ class Reduction:
 
 
 def find_reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:  # noqa: ANN401 - an operation
-    """Return what an operation reduces, if it is large and the dimensions are not the innermost in memory."""
+    """Return the reduction of an operation if it is large and its dimensions are not the innermost in memory."""
     if getattr(func, "overloadpacket", None) not in _OPERATIONS or not args or not isinstance(args[0], torch.Tensor):
         return None
     tensor = args[0]
@@ -99,7 +99,7 @@ def _dims(given: object, rank: int) -> tuple[int, ...]:
 
 
 def _is_strided(tensor: torch.Tensor, dims: tuple[int, ...]) -> bool:
-    """Are neighbours in memory of different sums? Not where a dimension is only repeated, or all are reduced."""
+    """Return whether neighbours in memory belong to different results; expanded or complete reductions do not count."""
     real = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
     reduced = set(dims) & set(real)
     if not reduced or reduced == set(real) or any(tensor.stride(dim) == 0 for dim in real):

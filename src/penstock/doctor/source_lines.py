@@ -1,4 +1,4 @@
-"""Places: which line of the user's code is being run."""
+"""Source lines: the line of user code that is running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 @dataclass(frozen=True)
 class Place:
-    """A line of code; where it is in a library, `caller` is the line of the user's own that led there."""
+    """A line of code; if it is in a library, `caller` is the line of user code that led to it."""
 
     file: str
     line: int
@@ -42,10 +42,9 @@ NOWHERE = Place("", 0)
 
 
 def find_place(thread: int | None = None) -> Place:
-    """Return the innermost line outside of torch and Penstock of the calling thread; if it has none, of another.
+    """Return the innermost line outside torch and Penstock in this thread, or else in another thread.
 
-    The threads in which torch runs backwards and Penstock its lanes have no line of the user's; the thread that waits
-    for them has.
+    Torch's backward threads and the lanes' threads have no line of the user; the thread that waits for them has.
     """
     found = _find(sys._getframe(1))
     if found is None and thread is not None:
@@ -66,7 +65,7 @@ def _find(frame: FrameType | None) -> Place | None:
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """Yield the lines of a stack, the innermost first, without those of torch, Penstock and Python itself."""
+    """Yield the lines of a stack from the innermost, without those of torch, Penstock and Python."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not _is_inside(file):
@@ -87,7 +86,7 @@ def _is_library(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """Return a file as it is named from the current folder."""
+    """Return a path relative to the current folder if possible."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except ValueError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import LostError, PenstockError
 from penstock.report.units import show_bytes
+from penstock.schedule.keep_policies import POLICIES
 
 if TYPE_CHECKING:
     from penstock.model.profile import Profile
@@ -111,12 +112,11 @@ def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
     keep = pipe.internals.keep
     now = Option("as it is", _lane_bytes(profile, schedule, cuts, keep))
     found = []
-    if keep != ("recompute",) * schedule.num_stages:
-        held = _lane_bytes(profile, schedule, cuts, ("recompute",) * schedule.num_stages)
-        found.append(Option('keep="recompute"', held, "every forward runs twice"))
-    if keep != ("offload",) * schedule.num_stages:
-        held = _lane_bytes(profile, schedule, cuts, ("offload",) * schedule.num_stages)
-        found.append(Option('keep="offload"', held, "saved values move to host memory and back"))
+    for policy in ("recompute", "offload"):
+        everywhere = (policy,) * schedule.num_stages
+        if keep != everywhere:
+            held = _lane_bytes(profile, schedule, cuts, everywhere)
+            found.append(Option(f'keep="{policy}"', held, POLICIES[policy].price))
     found += _fitted(profile, schedule, cuts, now)
     found += _smaller(pipe, schedule, cuts, keep, size)
     found += _more_lanes(pipe, profile)
@@ -137,7 +137,7 @@ def _fitted(profile: Profile, schedule: Schedule, cuts: Sequence[int], now: Opti
         least = limit
     if least is not None:
         held = tuple(min(size, least) for size in now.lane_bytes)
-        yield Option(f'keep="fit", memory_limit={least:.0f}', held, "recomputes only as much as necessary")
+        yield Option(f'keep="fit", memory_limit={least:.0f}', held, POLICIES["fit"].price)
 
 
 def _smaller(
@@ -170,7 +170,7 @@ def _more_lanes(pipe: Pipeline, profile: Profile) -> Iterator[Option]:
         wide = build(
             schedule.name, lanes=2 * schedule.num_lanes, micro_batches=schedule.num_mbs, stages_per_lane=_per(schedule)
         )
-        found = partition(profile, schedule=wide, keep="hold" if how == "offload" else how)
+        found = partition(profile, schedule=wide, keep=POLICIES[how].planned_as)
         held = _lane_bytes(profile, wide, found.cuts, (how,) * wide.num_stages)
     except PenstockError:  # too many stages for the model
         return

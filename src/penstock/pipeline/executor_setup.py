@@ -23,7 +23,8 @@ from penstock.runtime.stage_run import StageRun
 from penstock.runtime.weight_stash import Versions
 from penstock.runtime.wire.transport import Transport
 from penstock.runtime.wiring import Wiring, wire
-from penstock.schedule.lower import Keep, Lowered, lower
+from penstock.schedule.keep_policies import Keep
+from penstock.schedule.lower import Lowered, lower
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["ExecutorSetup", "stage_on"]

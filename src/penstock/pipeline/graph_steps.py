@@ -22,6 +22,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.graphs.lane_graphs import COMPUTE, Capture, Tape
 from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.runtime.step import Step
+from penstock.schedule.keep_policies import POLICIES
 
 if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
@@ -93,8 +94,9 @@ class GraphSteps:
         """Return why the lanes cannot run as graphs, as far as that can be known before; nothing if they may."""
         if self._setup.schedule.versions is not None:
             return f"{self._setup.schedule.name} changes weights within the step"
-        if "offload" in self._setup.keep:
-            return 'keep="offload" moves saved values by hand'
+        for policy in self._setup.keep:
+            if POLICIES[policy].graph_obstacle:
+                return POLICIES[policy].graph_obstacle
         if self._setup.defers_batch_norm:
             return "deferred batch norm collects statistics outside the graph"
         return ""

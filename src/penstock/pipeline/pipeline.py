@@ -60,7 +60,7 @@ from penstock.runtime.losses import (
 )
 from penstock.runtime.micro_batches import join_results, join_rows
 from penstock.runtime.step import Mode, Step
-from penstock.schedule.lower import Keep, check_keep
+from penstock.schedule.keep_policies import CHOSEN_BY_NODE, Keep, KeepRequest, check_keep, of_stages
 from penstock.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Pipeline(ModelInterface):
         lanes: int | None = None,
         stages_per_lane: int | None = None,
         cuts: Sequence[int | str] = (),
-        keep: Keep | Literal["fit"] | Sequence[Keep] = KEEP,
+        keep: KeepRequest | Sequence[Keep] = KEEP,
         weight: Weight = None,
         loss_over: LossOver = "micro_batch",
         batch_dim: int | Mapping[str, int] = 0,
@@ -227,7 +227,7 @@ class Pipeline(ModelInterface):
 
         self._planned = plan_model(request, check_exactness, self._lane_group)
         self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
-        if keep == "fit" and self.schedule.versions is not None:
+        if keep == CHOSEN_BY_NODE and self.schedule.versions is not None:
             raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
         self._chains = [self._planned.split() for _ in self.schedule.ways]
         for chain in self._chains:
@@ -242,7 +242,7 @@ class Pipeline(ModelInterface):
         self._setup = ExecutorSetup(
             self._chains,
             self.schedule,
-            check_keep("hold" if keep == "fit" else keep, self.schedule.num_stages),
+            check_keep(of_stages(keep), self.schedule.num_stages),
             self.devices,
             self._lane_group.transports,
             self._lane_group.streams,

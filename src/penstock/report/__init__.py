@@ -1,1 +1,1 @@
-"""SHOW: the timeline and its text, Chrome-trace and HTML forms."""
+"""Reports: the timeline of a step, and its text, Chrome-trace and HTML forms."""

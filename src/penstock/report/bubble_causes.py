@@ -1,4 +1,4 @@
-"""Causes: why lanes stood still in a step, as shares of its time that add up to the bubble."""
+"""Bubble causes: the reasons for idle lanes, as shares of the step time that add up to the bubble."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ __all__ = ["CAUSES", "SIGNS", "Causes", "Figure"]
 
 
 class Figure(NamedTuple):
-    """One share of `Causes`: the field that holds it, what to call it, and what it means."""
+    """One share of `Causes`: its field, its name in tables, and an explanation."""
 
     field: str
     name: str
     words: str
 
 
-# They add up to the bubble.
+# The causes add up to the bubble.
 CAUSES = (
-    Figure("warm_up", "warm-up and cool-down", "the order of the schedule, were all stages equal and transfers free"),
+    Figure("warm_up", "warm-up and cool-down", "the order of the schedule, with equal stages and free transfers"),
     Figure("imbalance", "imbalance", "stages, devices or micro-batches that take different times"),
-    Figure("transfers", "transfers", "values on their way between lanes, or to and from the host"),
-    Figure("overhead", "runtime overhead", "all was there, but the lane did not start"),
+    Figure("transfers", "transfers", "values in transit between lanes, or to and from the host"),
+    Figure("overhead", "runtime overhead", "the inputs were there, but the lane did not start"),
 )
-# They say on which lane to look, and are not parts of the bubble: a late lane makes others wait later on.
+# Indicators show which lane to look at. They are not parts of the bubble: a late lane delays others later on.
 SIGNS = (
-    Figure("waited_for_transfers", "waited for transfers", "the lane stood still with the value on its way"),
-    Figure("stood_ready", "stood ready", "the lane stood still with all there that its next action needs"),
+    Figure("waited_for_transfers", "waited for transfers", "the lane was idle while a value was in transit"),
+    Figure("stood_ready", "idle but ready", "the lane was idle although its next action had all inputs"),
 )
 _MOST_LANES = 64
 
 
 @dataclass(frozen=True)
 class Causes:
-    """What a step's bubble is made of, of all lanes or of one; docs of `planning.causes` say how it is found.
+    """The causes of the bubble of a step, for all lanes or for one; see `planning.attribution` for the method.
 
     >>> print(Causes.of_lanes(2.0, [Causes(2.0, warm_up=0.25), Causes(2.0, warm_up=0.2, overhead=0.05)]).to_text())
     bubble 25.0 % of 2 lanes × 2 s
-      warm-up and cool-down  22.5 %   450 ms  the order of the schedule, were all stages equal and transfers free
+      warm-up and cool-down  22.5 %   450 ms  the order of the schedule, with equal stages and free transfers
       imbalance               0.0 %      0 s  stages, devices or micro-batches that take different times
-      transfers               0.0 %      0 s  values on their way between lanes, or to and from the host
-      runtime overhead        2.5 %    50 ms  all was there, but the lane did not start
-    lane  bubble  warm-up and cool-down  imbalance  transfers  runtime overhead  waited for transfers  stood ready
-       0  25.0 %                 25.0 %      0.0 %      0.0 %             0.0 %                 0.0 %        0.0 %
-       1  25.0 %                 20.0 %      0.0 %      0.0 %             5.0 %                 0.0 %        0.0 %
+      transfers               0.0 %      0 s  values in transit between lanes, or to and from the host
+      runtime overhead        2.5 %    50 ms  the inputs were there, but the lane did not start
+    lane  bubble  warm-up and cool-down  imbalance  transfers  runtime overhead  waited for transfers  idle but ready
+       0  25.0 %                 25.0 %      0.0 %      0.0 %             0.0 %                 0.0 %           0.0 %
+       1  25.0 %                 20.0 %      0.0 %      0.0 %             5.0 %                 0.0 %           0.0 %
 
     Attributes:
-        step_seconds: the makespan that the shares are of.
-        warm_up: forced by the schedule's own order, even with equal stages and free transfers.
+        step_seconds: the makespan to which the shares refer.
+        warm_up: caused by the order of the schedule, even with equal stages and free transfers.
         imbalance: added by stages, devices or micro-batches that take different times.
-        transfers: added by values on their way.
-        overhead: the rest: nothing was missing, but the runtime was not there.
-        waited_for_transfers: how long lanes stood still with a value on its way (a sign of where, not a part).
-        stood_ready: how long they stood still with all there that they needed (a sign of where, not a part).
-        per_lane: the same of each lane, as shares of the lane's makespan.
+        transfers: added by values in transit.
+        overhead: the rest: all inputs were there, but the runtime was late.
+        waited_for_transfers: idle time while a value was in transit (an indicator, not a part of the bubble).
+        stood_ready: idle time although all inputs were there (an indicator, not a part of the bubble).
+        per_lane: the same for each lane.
     """
 
     step_seconds: float
@@ -72,7 +72,7 @@ class Causes:
 
     @classmethod
     def of_lanes(cls, step_seconds: float, lanes: Sequence[Causes]) -> Causes:
-        """Return the causes of a step from those of its lanes: their means."""
+        """Return the causes of a step: the means of those of its lanes."""
         names = [figure.field for figure in (*CAUSES, *SIGNS)]
         means = {name: float(np.mean([getattr(lane, name) for lane in lanes])) for name in names}
         return cls(step_seconds, **means, per_lane=tuple(lanes))
@@ -83,7 +83,7 @@ class Causes:
         return self.warm_up + self.imbalance + self.transfers + self.overhead
 
     def to_text(self) -> str:
-        """Return a table of the causes, and one of the lanes."""
+        """Return a table of the causes and a table of the lanes."""
         rows = [
             (cause.name, show_share(share), show_seconds(share * self.step_seconds, digits=3), cause.words)
             for cause, share in ((cause, getattr(self, cause.field)) for cause in CAUSES)

@@ -1,4 +1,4 @@
-"""Chrome: a timeline as a Chrome trace, for Perfetto, chrome://tracing and Holistic Trace Analysis."""
+"""Chrome trace: write a timeline for Perfetto, chrome://tracing and Holistic Trace Analysis."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Event = dict[str, Any]
 
 __all__ = ["trace_events", "write_chrome"]
 
-# the threads of a lane's process: its compute, and what runs beside it, for on one thread slices must lie in each other
+# the threads of the process of a lane: its compute, and overlapping compute, since slices of one thread must be nested
 _COMPUTE, _BESIDE = 0, 1
 
 
 def write_chrome(timeline: Timeline, path: str | PathLike[str]) -> None:
-    """Write a Chrome trace; a path that ends in .gz is compressed."""
+    """Write a Chrome trace; it is compressed if the path ends in .gz."""
     events = ",\n".join(json.dumps(event) for event in trace_events(timeline))
-    # HTA looks for the rank with a space behind the colon, as json.dumps writes it
+    # HTA searches for the rank with a space after the colon, as json.dumps writes it
     head = json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "traceName": timeline.name})[:-1]
     text = f'{head}, "traceEvents": [\n{events}\n]}}\n'
     is_packed = str(path).endswith(".gz")
@@ -35,7 +35,7 @@ def write_chrome(timeline: Timeline, path: str | PathLike[str]) -> None:
 
 
 def trace_events(timeline: Timeline) -> Iterator[Event]:
-    """Yield the events of a trace: a process a lane, with its compute, its transfers and its memory."""
+    """Yield the events of a trace: one process per lane, with its compute, transfers and memory."""
     for lane in range(timeline.num_lanes):
         yield {"ph": "M", "name": "process_name", "pid": lane, "args": {"name": f"lane {lane}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": lane, "args": {"sort_index": lane}}
@@ -60,7 +60,7 @@ def trace_events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _threads(timeline: Timeline) -> Ints:
-    """Return the thread of each span: that of compute, unless it starts before another ends and ends after it."""
+    """Return the thread of each span: compute, or beside it if the span overlaps another one without nesting."""
     thread = np.full(len(timeline), _COMPUTE, dtype=np.int32)
     for own in timeline.compute:
         reach = np.concatenate([own.start[:1], own.end[:-1]])
@@ -70,15 +70,15 @@ def _threads(timeline: Timeline) -> Ints:
 
 
 def _transfer_events(common: dict[str, Any], number: int, to_lane: int, start: float, end: float) -> Iterator[Event]:
-    """Yield a transfer as events of its own track, for several are on their way at once, and as an arrow."""
-    # named by its kind, for Perfetto draws a track a name; an id of its own process, or it stands outside the lanes
+    """Yield a transfer as events of its own track, since several run at the same time, and as an arrow."""
+    # Perfetto draws one track per name, so use the kind; a local id keeps the track inside the lane
     own = {"name": common["cat"], "id2": {"local": f"{number:#x}"}}
-    if math.isnan(end):  # when it arrived is not known: a mark where it left
+    if math.isnan(end):  # the arrival is unknown: mark the start
         yield {**common, **own, "ph": "n", "ts": start}
         return
     yield {**common, **own, "ph": "b", "ts": start}
     yield {**common, **own, "ph": "e", "ts": end}
-    if to_lane >= 0:  # from the action that made the value, to the next one on the lane where it arrives
+    if to_lane >= 0:  # from the action that made the value to the next action of the receiving lane
         arrow = {"cat": "transfer", "name": common["name"], "id": number, "tid": _COMPUTE}
         yield {**arrow, "ph": "s", "pid": common["pid"], "ts": max(0.0, start - 1e-3)}
         yield {**arrow, "ph": "f", "pid": to_lane, "ts": end}

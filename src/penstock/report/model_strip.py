@@ -1,4 +1,4 @@
-"""Strip: a model as one self-contained page: a strip of nodes with the cuts on it, and the table of its stages."""
+"""Model strip: a self-contained page that shows a model as a strip of nodes with its cuts and a table of stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.report.stage_table import StageRow
 
 __all__ = ["Arc", "NodeMark", "Strip", "write_strip"]
 
-# The page's script, in the order in which its files build on each other.
+# The files of the script, in the order of their dependencies.
 _SCRIPTS = (
     "format.js",
     "dom.js",
@@ -32,14 +32,14 @@ KIND_WORDS: dict[NodeKind, str] = {
     "parameters": "uses parameters",
     "attention": "attention",
     "matrix product": "a matrix product without parameters",
-    "other": "anything else",
-    "free": "free: made again where it is needed",
+    "other": "any other node",
+    "free": "free: recomputed in each stage that needs it",
 }
 
 
 @dataclass(frozen=True)
 class NodeMark:
-    """What the page tells about a node; times are for a micro-batch."""
+    """The data of a node on the page; times are for one micro-batch."""
 
     name: str
     op: str
@@ -57,7 +57,7 @@ class NodeMark:
 
 @dataclass(frozen=True)
 class Arc:
-    """A value that skips stages: from the node that makes it to the first node of a later stage that uses it."""
+    """A value that skips stages, from its maker to the first node of a later stage that uses it."""
 
     first: int
     last: int
@@ -68,15 +68,15 @@ class Arc:
 
 @dataclass(frozen=True)
 class Strip:
-    """All that the page shows.
+    """All data of the page.
 
     Attributes:
-        title: what to call the model.
-        figures: names and values, for the head of the page.
-        lines: sentences under them.
-        notes: sentences under the table of stages.
-        nodes: in the order they run.
-        stages: in order; each has its nodes and what crosses the cut after it.
+        title: the name of the model.
+        figures: names and values for the head of the page.
+        lines: sentences below the figures.
+        notes: sentences below the table of stages.
+        nodes: the nodes in the order in which they run.
+        stages: the stages with their nodes and the values that cross the cut after each.
         arcs: the values that skip stages.
     """
 
@@ -93,8 +93,8 @@ def write_strip(strip: Strip, path: str | PathLike[str]) -> None:
     """Write the page.
 
     Raises:
-        UsageError: when there is nothing to draw.
-        OutputError: when the file cannot be written.
+        UsageError: if there is nothing to draw.
+        OutputError: if the file cannot be written.
     """
     if not strip.nodes or not strip.stages:
         raise UsageError("nothing to draw: no nodes, or no stages")
@@ -117,7 +117,7 @@ def _data(strip: Strip) -> Json:
 
 
 def _columns(nodes: Sequence[NodeMark]) -> Json:
-    """Return nodes as columns; texts that many share stand once, and columns of texts hold their numbers."""
+    """Return nodes as columns; each text is stored once, and columns of texts hold its number."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:

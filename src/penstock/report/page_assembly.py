@@ -1,4 +1,4 @@
-"""Assemble: one self-contained page from a template, styles, scripts and data, which asks the network for nothing."""
+"""Page assembly: build a self-contained page, which needs no network, from a template, styles, scripts and data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from importlib import resources
 
 __all__ = ["Json", "assemble"]
 
-# A page may be opened anywhere: in JSON these could end the script element, start a tag, or end a line.
+# Inside a script element, these characters in JSON could end the element, start a tag or end a line.
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 Json = Mapping[str, object]
 
 
 def assemble(template: str, *, title: str, styles: Iterable[str], scripts: Iterable[str], data: Json) -> str:
-    """Return a page as text; template, styles and scripts are files of the folder `page`."""
+    """Return a page as text; template, styles and scripts are names of files in the folder `page`."""
     script = "\n".join(['"use strict";', "(() => {", *map(_read, scripts), "})();"])
     style = "\n".join(map(_read, styles))
     parts = {
@@ -29,7 +29,7 @@ def assemble(template: str, *, title: str, styles: Iterable[str], scripts: Itera
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES),
         "script": script,
     }
-    # One pass over the template: a marker that stands in a name is left alone.
+    # a single pass over the template: markers inside inserted texts stay as they are
     return re.sub(r"\{\{(\w+)\}\}", lambda marker: parts[marker[1]], _read(template))
 
 
@@ -38,12 +38,12 @@ def _read(name: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace halves of surrogate pairs: a file cannot hold them."""
+    """Replace lone surrogates, which a file cannot contain."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _policy(script: str, style: str) -> str:
-    """Return the page's content security policy: its own script and style, by hash, and no network."""
+    """Return the content security policy of the page: its own script and style (by hash), and no network."""
     return (
         f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"

@@ -1,4 +1,4 @@
-"""Stages: what a table of stages says, as pure data: what each holds and takes, and what crosses the cut after it."""
+"""Stage table: the rows of the tables of stages, lanes and tied parameters, as data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Crossing:
     """A value that crosses a cut.
 
     Attributes:
-        name: of the value.
-        shape: as a function of the batch, as `float32[batch, 128, 768]`.
-        num_bytes: for a micro-batch.
+        name: the name of the value.
+        shape: its shape as a function of the batch, such as `float32[batch, 128, 768]`.
+        num_bytes: its bytes for one micro-batch.
         source: the stage that makes it.
         targets: the stages that use it.
-        is_output: the model returns it.
-        has_grad: its gradient comes back.
-        is_dynamic: its shape depends on data; the one given was seen.
+        is_output: whether the model returns it.
+        has_grad: whether its gradient is sent back.
+        is_dynamic: whether its shape depends on data; then `shape` is that of the example.
     """
 
     name: str
@@ -32,31 +32,31 @@ class Crossing:
     is_dynamic: bool = False
 
     def skips_at(self, cut: int) -> bool:
-        """Does it cross the cut after a stage on its way past the next one?"""
+        """Whether it crosses the cut after a stage without being used by the next stage."""
         return self.source < cut or cut + 1 not in self.targets
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage: which modules, what it takes for a micro-batch, what it holds, and what crosses the cut after it.
+    """A stage: its modules, its costs for one micro-batch, its memory, and the values that cross the cut after it.
 
     Attributes:
-        index: of the stage.
-        lanes: where it lives; two where micro-batches go both ways.
-        first_node: its first node.
-        num_nodes: how many follow each other.
-        modules: the paths of the modules it covers.
-        modules_text: the same in few words.
-        num_parameters: how many numbers its parameters hold.
-        share: of the time of all stages.
-        forward_seconds: for a micro-batch.
-        input_grad_seconds: for a micro-batch.
-        weight_grad_seconds: for a micro-batch.
-        weight_bytes: of parameters and buffers.
-        grad_bytes: of their gradients.
-        optimizer_bytes: of the optimizer's state.
-        saved_bytes: what it holds for the backward at its fullest, of all micro-batches in flight.
-        crossing: what crosses the cut after it; nothing after the last.
+        index: number of the stage.
+        lanes: the lanes of the stage; two in a bidirectional schedule.
+        first_node: number of its first node.
+        num_nodes: number of its nodes.
+        modules: paths of the modules that it covers.
+        modules_text: the same as a short text.
+        num_parameters: number of elements of its parameters.
+        share: its share of the time of all stages.
+        forward_seconds: time of the forward.
+        input_grad_seconds: time of the input gradient.
+        weight_grad_seconds: time of the weight gradient.
+        weight_bytes: bytes of parameters and buffers.
+        grad_bytes: bytes of gradients.
+        optimizer_bytes: bytes of optimizer state.
+        saved_bytes: peak bytes of values saved for the backward, for all micro-batches in flight.
+        crossing: values that cross the cut after it; empty for the last stage.
     """
 
     index: int
@@ -78,23 +78,23 @@ class StageRow:
 
     @property
     def backward_seconds(self) -> float:
-        """Both gradients."""
+        """Time of both gradients."""
         return self.input_grad_seconds + self.weight_grad_seconds
 
     @property
     def memory_bytes(self) -> float:
-        """All that it holds at its fullest."""
+        """Peak memory of the stage."""
         return self.weight_bytes + self.grad_bytes + self.optimizer_bytes + self.saved_bytes
 
     @property
     def crossing_bytes(self) -> int:
-        """What crosses the cut after it, for a micro-batch."""
+        """Bytes that cross the cut after it, for one micro-batch."""
         return sum(value.num_bytes for value in self.crossing)
 
 
 @dataclass(frozen=True)
 class LaneRow:
-    """A lane: its stages, what it computes for a micro-batch, what it holds at its fullest, and how long it is idle."""
+    """A lane: its stages, its compute time for one micro-batch, its peak memory and limit, and its bubble."""
 
     index: int
     stages: tuple[int, ...]
@@ -106,7 +106,7 @@ class LaneRow:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of several names, or that several stages use: each of their lanes holds it."""
+    """A parameter with several names, or one that several stages use; each of these stages holds it."""
 
     name: str
     aliases: tuple[str, ...]

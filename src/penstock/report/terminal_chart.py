@@ -1,4 +1,4 @@
-"""Text: a timeline as lines of characters, coloured in a terminal."""
+"""Terminal chart: a timeline as lines of characters, coloured in a terminal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.schedule.rules import RULES, Where
 __all__ = ["draw_text", "summary"]
 
 _MOST_LANES = 64
-# black on a light colour of the terminal's 256, for each kind
+# for each kind, a light background from the 256 terminal colours; the text is black
 _COLOR = {Kind.F: 117, Kind.B: 216, Kind.I: 222, Kind.W: 151, Kind.U: 183, Kind.RECOMPUTE: 250}
 _IDLE = "·"
 
 
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
-    """Return one line per lane: each action as its kind and micro-batch, idle time as dots, and a summary.
+    """Return one line per lane (actions as kind and micro-batch, idle time as dots) and a summary.
 
     Args:
-        timeline: what to draw.
-        width: characters a line; by default the terminal's.
-        color: colour kinds; by default where the output is a terminal.
+        timeline: the timeline to draw.
+        width: characters per line; by default the width of the terminal.
+        color: whether to colour kinds; by default, if stdout is a terminal.
     """
     columns = max(30, shutil.get_terminal_size((100, 24)).columns if width is None else width)
     colored = sys.stdout.isatty() if color is None else color
@@ -39,7 +39,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
         at = np.flatnonzero(on_lane & (timeline.lane == lane))
         lines.append(f"lane {lane}".ljust(label) + _draw_lane(timeline, at, columns - label, colored=colored))
     if _is_crowded(timeline, columns - label):
-        lines.append("(too narrow to show every action: a wider terminal, or the page, does)")
+        lines.append("(too narrow to show all actions: use a wider terminal or the HTML page)")
     if timeline.num_lanes > _MOST_LANES:
         lines.append(f"({timeline.num_lanes - _MOST_LANES} more lanes)")
     if colored:
@@ -48,19 +48,19 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
 
 
 def summary(timeline: Timeline) -> str:
-    """Return the figures of a timeline as lines of text: two, and a third where its bubble's causes are known."""
+    """Return the figures of a timeline as two lines of text, and a third line if the causes of the bubble are known."""
     held = f"peak held: {timeline.peak_micro_batches:.3g} micro-batches of 1/{timeline.num_lanes} of the model"
     if max(timeline.peak_bytes) > 0:
         held += f", {show_bytes(max(timeline.peak_bytes))}"
     name = printable(timeline.name) + (", measured" if timeline.is_measured else "")
     lines = [
         f"{name}: step {show_seconds(timeline.step_seconds)}, {held}",
-        f"bubble over the makespan {show_share(timeline.bubble)}, "
-        f"over the longest lane span {show_share(timeline.span_bubble)}",
+        f"bubble {show_share(timeline.bubble)} of the makespan, "
+        f"{show_share(timeline.span_bubble)} of the longest lane span",
     ]
     if causes := timeline.causes:
         shares = (f"{cause.name} {show_share(getattr(causes, cause.field))}" for cause in CAUSES)
-        lines.append(f"of the makespan: {', '.join(shares)}")
+        lines.append(f"causes: {', '.join(shares)}")
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def _legend(timeline: Timeline) -> str:
 
 
 def _is_crowded(timeline: Timeline, columns: int) -> bool:
-    """Are actions on average narrower than two characters?"""
+    """Return whether actions are narrower than two characters on average."""
     on_lane = np.array([RULES[kind].where is Where.LANE for kind in KINDS])[timeline.kind]
     return bool(on_lane.sum() * 2 > columns * timeline.num_lanes)
 
@@ -86,7 +86,7 @@ def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, color
     for index, (begins, right) in enumerate(_side_by_side(first.tolist(), last.tolist())):
         left = max(begins, column)
         if right <= left:
-            continue  # less than a character wide: its neighbour stands for it
+            continue  # narrower than one character: only its neighbour is drawn
         cells.append(_IDLE * (left - column))
         span = at[index]
         cells.append(_cell(KINDS[timeline.kind[span]], int(timeline.mb[span]), right - left, colored=colored))
@@ -95,7 +95,7 @@ def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, color
 
 
 def _side_by_side(first: list[int], last: list[int]) -> list[tuple[int, int]]:
-    """Give two actions that overlap half of their time each; a measured touch of two neighbours is no overlap."""
+    """Draw overlapping actions side by side, each with half of their time; a slight measured overlap is ignored."""
     spans = list(zip(first, last, strict=True))
     for index in range(1, len(spans)):
         (left, end), (start, right) = spans[index - 1], spans[index]
@@ -107,7 +107,7 @@ def _side_by_side(first: list[int], last: list[int]) -> list[tuple[int, int]]:
 
 
 def _cell(kind: Kind, mb: int, width: int, *, colored: bool) -> str:
-    """Return a span as its kind and micro-batch, as far as they fit; its last character keeps it off its neighbour."""
+    """Return a span as its kind and micro-batch, if they fit; its last character separates it from its neighbour."""
     letter = kind.value[0]
     text = next((t for t in (f"{letter}{mb}", letter) if len(t) < width), letter)
     if not colored:

@@ -1,4 +1,4 @@
-"""Timeline: all spans of a step, simulated or measured, and the figures read off them."""
+"""Timeline: all spans of a step, simulated or measured, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Memory", "Span", "Stretches", "Timeline"]
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
-_TOUCH = 0.1  # two actions overlap if they share more than this of the shorter one; what clocks make of less is a touch
+_TOUCH = 0.1  # two actions overlap if they share more than this part of the shorter one; less comes from clocks
 
 
 class Span(NamedTuple):
-    """One action with its start and end (NaN: not known); `to_lane` is where a transfer goes, else -1."""
+    """One action with its start and end (NaN: unknown); `to_lane` is the target of a transfer, otherwise -1."""
 
     action: Action
     lane: int
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a lane holds over time: at each moment the bytes and the stage micro-batches from then on."""
+    """The memory of a lane over time: the bytes and the number of stage micro-batches from each moment on."""
 
     seconds: Floats
     held_bytes: Floats
@@ -44,7 +44,7 @@ class Memory:
 
 
 class Stretches(NamedTuple):
-    """A lane's compute in order of time: positions of spans, and their starts and ends with overlaps cut off."""
+    """The compute of a lane, ordered by time: positions of spans, and their starts and ends without overlaps."""
 
     at: Positions
     start: Floats
@@ -55,11 +55,11 @@ class Stretches(NamedTuple):
 class Timeline:
     """The spans of one step as columns, with the bytes that its stages hold.
 
-    Moments are on any one clock. In a measured timeline a send starts when it is issued and ends when its value is
-    there (NaN where that is not known), a receive lasts as long as its lane waited for it, and neighbours may touch.
+    All times use one clock. In a measured timeline, a send starts when it is issued and ends when its value arrives
+    (NaN: unknown). A receive lasts as long as its lane waits for it. Neighbours may overlap slightly.
 
-    A bubble is the share of time with no compute, and there are two: `bubble` is over the step's
-    makespan, `span_bubble` over the longest lane's own span (its first start to its last end).
+    The bubble is the share of time without compute. There are two: `bubble` is a share of the makespan of the step;
+    `span_bubble` is a share of the longest lane span (from the first start of a lane to its last end).
     """
 
     name: str
@@ -74,9 +74,9 @@ class Timeline:
     saved_bytes: Floats
     pending_bytes: Floats
     input_bytes: Floats
-    place: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # in the lowered lanes, where it is known
+    place: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # positions in the lowered lanes, if known
     is_measured: bool = False
-    causes: Causes | None = None  # of the bubble, where they were looked for
+    causes: Causes | None = None  # of the bubble, if computed
 
     def __len__(self) -> int:
         return len(self.start)
@@ -96,22 +96,22 @@ class Timeline:
 
     @cached_property
     def known_end(self) -> Floats:
-        """The ends of the spans; where one is not known, its start."""
+        """The ends of the spans; an unknown end is replaced by the start."""
         return np.where(np.isnan(self.end), self.start, self.end)
 
     @cached_property
     def lane_seconds(self) -> tuple[float, ...]:
-        """Each lane's own span: from its first compute to its last."""
+        """The span of each lane: from the start of its first compute to the end of its last."""
         return tuple(float(own.end[-1] - own.start[0]) if len(own.at) else 0.0 for own in self.compute)
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Each lane's seconds of compute; two actions that overlap count once."""
+        """The compute time of each lane; overlapping actions count once."""
         return tuple(float((own.end - own.start).sum()) for own in self.compute)
 
     @cached_property
     def compute(self) -> tuple[Stretches, ...]:
-        """Each lane's stretches of compute; of two that overlap the later one starts at the end of the earlier."""
+        """The compute of each lane; of two overlapping actions, the later starts at the end of the earlier."""
         on_lane = _flags(Where.LANE)[self.kind]
         stretches = []
         for unsorted in self._by_lane(np.flatnonzero(on_lane)):
@@ -124,7 +124,7 @@ class Timeline:
 
     @cached_property
     def apart(self) -> Floats:
-        """The starts of the spans; compute that touches the action before it by a hair starts at that one's end."""
+        """The starts of the spans; an action that slightly overlaps the one before starts at the end of that one."""
         starts = self.start.copy()
         for own in self.compute:
             seconds = self.known_end[own.at] - self.start[own.at]
@@ -135,54 +135,54 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of lanes × makespan with no compute."""
+        """The share of lanes × makespan without compute."""
         return self._bubble(self.step_seconds)
 
     @property
     def span_bubble(self) -> float:
-        """The share of lanes × the longest lane span with no compute."""
+        """The share of lanes × longest lane span without compute."""
         return self._bubble(max(self.lane_seconds))
 
     @cached_property
     def lane_bubbles(self) -> tuple[float, ...]:
-        """Each lane's share of the makespan with no compute."""
+        """The share of the makespan without compute, for each lane."""
         step = self.step_seconds
         return tuple(1 - busy / step if step else 0.0 for busy in self.busy_seconds)
 
     @cached_property
     def peak_saved(self) -> tuple[int, ...]:
-        """The most stage micro-batches that each lane holds at once, from forward to (input-gradient) backward."""
+        """The maximum number of stage micro-batches that each lane holds, from forward to (input-gradient) backward."""
         return tuple(int(memory.held.max(initial=0)) for memory in self.memory)
 
     @property
     def peak_micro_batches(self) -> float:
-        """The most that a lane holds, in micro-batches of 1/lanes of the model: one unit for any number of stages."""
+        """The maximum that a lane holds, in micro-batches of 1/lanes of the model, for any number of stages."""
         return max(self.peak_saved) * self.num_lanes / len(self.saved_bytes)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """The most bytes that each lane's saved and pending values take at once."""
+        """The peak bytes of the saved and pending values of each lane."""
         return tuple(float(memory.held_bytes.max(initial=0.0)) for memory in self.memory)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
-        """What each lane holds over time."""
+        """The memory of each lane over time."""
         return tuple(self._memory_of(lane) for lane in range(self.num_lanes))
 
     def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """Draw the lanes as text; coloured where the output is a terminal."""
+        """Draw the lanes as text; by default coloured if stdout is a terminal."""
         from penstock.report.terminal_chart import draw_text
 
         return draw_text(self, width=width, color=color)
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
-        """Write a Chrome trace: open it in Perfetto or chrome://tracing."""
+        """Write a Chrome trace for Perfetto or chrome://tracing."""
         from penstock.report.chrome_trace import write_chrome
 
         write_chrome(self, path)
 
     def to_html(self, path: str | PathLike[str], *, compare: Timeline | None = None) -> None:
-        """Write one self-contained page with this timeline, and another under it to compare, on one time scale."""
+        """Write a self-contained page with this timeline; `compare` is drawn below it on the same time scale."""
         from penstock.report.timeline_page import write_html
 
         write_html([self] if compare is None else [self, compare], path)
@@ -195,10 +195,10 @@ class Timeline:
         return np.split(at, np.searchsorted(self.lane[at], np.arange(1, self.num_lanes)))
 
     def _memory_of(self, lane: int) -> Memory:
-        """Follow the rule table through one lane's actions, in the order of time.
+        """Apply the rule table to the actions of one lane, ordered by time.
 
-        At the same moment what is freed comes first: copies to the host end before compute starts, and a
-        lane's own actions stand in their order.
+        At equal times, memory is freed first: copies to the host end before compute starts. The actions of the lane
+        keep their order.
         """
         at = self._holding[lane]
         out, back = (at[self.kind[at] == KIND_INDEX[kind]] for kind in (Kind.OFFLOAD, Kind.FETCH))
@@ -220,7 +220,7 @@ class Timeline:
         return Memory(when[order][changed], held_bytes[changed], held[changed])
 
     def _ranks(self, out: Positions, own: Positions, back: Positions) -> tuple[Ints, Ints]:
-        """Return the order of what happens at one moment: ends, then what takes no time as it stands, then starts."""
+        """Return the order of events at equal times: ends, then actions that take no time, then starts."""
         takes_time = self.known_end > self.start
         ends = np.where(takes_time, 0, 1)
         starts = np.where(takes_time, 2, 1)

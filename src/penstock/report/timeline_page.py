@@ -1,4 +1,4 @@
-"""HTML: timelines as one self-contained page that zooms, pans and compares."""
+"""Timeline page: a self-contained HTML page of timelines that zooms, pans and compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.schedule.rules import RULES, Where
 
 __all__ = ["write_html"]
 
-# The page's script, in the order in which its files build on each other.
+# The files of the script, in the order of their dependencies.
 _SCRIPTS = (
     "format.js",
     "dom.js",
@@ -37,19 +37,19 @@ _SCRIPTS = (
     "main.js",
 )
 
-# Moments travel as whole numbers, 0 at the step's start and this at its end: four bytes, finer than a page can show.
+# Times are stored as integers from 0 (start of the step) to this (end): four bytes, finer than a page can show.
 _LAST_TICK = (1 << 32) - 1
 
 
 def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None:
-    """Write one page with all timelines under each other, on one time axis.
+    """Write one page with all timelines below each other, on one time axis.
 
     Raises:
-        UsageError: when there is nothing to draw.
-        OutputError: when the file cannot be written.
+        UsageError: if there is nothing to draw.
+        OutputError: if the file cannot be written.
     """
     if not timelines or not all(isinstance(timeline, Timeline) for timeline in timelines):
-        raise UsageError("a page needs at least one timeline, and nothing else")
+        raise UsageError("a page needs a list of timelines, at least one")
     if empty := [timeline.name for timeline in timelines if not len(timeline)]:
         raise UsageError(f"nothing to draw: no spans in {', '.join(empty)}")
     write_whole(path, _page(timelines))
@@ -68,14 +68,14 @@ def _page(timelines: Sequence[Timeline]) -> str:
 
 
 def _labelled(timelines: Sequence[Timeline]) -> list[str]:
-    """Return the names of timelines; once a measured one is among them, each says what it is."""
+    """Return the names of timelines; if one of them is measured, add "measured" or "predicted" to each."""
     if not any(timeline.is_measured for timeline in timelines):
         return [timeline.name for timeline in timelines]
     return [f"{timeline.name}, {'measured' if timeline.is_measured else 'predicted'}" for timeline in timelines]
 
 
 def _distinct(names: Sequence[str]) -> Iterator[str]:
-    """Number names that stand more than once: a comparison of two must tell them apart."""
+    """Number repeated names, so that a comparison can tell them apart."""
     total, seen = Counter(names), Counter[str]()
     for name in names:
         seen[name] += 1
@@ -109,7 +109,7 @@ def _shares(causes: Causes) -> Json:
 
 
 def _spans(timeline: Timeline) -> Json:
-    """Return the spans as columns, grouped by lane and row (compute, then a strip a kind), in order of start."""
+    """Return the spans as columns, sorted by lane, row (compute, then one strip per kind) and start."""
     row_of = np.array([0 if RULES[kind].where is Where.LANE else 1 + index for index, kind in enumerate(KINDS)])
     shown = _takes_time(timeline)[timeline.kind]
     row = row_of[timeline.kind]
@@ -128,7 +128,7 @@ def _spans(timeline: Timeline) -> Json:
 
 
 def _takes_time(timeline: Timeline) -> NDArray[np.bool_]:
-    """Return which kinds to draw: all compute, and transfers that take any time at all."""
+    """Return which kinds to draw: all compute, and transfers that take time."""
     longest = np.zeros(len(KINDS))
     np.maximum.at(longest, timeline.kind, timeline.known_end - timeline.start)
     is_compute = np.array([RULES[kind].where is Where.LANE for kind in KINDS])
@@ -136,7 +136,7 @@ def _takes_time(timeline: Timeline) -> NDArray[np.bool_]:
 
 
 def _memory(timeline: Timeline) -> Json:
-    """Return what each lane holds over time: bytes, or stage micro-batches where no bytes are known."""
+    """Return what each lane holds over time: bytes, or stage micro-batches if bytes are unknown."""
     in_bytes = max(timeline.peak_bytes) > 0
     curves = [_changes(memory, memory.held_bytes if in_bytes else memory.held) for memory in timeline.memory]
     lane = np.repeat(np.arange(timeline.num_lanes), [len(seconds) for seconds, _ in curves])
@@ -149,7 +149,7 @@ def _memory(timeline: Timeline) -> Json:
 
 
 def _changes(memory: Memory, values: NDArray[np.float64] | NDArray[np.int32]) -> tuple[Floats, Floats]:
-    """Leave out the moments at which nothing changes, and all but the last of those that coincide."""
+    """Keep only moments at which the value changes; of equal moments, keep the last."""
     is_last = np.append(np.diff(memory.seconds) > 0, True)[: len(values)]
     seconds, held = memory.seconds[is_last], values[is_last].astype(np.float64)
     is_change = np.diff(held, prepend=0.0) != 0
@@ -163,12 +163,12 @@ def _ticks(timeline: Timeline, seconds: Floats) -> NDArray[np.int64]:
 
 
 def _ends(lane: NDArray[np.integer], num_lanes: int) -> Json:
-    """Return where each lane's rows end, for rows sorted by lane."""
+    """Return where the rows of each lane end, for rows sorted by lane."""
     return _column(np.cumsum(np.bincount(lane, minlength=num_lanes)))
 
 
 def _column(values: NDArray[np.integer] | NDArray[np.float32]) -> Json:
-    """Pack numbers as base64 of little-endian bytes; whole numbers in the fewest bytes that hold them all."""
+    """Pack numbers as base64 of little-endian bytes; integers use the smallest width that fits all of them."""
     kind = "f4" if values.dtype.kind == "f" else _smallest(int(values.max(initial=0)))
     return {"type": kind, "base64": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}
 

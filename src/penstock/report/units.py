@@ -1,4 +1,4 @@
-"""Format: seconds, bytes and shares as people read them."""
+"""Units: format and parse seconds, bytes, counts and shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def show_seconds(seconds: float, *, digits: int = 4) -> str:
-    """Return seconds with a unit that suits them, and at most so many digits.
+    """Return seconds with a suitable unit and at most the given number of digits.
 
     >>> show_seconds(0.0123), show_seconds(45.0), show_seconds(2e-6)
     ('12.3 ms', '45 s', '2 µs')
@@ -22,7 +22,7 @@ def show_seconds(seconds: float, *, digits: int = 4) -> str:
 
 
 def show_bytes(number: float, *, digits: int = 4) -> str:
-    """Return bytes with a binary unit, and at most so many digits.
+    """Return bytes with a binary unit and at most the given number of digits.
 
     >>> show_bytes(3 * 2**30), show_bytes(100)
     ('3 GiB', '100 B')
@@ -31,13 +31,13 @@ def show_bytes(number: float, *, digits: int = 4) -> str:
     while number >= 1024 and unit < len(_BYTE_UNITS) - 1:
         number /= 1024
         unit += 1
-    if number >= 10**digits:  # as 1020 KiB in three digits
+    if number >= 10**digits:  # such as 1020 KiB with three digits
         return f"{number:.0f} {_BYTE_UNITS[unit]}"
     return f"{number:.{digits}g} {_BYTE_UNITS[unit]}"
 
 
 def show_count(number: float, *, digits: int = 4) -> str:
-    """Return a count with a unit that suits it, and at most so many digits.
+    """Return a count with a suitable prefix and at most the given number of digits.
 
     >>> show_count(950), show_count(124_439_808), show_count(7e9)
     ('950', '124.4 M', '7 G')
@@ -49,12 +49,12 @@ def show_count(number: float, *, digits: int = 4) -> str:
 
 
 def show_share(share: float) -> str:
-    """Return a share as per cent.
+    """Return a share as a percentage.
 
     >>> show_share(0.2431)
     '24.3 %'
     """
-    return f"{abs(share) * 100 if round(share, 3) == 0 else 100 * share:.1f} %"  # no -0.0 from a sum of floats
+    return f"{abs(share) * 100 if round(share, 3) == 0 else 100 * share:.1f} %"  # avoid -0.0 from rounding
 
 
 def parse_bytes(text: str) -> float:
@@ -86,7 +86,7 @@ def parse_seconds(text: str) -> float:
 
 
 def printable(name: str) -> str:
-    r"""Return a name that is safe to print: what would steer a terminal is shown by its code.
+    r"""Return a name that is safe to print: control characters are escaped.
 
     >>> printable("zb\x1b[31m")
     'zb\\x1b[31m'

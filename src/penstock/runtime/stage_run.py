@@ -22,7 +22,7 @@ from penstock.runtime.keep.recompute import Recomputed
 from penstock.runtime.micro_batches import move_to
 from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
-from penstock.schedule.lower import RECOMPUTING, Keep
+from penstock.schedule.keep_policies import POLICIES, Keep
 
 __all__ = ["Record", "StageRun", "odd_types"]
 
@@ -96,7 +96,8 @@ class StageRun:
         lock: AbstractContextManager[Any] | None = None, statistics: DeferredStatistics | None = None,
         host: HostPool | None = None, adding: Adding | None = None, is_alone: bool = True,
     ) -> None:  # fmt: skip
-        self.stage, self.device, self.keep, self._adding, self._is_alone = stage, device, keep, adding, is_alone
+        self.stage, self.device, self.keep = stage, device, POLICIES[keep]
+        self._adding, self._is_alone = adding, is_alone
         self.index = stage.index
         self.is_last = self.index == len(wiring.feeds) - 1
         self.feeds, self.results = wiring.feeds[self.index], wiring.results
@@ -184,11 +185,11 @@ class StageRun:
                 self._statistics.collecting = True
 
     def _compute_for_backward(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
-        if self.keep != "offload" and not is_split and not step.measures_memory:
+        if not self.keep.offloads and not is_split and not step.measures_memory:
             self._compute(step, mb, record)
             return
         with ExitStack() as around:
-            if self.keep == "offload" or step.measures_memory:
+            if self.keep.offloads or step.measures_memory:
                 # the batch is the user's own, and no micro-batch has its memory to itself; what arrived stays anyhow
                 given = [value for value in record.given if isinstance(value, torch.Tensor)]
                 stays = StorageSet([*self._own_tensors, *given, *record.arrived()])
@@ -263,7 +264,7 @@ class StageRun:
 
         A recompute must draw as its forward did, so there only operations that are known beforehand are trusted.
         """
-        runs_again = self.keep in RECOMPUTING or self._again is not None
+        runs_again = self.keep.recomputes or self._again is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
         draws_python = getattr(self.stage.program, "draws_python_random", False)
         return self.has_drawn or not self._has_watched or not is_known or draws_python
@@ -362,7 +363,7 @@ class StageRun:
     @property
     def restores_buffers(self) -> bool:
         """Whether buffers are put back for a forward that is run again."""
-        return self.keep in RECOMPUTING and bool(self._changing)
+        return self.keep.recomputes and bool(self._changing)
 
     def _copy_buffers(self) -> dict[str, torch.Tensor]:
         names = [name for name, _ in self.stage.named_buffers()] if self._changing is None else self._changing

@@ -14,18 +14,15 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError, UsageError, nearest
 from penstock.schedule.actions import KIND_INDEX, Ints, Kind
 from penstock.schedule.flow import NONE, Flow, Rows, check_skips, trace_flow
+from penstock.schedule.keep_policies import POLICIES, Keep, check_keep
 from penstock.schedule.overlaps import pair_rows
 from penstock.schedule.rules import Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.slots import Slots, assign_slots
 from penstock.schedule.violations import find_incomplete, find_unknown
 
-__all__ = ["RECOMPUTING", "Channels", "Keep", "Lowered", "check_channels", "check_keep", "lower"]
+__all__ = ["Channels", "Lowered", "check_channels", "lower"]
 
-# hold: saved values stay. recompute: the forward runs again before the backward. except_last: recompute, except for the
-# last micro-batch, whose backward comes soon. offload: saved values go to host memory and back.
-Keep = Literal["hold", "recompute", "except_last", "offload"]
-RECOMPUTING: tuple[Keep, ...] = ("recompute", "except_last")
 # tagged: a receive names its message. ordered: one queue for each pair of lanes; sends do not block.
 # blocking: like ordered, but a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]
@@ -133,20 +130,6 @@ def check_channels(channels: str) -> Channels:
     return channels  # type: ignore[return-value]  # it is one of them
 
 
-def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]:
-    """Return one policy per stage; refuse unknown policies and a wrong number of them."""
-    if not isinstance(keep, (str, Sequence)):
-        raise ScheduleError(f"keep: {keep!r} is not a policy or a list of policies")
-    policies = (keep,) * num_stages if isinstance(keep, str) else tuple(keep)
-    for policy in policies:
-        if policy not in get_args(Keep):
-            hint = nearest(str(policy), get_args(Keep))
-            raise ScheduleError(f"keep: {policy!r} is not one of {', '.join(get_args(Keep))}.{hint}")
-    if len(policies) != num_stages:
-        raise ScheduleError(f"keep: pass one policy, or one per stage; policies: {len(policies)}, stages: {num_stages}")
-    return policies
-
-
 @dataclass(frozen=True)
 class _Part:
     """Actions and their sort keys: the position of the action they belong to, then their order around it."""
@@ -244,16 +227,16 @@ def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lane
 def _keep_actions(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
     """Return the recompute, offload and fetch actions that the policies require."""
     parts: list[_Part] = []
-    for policy in (*RECOMPUTING, "offload"):
-        stages = np.array([s for s, chosen in enumerate(keep) if chosen == policy], dtype=np.int32)
-        if not stages.size:
+    for name, policy in POLICIES.items():
+        stages = np.array([s for s, chosen in enumerate(keep) if chosen == name], dtype=np.int32)
+        if not stages.size or not (policy.recomputes or policy.offloads):
             continue
-        num_mbs = flow.made[Value.SAVED].shape[1] - (policy == "except_last")
+        num_mbs = flow.made[Value.SAVED].shape[1] - policy.spares_last
         forward = flow.made[Value.SAVED][stages, :num_mbs].astype(np.int64).ravel()
         backward = flow.made[Value.GRADIENT][stages, :num_mbs].astype(np.int64).ravel()
         stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
         peer = np.full(len(mb), NONE, dtype=np.int32)
-        if policy in RECOMPUTING:
+        if policy.recomputes:
             # before the receive: recomputing needs no gradient, so it overlaps the transfer
             parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
         else:

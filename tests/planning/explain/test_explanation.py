@@ -91,7 +91,7 @@ def test_the_text_says_it_all_in_any_width(skipping):
             "Skipping: 688 parameters",
             "captured by export: torch.export took the whole model",
             "analytic on",
-            "schedule 1f1b on 3 lanes, 6 micro-batches a step",
+            "schedule 1f1b on 3 lanes, 6 micro-batches per step",
             "skipping the next stage: float32[batch, 5, 8] 640 B (stage 0 → 2)",
             "embed.weight = head.weight (1 KiB): stages 0, 2 hold it",
             "balance: 1.",

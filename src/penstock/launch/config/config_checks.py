@@ -10,10 +10,10 @@ from pathlib import Path
 from penstock.errors import PenstockError, nearest
 from penstock.launch.config.config import Config
 from penstock.report.units import parse_bytes
+from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 
-__all__ = ["KEEPS", "LR_SCHEDULES", "faults_of", "node_counts"]
+__all__ = ["LR_SCHEDULES", "faults_of", "node_counts"]
 
-KEEPS = ("hold", "recompute", "except_last", "offload", "fit")
 LR_SCHEDULES = ("constant", "linear", "cosine", "one_cycle")
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 _BUILT_IN = {
@@ -168,11 +168,11 @@ def _schedule_faults(config: Config) -> Iterator[Fault]:
 def _memory_faults(config: Config) -> Iterator[Fault]:
     keeps = [config.keep] if isinstance(config.keep, str) else config.keep
     for keep in keeps:
-        if keep not in KEEPS:
-            yield "keep", f"{keep!r} is not one of {', '.join(KEEPS)}.{nearest(keep, KEEPS)}"
-    if "fit" in keeps and not isinstance(config.keep, str):
+        if keep not in POLICIES:
+            yield "keep", f"{keep!r} is not one of {', '.join(POLICIES)}.{nearest(keep, tuple(POLICIES))}"
+    if CHOSEN_BY_NODE in keeps and not isinstance(config.keep, str):
         yield "keep", "fit is for all stages; give it alone"
-    if "fit" in keeps and config.memory_limit is None:
+    if CHOSEN_BY_NODE in keeps and config.memory_limit is None:
         yield "keep", "fit needs memory_limit"
     limits = config.memory_limit if isinstance(config.memory_limit, list) else [config.memory_limit]
     for limit in limits:

@@ -84,6 +84,7 @@ _SAMPLES = {
     "weight_decay": "0.1",
     "clip": "1.0",
     "lanes": "2",
+    "plan": '"plan.json"',
     "devices": '["cuda:0", "cuda:1"]',
     "micro_batches": "8",
     "stages_per_lane": "2",

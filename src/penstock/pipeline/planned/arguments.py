@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import UsageError, nearest
 from penstock.model.capture.capture import Captured
 from penstock.schedule.actions import Kind
-from penstock.schedule.lower import Keep
+from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words", "warn_of_cache"]
@@ -27,10 +27,9 @@ def check_words(model: object, keep: object, optimizer: object, memory_limit: ob
     """
     if not isinstance(model, (nn.Module, list, tuple)):
         raise UsageError(f"model: give an nn.Module, or a list of stage modules; given: {type(model).__name__}")
-    words = (*get_args(Keep), "fit")
-    if isinstance(keep, str) and keep not in words:
-        raise UsageError(f"keep: {keep!r} is not one of {', '.join(words)}.{nearest(keep, words)}")
-    if keep == "fit" and memory_limit is None:
+    if isinstance(keep, str) and keep not in POLICIES:
+        raise UsageError(f"keep: {keep!r} is not one of {', '.join(POLICIES)}.{nearest(keep, tuple(POLICIES))}")
+    if keep == CHOSEN_BY_NODE and memory_limit is None:
         raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise UsageError("optimizer: give a function that makes one of a list of parameters, not an optimizer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from penstock.pipeline.planned.placement import check_devices, choose_lanes, thr
 from penstock.pipeline.planned.planned_model import Model, Request, module_of, plan_model
 from penstock.pipeline.splitting.custom_split import Split
 from penstock.pipeline.splitting.packed_images import found_split
-from penstock.schedule.lower import Keep
+from penstock.schedule.keep_policies import Keep, KeepRequest
 from penstock.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def plan(
     lanes: int | None = None,
     stages_per_lane: int | None = None,
     cuts: Sequence[int | str] = (),
-    keep: Keep | Literal["fit"] | Sequence[Keep] = KEEP,
+    keep: KeepRequest | Sequence[Keep] = KEEP,
     loss_over: LossOver = "micro_batch",
     batch_dim: int | Mapping[str, int] = 0,
     whole: Sequence[str] = (),

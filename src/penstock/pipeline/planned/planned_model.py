@@ -37,6 +37,7 @@ from penstock.planning.partition.cut_rules import find_places
 from penstock.planning.partition.recompute_selection import select_recomputed
 from penstock.runtime.keep.recompute import Recomputed
 from penstock.runtime.lanes.lane_group import LaneGroup
+from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
 from penstock.schedules import load_csv
 
@@ -129,7 +130,7 @@ class Request:
             None if has_counts else micro_batches,
             stages_per_lane=None if has_counts else self.stages_per_lane,
             cuts=self.cuts,
-            keep={"offload": "hold", "fit": "recompute"}.get(self.keep, self.keep),
+            keep=POLICIES[self.keep].planned_as,
             memory_limit=self.memory_limit,
             cluster=self.cluster,
         )
@@ -269,7 +270,7 @@ def _recomputed(
     request: Request, explainer: _Explainer, cuts: Sequence[int], schedule: Schedule
 ) -> tuple[tuple[range, ...], ...] | None:
     """Return the nodes to recompute, where only as much is to be as memory asks for."""
-    if request.keep != "fit":
+    if request.keep != CHOSEN_BY_NODE:
         return None
     assert request.memory_limit is not None
     runs = select_recomputed(explainer.explain().profile, cuts, schedule, request.memory_limit)

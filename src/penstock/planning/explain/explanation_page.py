@@ -42,8 +42,8 @@ def _figures(explanation: Explanation) -> Iterable[tuple[str, str]]:
     yield "balance", f"{explanation.balance:.3f}"
     yield "fullest lane", show_bytes(max(explanation.partition.lane_bytes), digits=3)
     yield "predicted step", show_seconds(timeline.step_seconds, digits=3)
-    yield "bubble / makespan", show_share(timeline.bubble)
-    yield "speed-up over one lane", f"{explanation.speedup:.2f} ×"
+    yield "bubble of the makespan", show_share(timeline.bubble)
+    yield "compared with one lane", f"{explanation.speedup:.2f} × as fast"
 
 
 def _marks(explanation: Explanation) -> Iterable[NodeMark]:

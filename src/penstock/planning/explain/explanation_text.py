@@ -188,7 +188,7 @@ def _value(value: Crossing) -> str:
 
 
 def _lane_table(explanation: Explanation) -> Iterable[tuple[str, str]]:
-    headings = ["lane", "stages", "time per micro-batch", "memory", "bubble / makespan"]
+    headings = ["lane", "stages", "time per micro-batch", "memory", "bubble of the makespan"]
     has_limit = explanation.memory_limit is not None
     rows = [
         [
@@ -256,7 +256,7 @@ def _figures(explanation: Explanation) -> Iterable[str]:
     rate = explanation.samples_per_second
     yield (
         f"predicted step: {_seconds(timeline.step_seconds)}, {rate:,.{0 if rate >= 100 else 1}f} samples per second, "
-        f"{explanation.speedup:.2f} × one lane; bubble {show_share(timeline.bubble)} of the makespan, "
+        f"{explanation.speedup:.2f} × as fast as one lane; bubble {show_share(timeline.bubble)} of the makespan, "
         f"{show_share(timeline.span_bubble)} of the longest lane span"
         f"{'' if explanation.has_links else '; transfers take no time, since no links were given'}"
     )

@@ -15,7 +15,7 @@ from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.partition.one_stage_per_lane import Chain, longest_mean
 from penstock.planning.partition.partition_memory import LaneMemory, Span
-from penstock.schedule.lower import RECOMPUTING
+from penstock.schedule.keep_policies import POLICIES
 
 __all__ = ["Problem", "Transfers"]
 
@@ -67,7 +67,7 @@ class Problem:
     def seconds(self) -> Floats:
         """Running sum of the time of one micro-batch at speed 1; recomputing runs the forward twice."""
         profile = self.profile
-        each = profile.forward * (2 if self.keep in RECOMPUTING else 1) + profile.input_grad + profile.weight_grad
+        each = profile.forward * (2 if POLICIES[self.keep].recomputes else 1) + profile.input_grad + profile.weight_grad
         return np.concatenate([[0.0], np.cumsum(each)])[self.positions]
 
     @cached_property

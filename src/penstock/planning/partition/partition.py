@@ -21,14 +21,13 @@ from penstock.planning.partition.many_stages_per_lane import solve_lanes
 from penstock.planning.partition.one_stage_per_lane import SAME
 from penstock.planning.partition.partition_memory import Holding, LaneMemory, ParameterBytes, holdings_of
 from penstock.planning.partition.unfit import Trial, held_by, refuse, smaller
-from penstock.schedule.lower import RECOMPUTING
+from penstock.schedule.keep_policies import PLANNED
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["KEEPS", "Partition", "partition", "partition_of"]
+__all__ = ["Partition", "partition", "partition_of"]
 
 # Schedules whose lanes wait for each other's transfers in each micro-batch; a test compares this with the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
-KEEPS = ("hold", *RECOMPUTING)
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,8 @@ def _check(
     faults = []
     if not isinstance(profile, Profile):
         faults.append(f"profile: pass a penstock Profile; given: {type(profile).__name__}")
-    if keep not in KEEPS:
-        faults.append(f"keep: {keep!r} is not one of {', '.join(KEEPS)}.{nearest(str(keep), KEEPS)}")
+    if keep not in PLANNED:
+        faults.append(f"keep: {keep!r} is not one of {', '.join(PLANNED)}.{nearest(str(keep), PLANNED)}")
     if transfers is not None and transfers not in get_args(Transfers):
         hint = nearest(str(transfers), get_args(Transfers))
         faults.append(f"transfers: {transfers!r} is not one of {', '.join(get_args(Transfers))}.{hint}")

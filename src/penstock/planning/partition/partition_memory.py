@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
 from penstock.schedule.flow import Rows
-from penstock.schedule.lower import RECOMPUTING, lower
+from penstock.schedule.keep_policies import POLICIES, Keep
+from penstock.schedule.lower import lower
 from penstock.schedule.peak_memory import changes_of
 from penstock.schedule.schedule import Schedule
 
@@ -40,7 +42,7 @@ class Holding:
 
 def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
     """Return what each lane holds, counted in the order of its actions by the rules of `schedule.peak_memory`."""
-    rows = lower(schedule, keep=keep).rows if keep in RECOMPUTING else Rows.of(schedule)
+    rows = lower(schedule, keep=cast("Keep", keep)).rows if POLICIES[keep].recomputes else Rows.of(schedule)
     one, none = np.ones(schedule.num_stages), np.zeros(schedule.num_stages)
     steps = [
         changes_of(rows.kind, rows.stage, rows.mb, saved=saved, pending=pending, kept_input=kept)

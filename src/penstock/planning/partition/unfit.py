@@ -12,7 +12,7 @@ from penstock.planning.partition.cut_problem import Problem
 from penstock.planning.partition.many_stages_per_lane import lightest, solve_lanes
 from penstock.planning.partition.partition_memory import Holding, LaneMemory
 from penstock.report.units import show_bytes
-from penstock.schedule.lower import RECOMPUTING
+from penstock.schedule.keep_policies import POLICIES
 
 __all__ = ["Trial", "refuse"]
 
@@ -119,7 +119,7 @@ def held_by(counts: Sequence[float], lane_of: Sequence[int], keep: str) -> tuple
         stages = tuple(s for s, home in enumerate(lane_of) if home == lane)
         flight = np.array([counts[s] for s in stages])
         none = np.zeros(len(stages))
-        if keep in RECOMPUTING:  # the inputs of all stages, and the saved values of one stage at a time
+        if POLICIES[keep].recomputes:  # the inputs of all stages, and the saved values of one stage at a time
             moments = [np.stack([row, none, flight]) for row in np.eye(len(stages))]
         else:
             moments = [np.stack([flight, none, none])]

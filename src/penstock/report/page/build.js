@@ -1,6 +1,6 @@
-// Building the timeline page around the canvases.
+// Page construction: the elements of the timeline page around the canvases.
 
-// `others` says what the timeline is compared with, if anything: the fastest one, and the one that is a prediction.
+// `others` has the timelines to compare with, if any: the fastest one and the prediction.
 function buildSection(timeline, others, kinds, causes, signs) {
   const figures = figuresOf(timeline);
   const summary = figures.map(([name, value]) => `${name} ${value}`).join(", ");
@@ -10,7 +10,7 @@ function buildSection(timeline, others, kinds, causes, signs) {
   const bubble = buildPanel(
     "curve bubble",
     "bubble over time",
-    `Share of lanes with no compute over time: ${timeline.name}`,
+    `Share of lanes without compute over time: ${timeline.name}`,
   );
   const head = element("div", { className: "head" }, [
     element("h2", { text: timeline.name }),
@@ -48,8 +48,8 @@ function buildPanel(className, title, label) {
 function figuresOf(timeline) {
   const figures = [
     ["step", formatSeconds(timeline.stepSeconds)],
-    ["bubble over the makespan", formatShare(timeline.bubble)],
-    ["bubble over the longest lane span", formatShare(timeline.spanBubble)],
+    ["bubble of the makespan", formatShare(timeline.bubble)],
+    ["bubble of the longest lane span", formatShare(timeline.spanBubble)],
     ["peak saved stage micro-batches", String(Math.max(...timeline.peakSaved))],
   ];
   const peakBytes = Math.max(...timeline.peakBytes);
@@ -57,11 +57,11 @@ function figuresOf(timeline) {
 }
 
 function ratioText(timeline, { fastest, prediction }) {
-  if (timeline === prediction) return "what was predicted";
+  if (timeline === prediction) return "the prediction";
   if (timeline.isMeasured && prediction?.stepSeconds) {
     const ratio = formatRatio(timeline.stepSeconds / prediction.stepSeconds);
-    const bubbles = `${formatShare(timeline.bubble)} against ${formatShare(prediction.bubble)}`;
-    return `${ratio} × the predicted step time, bubble ${bubbles}`;
+    const bubbles = `${formatShare(timeline.bubble)}, predicted ${formatShare(prediction.bubble)}`;
+    return `${ratio} × the predicted step time; bubble ${bubbles}`;
   }
   if (timeline === fastest || !fastest.stepSeconds) return "the shortest step";
   const ratio = timeline.stepSeconds / fastest.stepSeconds;
@@ -70,13 +70,13 @@ function ratioText(timeline, { fastest, prediction }) {
     : `${formatRatio(ratio)} × the step time of ${fastest.name}`;
 }
 
-// The figures of each lane as a table: to copy, and to be read aloud.
+// The figures of each lane as a table, for copying and for screen readers.
 function buildTable(timeline, figures) {
   const shares = timeline.causes?.lanes.length ? figures : [];
   const isBytes = timeline.memory.unit === "bytes";
   const names = [
     "lane",
-    "bubble over the makespan",
+    "bubble of the makespan",
     ...shares.map(({ name }) => name),
     "peak saved stage micro-batches",
     ...(isBytes ? ["peak bytes"] : []),
@@ -106,7 +106,7 @@ function buildTable(timeline, figures) {
   ]);
 }
 
-// One button a kind that occurs; pressed while the kind is shown. Where lanes have several stages, what their shades mean.
+// One button per kind, pressed while the kind is shown; if lanes have several stages, also a legend of their shades.
 function buildLegend(kinds, used, numShades, state, redraw) {
   for (const kind of used) {
     const { text, words, where } = kinds[kind];

@@ -1,4 +1,4 @@
-// What the bubble is made of: a bar of lanes × makespan, and a table; beside it the prediction, where that is known.
+// Causes of the bubble: a bar of lanes × makespan and a table, with the predicted causes if they are known.
 function buildCauses(timeline, { prediction, isTold }, causes) {
   const bar = buildBar(timeline, causes);
   if (timeline === prediction && isTold) return element("div", { className: "causes" }, [bar]);
@@ -19,8 +19,8 @@ function buildCauseTable(timeline, predicted, causes) {
     "cause of the bubble",
     "share of lanes × makespan",
     ...(predicted ? ["predicted"] : []),
-    "of the step",
-    "what it is",
+    "time per step",
+    "meaning",
   ];
   const rows = causes.map(({ field, name, words }) => {
     const swatch = element("span", { className: "swatch" });

@@ -1,4 +1,4 @@
-// Drawing the time axis, the memory curves and the bubble over time.
+// Curves: draw the time axis, the memory curves and the bubble over time.
 
 const MEMORY_HEIGHT = 116,
   BUBBLE_HEIGHT = 72,
@@ -29,7 +29,7 @@ function drawAxis(canvas, plot, palette) {
   drawWindow(context, plot, palette);
 }
 
-// Along the axis: which part of the step is on show.
+// A bar along the axis: the visible part of the step.
 function drawWindow(context, { view, width }, palette) {
   if (view.seconds >= view.extent) return;
   context.fillStyle = palette.line;
@@ -63,7 +63,7 @@ function drawMemory(canvas, section, plot, palette, state) {
   );
 }
 
-// The curves are steps, so their pixels are known exactly: set them, instead of stroking thousands of corners.
+// The curves are step functions, so set their pixels directly instead of stroking thousands of corners.
 const memoryPixels = new Picture();
 
 function memoryPicture(section, plot, palette, state) {
@@ -88,7 +88,7 @@ function memoryPicture(section, plot, palette, state) {
   return memoryPixels.finish();
 }
 
-// Walk one lane's changes: within a pixel column only the lowest and the highest value count.
+// Draw the changes of one lane: within a pixel column, only the lowest and the highest value matter.
 function rasterCurve(raster, timeline, lane, view, pixel) {
   const { start, value, laneEnds } = timeline.memory;
   const first = lane ? laneEnds[lane - 1] : 0,
@@ -122,7 +122,7 @@ function fillBlock({ pixels, width, height, thick }, left, right, top, bottom, p
     to = Math.min(height - 1, bottom + ((thick - 1) >> 1));
   const stop = Math.min(width, top < bottom ? Math.max(right, left + thick) : right);
   for (let y = from; y <= to; y++) {
-    // a plain loop: most blocks are a pixel or two wide, for which fill() costs more than it saves
+    // a plain loop: most blocks are one or two pixels wide, and fill() is slower for these
     for (let at = y * width + left, end = y * width + stop; at < end; at++) pixels[at] = pixel;
   }
 }

@@ -1,11 +1,11 @@
-// The timelines as typed arrays, and the searches over them.
+// Data: the timelines as typed arrays, and searches in them.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 const LAST_TICK = 2 ** 32 - 1;
-const COMPUTE = -1; // a lane's own row; its other rows bear the number of their kind
+const COMPUTE = -1; // the compute row of a lane; other rows have the number of their kind
 const WHOLE = 0,
   UPPER = 1,
-  LOWER = 2; // how much of its row's height a span takes
+  LOWER = 2; // the part of the height of its row that a span takes
 
 function decodeColumn({ type, base64 }) {
   const text = atob(base64);
@@ -38,7 +38,7 @@ function readTimeline(raw, kinds) {
   return { ...raw, spans, ...shades, memory, compute: countCompute(spans) };
 }
 
-// Each lane's rows: its compute first, then a strip for each kind of transfer.
+// The rows of each lane: compute first, then one strip per kind of transfer.
 function readRows(spans, kinds) {
   let first = 0;
   return Array.from(spans.laneEnds, (laneEnd) => {
@@ -54,7 +54,7 @@ function readRows(spans, kinds) {
   });
 }
 
-// The latest end so far in a span's row: it never falls, so it can be searched even where spans overlap.
+// The latest end so far in the row of a span: it never decreases, so a search works even if spans overlap.
 function runningEnds({ lanes, end }) {
   const reach = new Float64Array(end.length);
   for (const { first, last } of lanes.flat()) {
@@ -64,7 +64,7 @@ function runningEnds({ lanes, end }) {
   return reach;
 }
 
-// Two actions of a lane that run at once share its height. A measured touch of two neighbours is no overlap.
+// Two actions of a lane that run at the same time share its height. A slight measured overlap is ignored.
 function findOverlaps({ lanes, start, end }) {
   const part = new Uint8Array(start.length);
   for (const [{ first, last }] of lanes) {
@@ -78,7 +78,7 @@ function findOverlaps({ lanes, start, end }) {
   return part;
 }
 
-// Number the stages of each lane, so that they can be told apart by shade.
+// Number the stages of each lane, so that each stage has its own shade.
 function shadeByStage({ lanes, stage }) {
   const shade = new Uint8Array(stage.length);
   let numShades = 1;
@@ -93,7 +93,7 @@ function shadeByStage({ lanes, stage }) {
   return { shade, numShades };
 }
 
-// How many lanes compute from each moment on, with the lane-seconds of compute up to it.
+// The number of lanes that compute from each moment on, and the lane-seconds of compute before it.
 function countCompute({ lanes, start, end, reach }) {
   const starts = [],
     ends = [];
@@ -117,7 +117,7 @@ function countCompute({ lanes, start, end, reach }) {
   return { at, lanesBusy, total };
 }
 
-// The first place in [first, last) whose value is above the limit; values must not fall.
+// The first index in [first, last) whose value is above the limit; values must not decrease.
 function firstAbove(values, limit, first, last) {
   while (first < last) {
     const middle = (first + last) >> 1;
@@ -134,7 +134,7 @@ function visibleSpans(spans, row, view) {
   ];
 }
 
-// The span of a row at a moment, or the nearest one within reach of the pointer; -1 if there is none.
+// The span of a row at a moment, or the nearest one within reach of the pointer; -1: none.
 function spanAt(spans, row, seconds, slack, accepts) {
   let best = -1,
     nearest = slack;
@@ -148,7 +148,7 @@ function spanAt(spans, row, seconds, slack, accepts) {
   return best;
 }
 
-// The stretch around a moment in which a lane computes nothing, or null.
+// The interval around a moment in which a lane computes nothing, or null.
 function gapAt(spans, row, seconds, stepSeconds) {
   const next = firstAbove(spans.start, seconds, row.first, row.last);
   const start = next > row.first ? spans.reach[next - 1] : 0;
@@ -156,7 +156,7 @@ function gapAt(spans, row, seconds, stepSeconds) {
   return start <= seconds && seconds <= end ? { start, end } : null;
 }
 
-// What a lane holds at a moment.
+// The memory that a lane holds at a moment.
 function heldAt(memory, lane, seconds) {
   const first = lane ? memory.laneEnds[lane - 1] : 0;
   const next = firstAbove(memory.start, seconds, first, memory.laneEnds[lane]);
@@ -168,7 +168,7 @@ function computeUntil({ at, lanesBusy, total }, seconds) {
   return place < 0 ? 0 : total[place] + lanesBusy[place] * (seconds - at[place]);
 }
 
-// The share of lanes with no compute, averaged over a stretch of time.
+// The share of lanes without compute, averaged over an interval.
 function bubbleBetween(timeline, start, end) {
   const busy = computeUntil(timeline.compute, end) - computeUntil(timeline.compute, start);
   return Math.min(1, Math.max(0, 1 - busy / (timeline.numLanes * (end - start))));

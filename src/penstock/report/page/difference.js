@@ -1,13 +1,13 @@
-// Why a measured step took longer than predicted: its actions by kind, and what its lanes stood still for.
-// Every figure is a mean over lanes, so that the differences add up to that of the step.
+// Difference: why a measured step took longer than predicted, by kind of action and by cause of idle time.
+// Each figure is a mean over lanes, so the differences add up to that of the step.
 
-// Parts of a step's time, each with its seconds on every lane: compute by kind, then the causes of the bubble.
+// The parts of a step, with their seconds on each lane: compute by kind, then the causes of the bubble.
 function partsOf(timeline, kinds, causes) {
   const ofKind = computeByKind(timeline, kinds.length);
   const compute = kinds.map(({ text, words }, kind) => ({ name: `${text} ${words}`, text, seconds: ofKind[kind] }));
   if (!timeline.causes?.lanes.length) {
     const idle = timeline.laneBubbles.map((share) => share * timeline.stepSeconds);
-    return { compute, idle: [{ field: "warm_up", name: "lanes stood still", seconds: idle }] };
+    return { compute, idle: [{ field: "warm_up", name: "idle", seconds: idle }] };
   }
   const idle = causes.map(({ field, name }) => ({
     field,
@@ -17,7 +17,7 @@ function partsOf(timeline, kinds, causes) {
   return { compute, idle };
 }
 
-// Seconds of compute of each kind on each lane; where two actions overlap, the later one counts from the other's end.
+// Seconds of compute of each kind on each lane; of two overlapping actions, the second counts from the end of the first.
 function computeByKind({ spans, numLanes }, numKinds) {
   const found = Array.from({ length: numKinds }, () => new Float64Array(numLanes));
   spans.lanes.forEach(([{ first, last }], lane) => {
@@ -29,7 +29,7 @@ function computeByKind({ spans, numLanes }, numKinds) {
   return found;
 }
 
-// The parts of both steps side by side; null where they cannot be compared.
+// The parts of both steps side by side; null if they cannot be compared.
 function compareParts(measured, predicted, kinds, causes) {
   if (!measured.isMeasured || !predicted || measured.numLanes !== predicted.numLanes) return null;
   const hasCauses = [measured, predicted].every((timeline) => timeline.causes?.lanes.length);
@@ -42,7 +42,7 @@ function compareParts(measured, predicted, kinds, causes) {
   return { compute: pairs("compute"), idle: pairs("idle") };
 }
 
-const ROUNDING = 1e-6; // of the step: moments travel as whole numbers, so that equal times differ by a hair
+const ROUNDING = 1e-6; // of the step: times are rounded to integers, so equal times can differ slightly
 
 function comparePart(part, predictedSeconds, least) {
   const exact = (seconds) => (Math.abs(seconds) < least ? 0 : seconds);
@@ -68,7 +68,7 @@ function buildDifference(measured, predicted, kinds, causes) {
   return [
     element("p", { className: "difference", text: differenceText(measured, predicted, parts) }),
     element("details", { className: "difference" }, [
-      element("summary", { text: "Measured against predicted, by kind and lane" }),
+      element("summary", { text: "Measured compared with predicted, by kind and lane" }),
       buildDifferenceTable(measured, predicted, parts),
     ]),
   ];
@@ -136,7 +136,7 @@ function buildDifferenceTable(measured, predicted, { compute, idle }) {
   return element("table", {}, [element("thead", {}, [heading]), element("tbody", {}, rows)]);
 }
 
-// How long the prediction's own span of an action takes; null where it has none.
+// The predicted duration of an action; null if the prediction does not have it.
 function predictedSeconds(timeline, prediction, i) {
   prediction.place ??= new Map(
     Array.from(prediction.spans.kind, (_, at) => [actionKey(prediction.spans, at), at]).reverse(),

@@ -1,4 +1,4 @@
-// Making elements. Text that comes with the data is only ever set as text.
+// DOM: create elements. Text from the data is only ever set as text.
 
 function element(tag, { text, ...properties } = {}, children = []) {
   const made = document.createElement(tag);

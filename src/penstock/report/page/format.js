@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Format: numbers for display.
 
 const TIME_UNITS = [
   [1, "s"],
@@ -12,7 +12,7 @@ function timeUnit(seconds) {
   return TIME_UNITS.find(([size]) => Math.abs(seconds) >= size * 0.9995) ?? TIME_UNITS.at(-1);
 }
 
-// Whole part in full, and as many decimals as make up `digits` digits, without trailing zeros.
+// The complete integer part, and decimals up to `digits` digits in total, without trailing zeros.
 function formatNumber(value, digits) {
   const whole = Math.max(1, Math.floor(Math.log10(Math.abs(value) || 1)) + 1);
   return String(Number(value.toFixed(Math.max(0, digits - whole))));

@@ -1,11 +1,11 @@
-// Wheel, drag, keys and the tooltip: the same on every page.
+// Gestures: wheel, drag, keys and the tooltip, the same on all pages.
 
-const NEAR = 3; // pixels within which the pointer still means a span, and a press is still a click
+const NEAR = 3; // pixels within which the pointer still hits a span, and a press is still a click
 
 function handleWheel(page, event, canvas) {
   const box = canvas.getBoundingClientRect();
   const plot = page.plotOf(canvas);
-  if (event.clientX < box.left + plot.left) return; // there the wheel scrolls the page
+  if (event.clientX < box.left + plot.left) return; // left of the plot, the wheel scrolls the page
   event.preventDefault();
   const pixels = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 400 : 1;
   if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) page.view.pan((event.deltaX * pixels) / plot.scale);

@@ -1,6 +1,6 @@
-// What lies under the pointer on the timeline page, and what to say about it.
+// Interaction: find what is under the pointer on the timeline page, and describe it.
 
-// What lies under a point of a section's lanes: a lane, perhaps one of its rows, perhaps a span.
+// What is under a point of the lanes of a section: a lane, and possibly one of its rows and a span.
 function findInLanes(section, plot, state, x, y) {
   const { timeline, layout } = section;
   const lane = Math.floor((y - HEADING) / layout.rowHeight);
@@ -29,7 +29,7 @@ function describeSpan(timeline, prediction, kinds, lane, i) {
     ["end", formatSeconds(end[i])],
   ];
   facts.push(["duration", formatSeconds(end[i] - start[i])]);
-  // a measured receive lasts as long as its lane waited, which is no duration to compare
+  // a measured receive lasts as long as its lane waited, so its duration cannot be compared
   const isCompared = timeline.isMeasured && prediction && (where === "LANE" || text.startsWith("SEND"));
   const predicted = isCompared ? predictedSeconds(timeline, prediction, i) : null;
   if (predicted !== null) {
@@ -49,14 +49,14 @@ function routeText(kind, lane, toLane) {
 function describeLane(timeline, { lane, row, key, seconds }, x) {
   const gap = x >= GUTTER && key === COMPUTE ? gapAt(timeline.spans, row, seconds, timeline.stepSeconds) : null;
   const facts = [
-    ["bubble over the makespan", formatShare(timeline.laneBubbles[lane])],
+    ["bubble of the makespan", formatShare(timeline.laneBubbles[lane])],
     ["peak", peakText(timeline, lane)],
   ];
   if (gap && gap.end > gap.start) facts.unshift(["no compute for", formatSeconds(gap.end - gap.start)]);
   return { title: `lane ${lane}`, words: "", facts };
 }
 
-// The lane whose curve is nearest to the pointer, with what it holds there.
+// The lane whose curve is nearest to the pointer, and the memory that it holds there.
 function describeMemory(section, plot, x, y) {
   const { timeline, memoryMax } = section;
   const seconds = plot.seconds(x);
@@ -83,7 +83,7 @@ function describeBubble(timeline, plot, x) {
   if (x < GUTTER || start >= timeline.stepSeconds) return null;
   const share = bubbleBetween(timeline, start, Math.min(end, timeline.stepSeconds));
   const facts = [
-    ["lanes with no compute", `${formatNumber(share * timeline.numLanes, 3)} of ${timeline.numLanes}`],
+    ["lanes without compute", `${formatNumber(share * timeline.numLanes, 3)} of ${timeline.numLanes}`],
     ["at", formatSeconds(start)],
   ];
   return { title: formatShare(share), words: "bubble", facts };

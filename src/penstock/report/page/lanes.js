@@ -1,13 +1,13 @@
-// Drawing the lanes: spans as rectangles while they are few, as averaged pixel columns when they are many.
+// Lanes: draw few spans as rectangles, and many spans as averaged pixel columns.
 
 const HEADING = 20; // above the first lane
-const MOST_RECTS = 6000; // more spans than this on show are averaged
-const LEAST_PIXELS = 2.5; // and so are spans narrower than this on average
-const LABEL_SIZES = [12, 10.5, 9, 8]; // of the text in spans, the largest that fits
-const LABEL_CHAR = 0.62; // width of a character over its size
+const MOST_RECTS = 6000; // if more spans are visible, they are averaged
+const LEAST_PIXELS = 2.5; // the same if spans are narrower than this on average
+const LABEL_SIZES = [12, 10.5, 9, 8]; // font sizes for spans; the largest that fits is used
+const LABEL_CHAR = 0.62; // width of a character divided by the font size
 let rowSums = new Float32Array(0);
 
-// Heights within a lane, for the strips that are on show.
+// Heights within a lane, for the visible strips.
 function layOutLanes(timeline, strips, rowHeight) {
   const gap = rowHeight >= 22 ? 5 : rowHeight >= 16 ? 2 : 1;
   const wanted = rowHeight >= 24 ? 4 : rowHeight >= 16 ? 2 : 1;
@@ -30,7 +30,7 @@ function rowHeightOf(layout, key) {
   return key === COMPUTE ? layout.computeHeight : layout.stripHeight;
 }
 
-// The place of one span in the lanes' own pixels.
+// The position of one span in pixels of the lanes.
 function spanBox(timeline, layout, plot, lane, key, span) {
   const { start, end, part } = timeline.spans;
   const height = rowHeightOf(layout, key);
@@ -40,7 +40,7 @@ function spanBox(timeline, layout, plot, lane, key, span) {
   return { x, y, width: plot.x(end[span]) - x, height: half };
 }
 
-// Draw the lanes between `top` and `top + height`; returns how many rectangles and pictures that took.
+// Draw the lanes between `top` and `top + height`; return the number of rectangles and images drawn.
 function drawLanes(context, section, plot, palette, state, top, height) {
   const { timeline, layout } = section;
   const firstLane = Math.max(0, Math.floor((top - HEADING) / layout.rowHeight));
@@ -69,7 +69,7 @@ function shownRows(timeline, layout, view, firstLane, lastLane) {
   return shown;
 }
 
-// The empty lanes, up to the step's end, with the axis's grid over them.
+// The empty lanes up to the end of the step, with the grid of the axis.
 function drawGround(context, timeline, layout, plot, palette, firstLane, lastLane) {
   const left = Math.max(GUTTER, plot.x(0));
   const right = Math.min(plot.right, plot.x(timeline.stepSeconds));
@@ -110,7 +110,7 @@ function drawRects(context, timeline, layout, plot, palette, state, rows) {
   return rects + labels.length;
 }
 
-// The micro-batch inside its span; the whole action where there is room for it.
+// Write the micro-batch inside its span, or the whole action if it fits.
 function drawLabels(context, timeline, state, labels) {
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -134,7 +134,7 @@ function labelSize(text, width, height) {
   return LABEL_SIZES.find((size) => size <= height && (text.length + 0.35) * size * LABEL_CHAR <= width);
 }
 
-// Each row becomes one line of pixels: every pixel the average of what happens in its stretch of time.
+// Each row becomes one line of pixels: each pixel is the average over its interval.
 const picture = new Picture();
 
 function drawAveraged(context, timeline, layout, plot, palette, state, rows) {
@@ -154,7 +154,7 @@ function drawAveraged(context, timeline, layout, plot, palette, state, rows) {
   return rows.length;
 }
 
-// Add up colour × width for each pixel column: red, green, blue, and the share that is covered.
+// Sum colour × width for each pixel column: red, green, blue and the covered share.
 function averageRow(timeline, { from, to }, view, columns, palette, state) {
   const { start, end, kind, mb, part } = timeline.spans;
   const { numShades, bright, faint } = palette;
@@ -191,7 +191,7 @@ function packRow(sums, pixels, offset, columns) {
   }
 }
 
-// Left of each lane: its number, its bubble and its peak. Low lanes take turns to be named.
+// Left of each lane: its number, bubble and peak. If lanes are low, only some have labels.
 function drawGutter(context, timeline, layout, palette, firstLane, lastLane) {
   const every = Math.ceil(12 / layout.rowHeight);
   const isDark = palette.base.panel[0] < 128;
@@ -202,7 +202,7 @@ function drawGutter(context, timeline, layout, palette, firstLane, lastLane) {
   for (let lane = firstLane; lane < lastLane; lane++) {
     const top = rowTop(layout, lane, COMPUTE);
     const middle = top + layout.computeHeight / 2;
-    context.fillStyle = toCss(laneColour(lane, timeline.numLanes, isDark)); // as its memory curve
+    context.fillStyle = toCss(laneColour(lane, timeline.numLanes, isDark)); // the colour of its memory curve
     context.fillRect(12, top, 3, layout.computeHeight);
     if (lane % every) continue;
     gutterText(

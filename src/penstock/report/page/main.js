@@ -1,4 +1,4 @@
-// The page: reads the data, keeps what is on show, and draws it.
+// Main: read the data, keep the state of the page, and draw it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const { kinds } = data;
@@ -25,7 +25,7 @@ const others = {
   fastest,
   isCompared: timelines.length > 1,
   prediction: predictions.length === 1 && timelines.length > 1 ? predictions[0] : null,
-  isTold: timelines.some((timeline) => timeline.isMeasured && timeline.causes), // and the prediction's causes with it
+  isTold: timelines.some((timeline) => timeline.isMeasured && timeline.causes), // it also shows the predicted causes
 };
 const sections = timelines.map((timeline) => buildSection(timeline, others, kinds, data.causes, data.signs));
 document.getElementById("timelines").append(...sections.map((section) => section.node));
@@ -33,7 +33,7 @@ const used = kinds
   .map((_, kind) => kind)
   .filter((kind) => timelines.some((timeline) => timeline.spans.kind.includes(kind)));
 
-// Memory has one scale for all timelines in the same unit, so that heights compare.
+// All timelines with the same unit share one memory scale, so that heights can be compared.
 for (const section of sections) {
   const alike = timelines.filter((timeline) => timeline.memory.unit === section.timeline.memory.unit);
   section.memoryMax = Math.max(...alike.map((timeline) => timeline.memory.max));
@@ -49,14 +49,14 @@ const page = {
     view.reset();
     page.requestDraw();
   },
-  // Show one micro-batch in full colour and the others faint; null lets go.
+  // Show one micro-batch in full colour and the others faint; null shows all again.
   follow(mb) {
     state.mb = mb;
     page.requestDraw();
   },
 };
 
-const LEAST_LANES_HEIGHT = MEMORY_HEIGHT + 30; // the lanes are what the page is about: taller than the curves
+const LEAST_LANES_HEIGHT = MEMORY_HEIGHT + 30; // the lanes matter most: taller than the curves
 
 function layOut() {
   const room = window.innerHeight - document.getElementById("top").offsetHeight - MEMORY_HEIGHT - BUBBLE_HEIGHT - 130;
@@ -77,15 +77,15 @@ function draw() {
   layOut();
   drawAxis(axis, page.plotOf(axis), palette);
   document.getElementById("window").textContent =
-    view.seconds < view.extent ? `${formatSeconds(view.seconds, 4)} on show` : "";
+    view.seconds < view.extent ? `${formatSeconds(view.seconds, 4)} shown` : "";
   stats.lastDrawRects = 0;
   stats.isDense = sections.map(drawSection);
-  state.hoverAgain?.(); // what lies under the pointer may have moved
+  state.hoverAgain?.(); // something else may be under the pointer now
   stats.draws += 1;
   stats.lastDrawMs = performance.now() - began;
 }
 
-// Of tall lanes only the part on the screen is drawn, on a canvas no taller than the screen that follows the scroll.
+// Draw only the visible part of tall lanes, on a canvas that is at most as tall as the screen and follows the scroll.
 function drawSection(section) {
   const { lanes, memory, bubble, layout } = section;
   const box = lanes.box.getBoundingClientRect();
@@ -211,7 +211,7 @@ function listen() {
   });
 }
 
-// Where a moment of a lane lies on the screen; for tests and for the curious.
+// The position of a moment of a lane on the screen; for tests and debugging.
 function place(number, lane, seconds) {
   const section = sections[number];
   const box = section.lanes.box.getBoundingClientRect();
@@ -219,7 +219,7 @@ function place(number, lane, seconds) {
   return { x: box.left + new Plot(box.width, view).x(seconds), y: box.top + y, canvasY: y - section.top };
 }
 
-// The colours of a kind, by a lane's stages; for tests and for the curious.
+// The colours of a kind, by stage of a lane; for tests and debugging.
 function shades(kind) {
   return Array.from({ length: numShades }, (_, shade) => [
     ...palette.bright.rgb.slice(3 * (kind * numShades + shade), 3 * (kind * numShades + shade) + 3),

@@ -1,8 +1,8 @@
-// Colours: read from the style sheet, which has them for light and dark, and shaded by stage.
+// Palette: read the light or dark colours from the style sheet, and shade them by stage.
 
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", Arial, sans-serif';
 
-const PALEST = 0.45; // the share of the panel's colour in that of a lane's last stage
+const PALEST = 0.45; // the share of the panel colour in the colour of the last stage of a lane
 
 function readPalette(kinds, numShades) {
   const style = getComputedStyle(document.documentElement);
@@ -27,7 +27,7 @@ function readPalette(kinds, numShades) {
   return { ...css, base, numShades, bright: swatches(bright), faint: swatches(faint) };
 }
 
-// The same colours three ways: as numbers to add up, as text for a canvas, and the ink to write on them.
+// The same colours in three forms: numbers to add up, text for a canvas, and the text colour on top of them.
 function swatches(colours) {
   return { rgb: Float32Array.from(colours.flat()), css: colours.map(toCss), ink: colours.map(inkOn) };
 }
@@ -52,7 +52,7 @@ function packPixel([r, g, b], alpha = 255) {
   return ((alpha << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0;
 }
 
-// One colour a lane, along the hues from blue over violet to orange.
+// One colour per lane: hues from blue through violet to orange.
 function laneColour(lane, numLanes, isDark) {
   const hue = 212 + (lane / Math.max(1, numLanes - 1)) * 180;
   return hslToRgb(hue % 360, 0.68, isDark ? 0.66 : 0.52);

@@ -1,4 +1,4 @@
-// Building the page around the strip, and what its tooltips say.
+// Strip construction: the page around the strip, and the texts of its tooltips.
 
 function buildStripPage(strip, onStage) {
   const figures = strip.figures.map(([name, value]) =>
@@ -62,14 +62,14 @@ function buildCut(stage, columns) {
   const at = stage.first_node + stage.num_nodes;
   const values = countAlike(stage.crossing.map(valueText));
   const text = values.length
-    ? `↓ cut at ${at}: ${formatBytes(stage.crossing_bytes)} a micro-batch: ${values.slice(0, 6).join(", ")}`
+    ? `↓ cut at ${at}: ${formatBytes(stage.crossing_bytes)} per micro-batch: ${values.slice(0, 6).join(", ")}`
     : `↓ cut at ${at}: nothing crosses`;
   const more = values.length > 6 ? `, and ${values.length - 6} more` : "";
   const cell = element("td", { colSpan: columns - 2, text: text + more });
   return element("tr", { className: "cut" }, [element("td", { colSpan: 2 }), cell]);
 }
 
-// Texts that stand more than once, as "3 × text".
+// Write repeated texts as "3 × text".
 function countAlike(texts) {
   const counts = new Map();
   for (const text of texts) counts.set(text, (counts.get(text) ?? 0) + 1);
@@ -78,7 +78,7 @@ function countAlike(texts) {
 
 function valueText({ shape, num_bytes, source, targets, is_output, is_dynamic, skips }) {
   const way = [...targets, ...(is_output ? ["output"] : [])].join(", ");
-  const seen = is_dynamic ? " as seen" : "";
+  const seen = is_dynamic ? " in the example" : "";
   return `${shape}${seen} ${formatBytes(num_bytes)}${skips || targets.length > 1 ? ` (stage ${source} → ${way})` : ""}`;
 }
 
@@ -108,8 +108,8 @@ function describeNode(strip, i) {
     ["weight gradient", formatSeconds(nodes.weight_grad_seconds[i], 3)],
     ["saved", formatBytes(nodes.saved_bytes[i])],
     ["parameters", formatBytes(nodes.parameter_bytes[i])],
-    ["takes", nodes.inputs[i] || "nothing"],
-    ["makes", nodes.outputs[i] || "nothing"],
+    ["inputs", nodes.inputs[i] || "none"],
+    ["outputs", nodes.outputs[i] || "none"],
   ];
   if (nodes.source[i]) facts.push(["line", nodes.source[i]]);
   return { title: nodes.op[i], words: strip.kinds[nodes.kind[i]].words, facts };

@@ -1,6 +1,6 @@
-// The nodes as they lie side by side, the modules over them, and the searches.
+// Strip data: the positions of nodes and modules on the strip, and searches in them.
 
-const LEAST_SHARE = 0.12; // of the strip, shared evenly by all nodes, so that none is without width
+const LEAST_SHARE = 0.12; // part of the strip that all nodes share evenly, so that each node has a width
 const MOST_LEVELS = 4; // of modules under the strip
 
 function readStrip(raw) {
@@ -17,7 +17,7 @@ function readStrip(raw) {
   return { ...raw, nodes: { ...nodes, ...columns }, count: seconds.length, seconds, total, stageOf, levels };
 }
 
-// Where each node begins, and the last one's end; the whole is 1 wide.
+// The start of each node and the end of the last; the total width is 1.
 function placeNodes({ seconds, total, count }, isEven) {
   const places = new Float64Array(count + 1);
   const least = isEven || !total ? 1 : LEAST_SHARE;
@@ -26,7 +26,7 @@ function placeNodes({ seconds, total, count }, isEven) {
   return places;
 }
 
-// The modules at each depth as runs of nodes: a member of a list counts as one level with its list.
+// The modules at each depth as runs of nodes; a list and its members count as one level.
 function readLevels(modules) {
   const paths = modules.map(splitPath);
   const depth = Math.min(MOST_LEVELS, Math.max(...paths.map((path) => path.length)));
@@ -53,7 +53,7 @@ function runsAt(paths, level) {
   return runs;
 }
 
-// The first index whose place lies behind a position, less one: the node there.
+// The node at a position.
 function nodeAt(places, position) {
   let low = 0,
     high = places.length - 2;

@@ -1,4 +1,4 @@
-// Drawing the strip: arcs, what crosses the cuts, stages, nodes, modules.
+// Strip drawing: arcs, values that cross the cuts, stages, nodes and modules.
 
 const ARCS = 74; // heights, from top to bottom
 const LABELS = 38;
@@ -35,7 +35,7 @@ function stageColour(palette, stage, kind) {
   return toCss(mix(palette.stages[stage], palette.base.panel, KIND_FADE[kind]));
 }
 
-// Nodes as bars, as high as their kind; those narrower than a pixel share a column, and the highest shows.
+// Nodes as bars whose height shows their kind; of nodes that share a pixel column, the highest is drawn.
 function drawNodes(context, strip, layout, plot, palette, state, first, last) {
   const { places } = state;
   const bottom = layout.nodes + NODES;
@@ -75,7 +75,7 @@ function drawLabel(context, text, x, y, room, colour, font = `11px ${FONT}`) {
   return shown;
 }
 
-// As much of a text as there is room for; nothing where that would be a letter or two.
+// Shorten a text to the available width; return nothing if only one or two letters would remain.
 function fitText(context, text, room) {
   if (context.measureText(text).width <= room) return text;
   for (let length = Math.min(text.length - 1, Math.floor(room / 4)); length > 2; length--) {
@@ -98,7 +98,7 @@ function drawLevels(context, strip, layout, plot, palette, state) {
   });
 }
 
-// A stretch of the strip in pixels, as far as it is on show: its left end and its width.
+// The visible part of an interval of the strip in pixels: its left end and its width.
 function boxOf(plot, start, end) {
   const x = Math.max(plot.left, plot.x(start));
   return [x, Math.min(plot.right, plot.x(end)) - x];
@@ -123,7 +123,7 @@ function drawStages(context, strip, layout, plot, palette, state) {
   }
 }
 
-// Each cut as a line through all, with what crosses it beside its upper end, where there is room for that.
+// Each cut as a vertical line, with the values that cross it at its upper end if there is room.
 function drawCuts(context, strip, layout, plot, palette, state) {
   let taken = -Infinity;
   for (const stage of strip.stages.slice(0, -1)) {
@@ -150,7 +150,7 @@ function crossingText({ crossing }) {
   return crossing[0].shape + (crossing.length > 1 ? ` and ${crossing.length - 1} more` : "");
 }
 
-// Values that skip stages, as arcs over the strip; the further they go the higher.
+// Values that skip stages, as arcs above the strip; longer arcs are higher.
 function arcShape(strip, arc, layout, plot, places) {
   const middle = (node) => plot.x((places[node] + places[node + 1]) / 2);
   const far = (arc.stages[1] - arc.stages[0]) / Math.max(2, strip.stages.length - 1);
@@ -176,7 +176,7 @@ function drawArcs(context, strip, layout, plot, palette, state) {
   context.restore();
 }
 
-// The arc that passes nearest to a point; -1 where none is near.
+// The arc nearest to a point; -1 if none is near.
 function arcAt(strip, layout, plot, places, x, y) {
   let found = -1,
     nearest = 2 * NEAR;

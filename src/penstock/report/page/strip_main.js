@@ -1,4 +1,4 @@
-// The page of stages: reads the data, keeps what is on show, and draws it.
+// Strip main: read the data, keep the state of the page of stages, and draw it.
 
 const strip = readStrip(JSON.parse(document.getElementById("data").textContent));
 const view = new View(1);
@@ -42,7 +42,7 @@ function draw() {
   stats.draws += 1;
 }
 
-// Show some nodes, with a little of what lies on both sides.
+// Show some nodes and a little on both sides of them.
 function showNodes(first, last) {
   const [start, end] = [state.places[first], state.places[last]];
   const room = Math.min(1, (end - start) * 1.06);
@@ -61,7 +61,7 @@ function setEven(isEven) {
   else showNodes(first, last);
 }
 
-// What lies under a point: an arc, a cut, a stage, a node or a module.
+// What is under a point: an arc, a cut, a stage, a node or a module.
 function find(x, y) {
   const plot = page.plotOf(canvas);
   const position = plot.seconds(x);
@@ -128,7 +128,7 @@ function listen() {
   });
 }
 
-// Where a node, a cut, a stage's head, a level of modules or an arc lies on the screen; for tests and for the curious.
+// The position of a node, a cut, a stage, a level of modules or an arc on the screen; for tests and debugging.
 function place(what, number) {
   const bounds = canvas.getBoundingClientRect();
   const plot = page.plotOf(canvas);

@@ -1,4 +1,4 @@
-// The stretch of time on show, the same for all timelines, and how seconds become pixels.
+// View: the visible interval, the same for all timelines, and the conversion from seconds to pixels.
 
 const GUTTER = 184; // left of the plot: lane, bubble, peak
 const MARGIN = 18; // right of it
@@ -19,7 +19,7 @@ class View {
     this.end = this.extent;
   }
 
-  // Make the stretch `factor` times as long, with the moment `around` staying where it is.
+  // Make the interval `factor` times as long; the moment `around` stays at its position.
   zoom(factor, around) {
     const seconds = Math.min(this.extent, Math.max(this.extent / DEEPEST_ZOOM, this.seconds * factor));
     const share = (around - this.start) / this.seconds;
@@ -36,7 +36,7 @@ class View {
   }
 }
 
-// Where the plot of a panel lies: its width in pixels, and seconds to x and back.
+// The plot of a panel: its width in pixels, and the conversion between seconds and x.
 class Plot {
   constructor(width, view, left = GUTTER) {
     this.left = left;
@@ -55,7 +55,7 @@ class Plot {
   }
 }
 
-// Moments for the axis: 1, 2 or 5 times a power of ten apart, at least `room` pixels between them.
+// The ticks of the axis: 1, 2 or 5 times a power of ten apart, with at least `room` pixels between them.
 function axisTicks(plot, room) {
   const least = room / plot.scale;
   const power = 10 ** Math.floor(Math.log10(least));
@@ -66,7 +66,7 @@ function axisTicks(plot, room) {
   return { step, ticks };
 }
 
-// Pixels that are set one by one, and then drawn like an image.
+// An image whose pixels are set one by one.
 class Picture {
   constructor() {
     this.canvas = document.createElement("canvas");
@@ -89,7 +89,7 @@ class Picture {
   }
 }
 
-// Size a canvas for the screen's own pixels, clear it, and return what draws on it in CSS pixels.
+// Size a canvas for the pixels of the screen, clear it, and return its context, which uses CSS pixels.
 function prepare(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];

@@ -1,0 +1,101 @@
+"""Keep policies: what a stage may do with the values that its forward saves. A new policy is a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from penstock.errors import ScheduleError, nearest
+
+__all__ = [
+    "CHOSEN_BY_NODE", "PLANNED", "POLICIES", "Keep", "KeepPolicy", "KeepRequest", "check_keep", "listed",
+    "of_stages",
+]  # fmt: skip
+
+Keep = Literal["hold", "recompute", "except_last", "offload"]  # of a stage
+KeepRequest = Literal["hold", "recompute", "except_last", "offload", "fit"]  # of a pipeline
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """One policy.
+
+    Attributes:
+        name: how users name it.
+        meaning: what it does, for help texts.
+        price: what it costs, for advice.
+        recomputes: forwards run again before their backwards.
+        spares_last: not those of the last micro-batch, whose backwards come soon.
+        offloads: saved values go to host memory and back.
+        planned_as: the policy by which cuts are chosen: how much time and memory stages take.
+        graph_obstacle: why such stages cannot run as CUDA graphs.
+    """
+
+    name: KeepRequest
+    meaning: str
+    price: str = ""
+    recomputes: bool = False
+    spares_last: bool = False
+    offloads: bool = False
+    planned_as: Keep = "hold"
+    graph_obstacle: str = ""
+
+
+POLICIES: dict[str, KeepPolicy] = {
+    policy.name: policy
+    for policy in (
+        KeepPolicy("hold", "keep them"),
+        KeepPolicy(
+            "recompute", "run the forward again", price="every forward runs twice",
+            recomputes=True, planned_as="recompute",
+        ),
+        KeepPolicy(
+            "except_last", "run the forward again, except for the last micro-batch",
+            price="nearly every forward runs twice", recomputes=True, spares_last=True, planned_as="except_last",
+        ),
+        KeepPolicy(
+            "offload", "move them to host memory and back", price="saved values move to host memory and back",
+            offloads=True, graph_obstacle='keep="offload" moves saved values by hand',
+        ),
+        KeepPolicy(
+            "fit", "run only as much of the forward again as memory_limit requires",
+            price="recomputes only as much as necessary", planned_as="recompute",
+        ),
+    )
+}  # fmt: skip
+CHOSEN_BY_NODE = "fit"  # of a whole pipeline: parts of stages are run again, while every stage holds what it saves
+PLANNED: tuple[Keep, ...] = ("hold", *(p.planned_as for p in POLICIES.values() if p.name == p.planned_as != "hold"))
+
+
+def listed() -> str:
+    """Return all policies and what they do, for help texts.
+
+    >>> listed()[:34]
+    'hold (keep them), recompute (run t'
+    """
+    return ", ".join(f"{policy.name} ({policy.meaning})" for policy in POLICIES.values())
+
+
+def of_stages(keep: KeepRequest | Sequence[Keep]) -> Keep | Sequence[Keep]:
+    """Return the policy of the stages: they hold what they save if nodes are chosen to run again."""
+    return "hold" if keep == "fit" else keep
+
+
+def check_keep(keep: Keep | Sequence[Keep], num_stages: int) -> tuple[Keep, ...]:
+    """Return one policy per stage.
+
+    Raises:
+        ScheduleError: for unknown policies, or a wrong number of them.
+    """
+    if not isinstance(keep, (str, Sequence)):
+        raise ScheduleError(f"keep: {keep!r} is not a policy or a list of policies")
+    policies = (keep,) * num_stages if isinstance(keep, str) else tuple(keep)
+    known = get_args(Keep)
+    for policy in policies:
+        if policy not in known:
+            hint = nearest(str(policy), known)
+            raise ScheduleError(f"keep: {policy!r} is not one of {', '.join(known)}.{hint}")
+    if len(policies) != num_stages:
+        raise ScheduleError(f"keep: pass one policy, or one per stage; policies: {len(policies)}, stages: {num_stages}")
+    return policies

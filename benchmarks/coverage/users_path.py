@@ -325,7 +325,7 @@ def _tried(
             given = batch.mapped(torch.clone)
             value = pipe.step(given.kwargs or given.args, *(() if target is None else (target,)))
             size = next(x.shape[batch.dim] for x in batch.tensors() if x.dim() > batch.dim)
-            ready = pipe._reader.read(batch.kwargs or batch.args, () if target is None else (target,))
+            ready = pipe._steps.reader.read(batch.kwargs or batch.args, () if target is None else (target,))
             sizes = sizes_of(size, pipe.schedule.num_mbs)
             report["note"] = "one micro-batch" if len(sizes) == 1 else ""
             report |= {"ours": _outcome(model, value), "sizes": sizes, "shares": ready.shares}

@@ -57,7 +57,7 @@ def hand_over_seconds(pipe: penstock.Pipeline, task: Task, rounds: int = 30) -> 
     value, times = torch.zeros(task.boundary), []
     for number in range(rounds):
         begin = time.perf_counter()
-        pipe._lane_group.values.exchange((1 << 30) + number, [value], (0, 1))
+        pipe.internals.group.values.exchange((1 << 30) + number, [value], (0, 1))
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 

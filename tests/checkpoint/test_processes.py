@@ -44,12 +44,12 @@ def _damaged(folder, lane):
             training.run(step - 1, step)
             training.checkpoints.save(step, wait=True)
         path = folder / "checkpoint-000002" / f"model-0000{lane + 1}-of-00002.safetensors"
-        training.pipe._lane_group.control.gather(None)
+        training.pipe.internals.group.control.gather(None)
         if 0 in training.pipe.lanes:
             content = bytearray(path.read_bytes())
             content[-5] ^= 4
             path.write_bytes(content)
-        training.pipe._lane_group.control.gather(None)
+        training.pipe.internals.group.control.gather(None)
         with pytest.warns(RuntimeWarning, match="went back to the checkpoint of step 1"):
             restored = training.checkpoints.restore()
         return restored.step, restored.passed_over

@@ -76,7 +76,7 @@ def test_it_tells_the_line_and_stops_the_script(script):
     assert code == 0
     assert "words ['--lr', '3', '--steps']" in out
     assert "the end" not in out
-    assert "train.py:22: reads a value; 1 a step" in out
+    assert "train.py:22: reads a value; 1 per step" in out
     assert "    value = loss.item()" in out
     assert (sys.argv, sys.path) == (words, folders)
     if not torch.cuda.is_available():
@@ -148,7 +148,7 @@ def test_exit_codes_of_the_script(script):
     code, out, err = penstock("--steps", 20, script("raise KeyboardInterrupt"))
     assert code == 130
     assert "Stopped by Ctrl-C" in err
-    assert "No step" in out or "warm up" in out
+    assert "No step" in out or "warm-up" in out
 
 
 def test_a_script_that_is_no_python(script, tmp_path):

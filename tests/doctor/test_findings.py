@@ -63,7 +63,7 @@ def test_a_data_loader_is_told_above_a_tenth_of_the_steps_that_were_timed(waited
         assert [f.detail for f in report.findings] == ["10.5 % of a step"] * is_told
 
 
-@pytest.mark.parametrize(("count", "words"), [(1, "once in 15 steps"), (2, "twice in 15 steps"), (15, "1 a step")])
+@pytest.mark.parametrize(("count", "words"), [(1, "once in 15 steps"), (2, "twice in 15 steps"), (15, "1 per step")])
 def test_what_is_rarer_than_once_a_step_is_told_by_the_steps(count, words):
     """It said "0.0667 a step" of what happened once in 15 steps."""
     report = make_report(seen({(Kind.ITEM, LINE): Entry(count)}, steps=15))
@@ -103,7 +103,8 @@ def test_steps_are_launch_bound_where_idle_time_has_no_other_cause():
     assert finding.idle_ms == pytest.approx(50)
     assert finding.place == "train.py:7"
     assert finding.detail == (
-        "in a step of 100 ms, the GPU works for 50 ms, in 500 kernels of 100 µs, and waits 50 ms in the gaps between them"
+        "in a step of 100 ms, the GPU works for 50 ms, in 500 kernels of 100 µs, and waits 50 ms in the gaps between"
+        " them"
     )
     assert "; 1 per step; the GPU is idle for about 50 ms per step" in busy_report(0.1).to_text(width=200)
     # 4 steps that were looked at, with 30 ms each; 2 that were timed, with 30 ms each
@@ -129,7 +130,7 @@ def test_what_nothing_explains_is_said():
 def test_how_busy_the_gpu_is_is_told():
     report = make_report(seen(busy=Busy(0.2, 0.15, 10)))
     assert report.idle_share == pytest.approx(0.25)
-    assert "has nothing to do for 25.0 %" in report.to_text(width=300)
+    assert "the GPU is idle for 25.0 %" in report.to_text(width=300)
 
 
 def test_without_a_gpu_nothing_costs_anything():

@@ -366,7 +366,7 @@ def test_wrong_arguments_are_told(given, message):
 
 def test_a_watch_is_used_once():
     watching = without_gpu()
-    with pytest.raises(UsageError, match="has not begun"):
+    with pytest.raises(UsageError, match="has not started"):
         watching.report  # noqa: B018
     with watching:
         pass

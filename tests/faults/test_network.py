@@ -101,7 +101,7 @@ def slow_process():
     with pipe.record() as quick:
         pipe.step(x, target)
     quick = quick.timeline
-    Slowed(pipe._lane_group._links, 0.03)
+    Slowed(pipe.internals.group._links, 0.03)
     pipe.zero_grad()
     with pipe.record() as timeline:
         loss = pipe.step(x, target)
@@ -189,7 +189,7 @@ def doubling_process(width, transport):
     pipe = penstock.Pipeline(
         stages, example=x, loss=nn.functional.mse_loss, micro_batches=4, timeout=20.0, transport=transport
     )
-    links = pipe._lane_group._links
+    links = pipe.internals.group._links
     real, old = links.send, []
 
     def send(peer, kind, body, descriptors=()):
@@ -206,7 +206,7 @@ def doubling_process(width, transport):
         pipe.zero_grad()
         loss = pipe.step(x, target)
         left += list(differences(pipe, loss, expected(nn.Sequential(*stages), x, target)))
-    pipe._lane_group.control.gather("done")  # who has all it needs may be done while the other still repeats itself
+    pipe.internals.group.control.gather("done")  # who has all it needs may be done while the other still repeats itself
     pipe.close()
     return left, len(old)
 

@@ -315,7 +315,7 @@ def test_a_split_with_a_scaler_and_a_loss_of_its_own_parameters(tmp_path):
     pipe = penstock.Pipeline(
         [sequence(2), Scarce(2)], example=x, loss=loss, lanes=2, micro_batches=4, scaler=scaler, timeout=30
     )
-    pipe._chains[0].stages[1].eval()
+    pipe.internals.chains[0].stages[1].eval()
     trainer = penstock.Trainer(
         pipe, torch.optim.SGD([*pipe.parameters(), *loss.parameters()], lr=0.0), [(x, target)], steps=4,
         folder=tmp_path, view=False, callbacks=[Switch()],

@@ -186,11 +186,11 @@ def stopped_process():
     pipe, _ = make()
     pipe.timeout = 1.5
     if dist.get_rank() == 1:
-        link = pipe._lane_group._links
+        link = pipe.internals.group._links
         read = link.read
 
         def reading(seconds):  # the lane waits: its row says so; what it waits for is on its way, and is never read
-            place = pipe._lane_group._board.place(1)
+            place = pipe.internals.group._board.place(1)
             if place.at >= 0 and place.step > 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return read(seconds)

@@ -833,7 +833,7 @@ def places(model, example, monkeypatch, *, lanes=None, devices=GPUS, is_split=Fa
     with penstock.Pipeline(model, example=example, micro_batches=2, timeout=30, lanes=2, **options) as pipe:
         monkeypatch.setattr(pipe, "devices", devices)
         if lanes is not None:
-            monkeypatch.setattr(pipe._lane_group, "lanes", lanes)
+            monkeypatch.setattr(pipe.internals.group, "lanes", lanes)
         return destinations_of(pipe, is_split=is_split)
 
 

@@ -52,7 +52,7 @@ class Counting(nn.Module):
 
 
 def state(pipe, loss):
-    found = {name: value for stage in pipe._chains[0].stages for name, value in stage.named_buffers()}
+    found = {name: value for stage in pipe.internals.chains[0].stages for name, value in stage.named_buffers()}
     plain = {
         name: value.to_dense() if value.is_sparse else value.clone()
         for name, value in found.items()
@@ -96,7 +96,7 @@ def test_all_is_as_it_was():
 def test_a_buffer_is_the_same_object_afterwards():
     pipe, _, x, target = make()
     with pipe:
-        held = pipe._chains[0].stages[0].held
+        held = pipe.internals.chains[0].stages[0].held
         own = {name: held.get(name) for name in held if "sparse" not in name and "jagged" not in name}
         before = StateSnapshot(pipe)
         before.keep()

@@ -34,7 +34,7 @@ def test_nothing_arrives_before_it_is_sent(recorded, tmp_path, behind):
     spans = np.stack([seen.place, start, end], axis=1).tolist()
     stages = pipe.schedule.num_stages
     held = {f"{name}_bytes": np.zeros(stages) for name in ("saved", "pending", "input")}
-    timeline = _timeline(pipe._setup.lowered(True), spans, held, is_whole=True)
+    timeline = _timeline(pipe._steps.setup.lowered(True), spans, held, is_whole=True)
     assert not (timeline.end < timeline.start).any()
     assert timeline.start.min() == 0
     assert timeline.step_seconds >= abs(behind)

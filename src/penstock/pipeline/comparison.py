@@ -114,11 +114,11 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
             f"check: {pipe.schedule.name} updates weights within the step, so no step equals the plain one"
         )
     with undisturbed(pipe):
-        loss, found = _run(pipe, pipe._reader, batch, target)
+        loss, found = _run(pipe, pipe._steps.reader, batch, target)
         plain = _plain(pipe, batch, target)
         if plain is None:
             reference = "the whole batch as a single micro-batch of the pipeline"
-            whole_loss, wanted = _run(pipe, pipe._reader.anew(1), batch, target)
+            whole_loss, wanted = _run(pipe, pipe._steps.reader.anew(1), batch, target)
         else:
             reference = "the plain model on the whole batch"
             whole_loss, wanted = plain()
@@ -131,15 +131,11 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
 def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, ...]) -> Found:
     """Run one step in evaluation, with gradients; return the loss and the gradients by name."""
     _forget_gradients(pipe)
-    ready = pipe._read(batch, target, reader=reader)
+    ready = pipe._steps.read(batch, target, reader=reader)
     with pipe._in_mode(False):
-        step = pipe._step(ready, Mode(False, True, pipe._cast()))
-        try:
-            with pipe._weights.gathering(is_scaled=False):
-                pipe._run(step, is_recorded=False)
-        finally:
-            pipe._setup.end_step(pipe._lane_group, is_done=False)
-        loss = pipe._total(step, ready)
+        step = pipe._steps.begin(ready, Mode(False, True, pipe._cast()))
+        pipe._steps.rehearse(step, gathers=True)
+        loss = pipe._steps.total(step, ready)
     return float(loss), _gradients(pipe)
 
 
@@ -155,7 +151,7 @@ def _plain(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Callable[[
         _forget_gradients(pipe)
         args, kwargs = arguments_of(batch, "batch")
         with in_mode(model, training=False), untouched(model), Mode(False, True, pipe._cast()).cast(pipe.devices[0]):
-            loss = find_loss(model(*args, **kwargs), pipe._loss, target)
+            loss = find_loss(model(*args, **kwargs), pipe._steps.loss, target)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         return float(loss.detach()), _gradients(pipe)
 

@@ -69,7 +69,7 @@ class GraphSteps:
         parameters: Callable[[], Iterator[nn.Parameter]],
         progress: Progress | None,
     ) -> None:
-        self._setup, self._lane_group, self._parameters = setup, lane_group, parameters
+        self._setup, self._lane_group, self.parameters = setup, lane_group, parameters
         self._progress, self._wanted = progress, wanted
         self._makers: dict[int, Maker] = {}
         self._tapes: dict[object, dict[int, Tape]] = {}
@@ -87,7 +87,7 @@ class GraphSteps:
         """Return the same for lanes that are set up anew; what was captured is let go."""
         self.forget()
         return GraphSteps(
-            self._wanted, setup, self._lane_group, parameters=self._parameters, progress=self._progress
+            self._wanted, setup, self._lane_group, parameters=self.parameters, progress=self._progress
         )  # fmt: skip
 
     def _obstacle(self) -> str:
@@ -134,7 +134,7 @@ class GraphSteps:
         if tapes is None:
             run(step, is_recorded=True)
             self._count(key)  # not before: a step that failed has warmed up nothing
-            self._gradients.note(self._parameters())
+            self._gradients.note(self.parameters())
             return
         self._prepare_gradients()
         step.tapes = tapes
@@ -194,14 +194,14 @@ class GraphSteps:
         self._prepare_gradients()
         held = [run.stage.held for executor in executors for run in executor.stages.values()]
         before = [(own, name, own.get(name)) for own in held for name in own]
-        gradients = [(parameter, parameter.grad) for parameter in self._parameters()]
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters()]
         trial, is_captured, why = replace(step, tapes=captures, losses={}), False, ""
         try:
             with no_collection(), _no_word_of_streams():
                 run(trial, is_recorded=False)
             if self._look() != self._ground:
                 why = "the model puts new tensors in the place of buffers or parameters"
-            elif strays := self._gradients.strays(self._parameters()):
+            elif strays := self._gradients.strays(self.parameters()):
                 why = f"{strays} parameters have a gradient that they had not before"
             told = [why for why in self._lane_group.control.agree(trial, "captured", why) if why]
             why, is_captured = told[0] if told else "", not told
@@ -227,7 +227,7 @@ class GraphSteps:
 
     def _changed_by_hand(self) -> str:
         """Return what a replay would leave out, as far as it shows: code of the user's that runs with gradients."""
-        if any(map(_has_hooks, self._parameters())):
+        if any(map(_has_hooks, self.parameters())):
             return "a parameter has hooks, which a replay would not call"
         runs = [run for executor in self._executors() for run in executor.stages.values()]
         if any(run.restores_buffers for run in runs):

@@ -69,12 +69,12 @@ class Internals:
     @property
     def loss(self) -> LossFunction | None:
         """The user's loss."""
-        return self._pipe._loss
+        return self._pipe._steps.loss
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales losses of 16 bits."""
-        return self._pipe._scaler
+        return self._pipe._steps.scaler
 
     @property
     def stages(self) -> list[Stage]:
@@ -94,16 +94,16 @@ class Internals:
     @property
     def keep(self) -> Sequence[str]:
         """The keep policy of each stage."""
-        return self._pipe._setup.keep
+        return self._pipe._steps.setup.keep
 
     @property
     def is_compiled(self) -> bool:
         """Whether Inductor compiles the stages."""
-        return self._pipe._setup.is_compiled
+        return self._pipe._steps.setup.is_compiled
 
     def wiring(self) -> Wiring:
         """Return which values go from which stage to which, in the mode that the pipeline is in."""
-        return self._pipe._setup.wiring(self._pipe.training)
+        return self._pipe._steps.setup.wiring(self._pipe.training)
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers of the lanes that run here, by the model's own names."""
@@ -111,11 +111,11 @@ class Internals:
 
     def executors(self) -> Sequence[Executor]:
         """Return what runs a training step on the lanes here."""
-        return self._pipe._setup.executors(training=True, has_backward=True)
+        return self._pipe._steps.setup.executors(training=True, has_backward=True)
 
     def past_step(self, batch: object) -> Ran | None:
         """Return how a batch was run in one of the last training steps; None where it was not."""
-        return self._pipe._past_steps.find(batch)
+        return self._pipe._steps.past.find(batch)
 
     def run_again(self, batch: object, target: tuple[Any, ...], prepare: Callable[[Step], None]) -> None:
         """Run the training step of a batch once more, as it was run; nothing of the model or its gradients changes.
@@ -128,13 +128,11 @@ class Internals:
         pipe, ran = self._pipe, self.past_step(batch)
         has_backward = pipe.schedule.versions is None
         with undisturbed(pipe):
-            ready = pipe._read(batch, target, groups=pipe._weights.groups)
+            steps = pipe._steps
+            ready = steps.read(batch, target, adds_gradients=True)
             mode = Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
-            step = pipe._step(ready, mode)
+            step = steps.begin(ready, mode)
             if ran is not None:
                 step.seed, step.factor = ran.seed, ran.factor
             prepare(step)
-            try:
-                pipe._run(step, is_recorded=False)
-            finally:
-                pipe._setup.end_step(pipe._lane_group, is_done=False)
+            steps.rehearse(step, gathers=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.model.capture.capture import Captured, plain_module
 from penstock.model.example import BatchLayout
 from penstock.model.structure import rebuild
-from penstock.pipeline.batch_reader import BatchReader, Ready
+from penstock.pipeline.batch_reader import BatchReader
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.executor_setup import ExecutorSetup
@@ -29,7 +29,6 @@ from penstock.pipeline.gradient_mode import without_gradients
 from penstock.pipeline.graph_steps import GraphSteps, Wanted, trained
 from penstock.pipeline.internals import Internals
 from penstock.pipeline.model_interface import ModelInterface
-from penstock.pipeline.past_steps import PastSteps
 from penstock.pipeline.planned.arguments import (
     LossOver,
     check_loss_over,
@@ -43,23 +42,19 @@ from penstock.pipeline.planned.planned_model import Model, Request, module_of, p
 from penstock.pipeline.splitting.custom_split import Split
 from penstock.pipeline.splitting.packed_images import found_split
 from penstock.pipeline.step_recording import Recording
+from penstock.pipeline.step_runner import StepRunner
 from penstock.pipeline.weights import Weights
 from penstock.report.units import show_bytes
-from penstock.runtime.batch_loss import BatchLoss
 from penstock.runtime.exclusive_use import Use, one_at_a_time
 from penstock.runtime.lanes.lane_group import LaneGroup, make_lane_group
 from penstock.runtime.losses import (
     LossFunction,
-    Summing,
     Weight,
     check_loss,
-    read_loss,
-    total_loss,
-    total_metrics,
     without_backward,
 )
 from penstock.runtime.micro_batches import join_results, join_rows
-from penstock.runtime.step import Mode, Step
+from penstock.runtime.step import Mode
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, Keep, KeepRequest, check_keep, of_stages
 from penstock.schedule.schedule import Schedule
 
@@ -75,7 +70,6 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 _NOTHING = object()  # no target was given, which is not the target None
-_MAKES_SEED = 1 << 62
 
 
 class Pipeline(ModelInterface):
@@ -232,14 +226,13 @@ class Pipeline(ModelInterface):
         self._chains = [self._planned.split() for _ in self.schedule.ways]
         for chain in self._chains:
             chain.compile_stages(options)
-        self._loss = compiled(loss, options)
-        self._cast, self._scaler = partial(autocast_of, autocast, self.devices[0]), scaler
+        self._cast = partial(autocast_of, autocast, self.devices[0])
         self._weights = Weights(
             self._chains, self.schedule, self.devices, self._lane_group, make_optimizer=optimizer,
             is_scaled=scaler is not None,
         )  # fmt: skip
         self._lane_group.give_streams(self._weights.together())
-        self._setup = ExecutorSetup(
+        setup = ExecutorSetup(
             self._chains,
             self.schedule,
             check_keep(of_stages(keep), self.schedule.num_stages),
@@ -251,16 +244,16 @@ class Pipeline(ModelInterface):
             defers_batch_norm=deferred_batch_norm,
             is_compiled=options is not None,
         )
-        self._graphs = GraphSteps(
-            graphs, self._setup, self._lane_group, parameters=trained(self._weights.parameters, loss), progress=progress
-        )
         exactness.device = self.devices[self.schedule.ways[0][-1]]
-        self._reader = BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split)
-        self._loss_over: LossOver = loss_over
-        self._number, self._is_closed, self._past_steps, self._timeout = 0, False, PastSteps(), timeout
-        self._recording: Recording | None = None
-        self._has_looked_for_caches = False
-        self.watch: Watch | None = None
+        self._steps = StepRunner(
+            self._chains[0], setup, self._lane_group, self._weights,
+            GraphSteps(
+                graphs, setup, self._lane_group, parameters=trained(self._weights.parameters, loss), progress=progress
+            ),
+            BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split),
+            compiled(loss, options), scaler, loss_over == "batch",
+        )  # fmt: skip
+        self._timeout, self._has_looked_for_caches = timeout, False
         self.training = True
         self._followed = plain_module(module) if isinstance(module, nn.Module) else module[0]
         self._followed_mode = self._followed.training
@@ -295,23 +288,11 @@ class Pipeline(ModelInterface):
         self._follow_model()
         if not self.training:
             raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
-        ready = self._read(batch, _given(target), groups=self._weights.groups)
-        # scale() rather than get_scale(): the scaler makes what it needs in its first call
-        step = self._step(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
-        if self._scaler is not None:
-            factor = self._scaler.scale(torch.ones((), dtype=torch.float64, device=self.devices[0]))
-            step.factor = factor if ready.total is None else factor / ready.total.to(factor.device)
-        is_done = False
-        try:
-            with self._weights.gathering(is_scaled=self._scaler is not None):
-                self._graphs.run(step, self._run)
-            is_done = True
-        finally:
-            self._past_steps.note(batch, step)
-            self._setup.end_step(self._lane_group, is_done=is_done)
-        self._weights.agree_on_buffers()
-        loss = without_backward(self._total(step, ready))
-        return (loss, self._total_metrics(step, ready)) if metrics else loss
+        ready = self._steps.read(batch, _given(target), adds_gradients=True)
+        step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
+        self._steps.train(step, batch)
+        loss = without_backward(self._steps.total(step, ready))
+        return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
     @overload
     def evaluate(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
@@ -328,11 +309,11 @@ class Pipeline(ModelInterface):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
         with self._in_mode(False):
-            ready = self._read(batch, _given(target))
-            step = self._step(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
-            self._run(step)
-        loss = self._total(step, ready)
-        return (loss, self._total_metrics(step, ready)) if metrics else loss
+            ready = self._steps.read(batch, _given(target))
+            step = self._steps.begin(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
+            self._steps.run(step)
+        loss = self._steps.total(step, ready)
+        return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
     @one_at_a_time
     @without_gradients
@@ -348,15 +329,15 @@ class Pipeline(ModelInterface):
         self._follow_model()
         if gather not in ("all", "last"):
             raise UsageError(f"gather: {gather!r} is not one of all, last")
-        ready = self._read(batch, None)
+        ready = self._steps.read(batch, None)
         outputs: dict[int, list[Any]] = {}
-        step = self._step(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
-        self._run(step)
+        step = self._steps.begin(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
+        self._steps.run(step)
         made = self._lane_group.values.outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
         if made is None:
             return None
         results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
-        if self._reader.is_split and len(results) > 1:
+        if self._steps.reader.is_split and len(results) > 1:
             joined = join_rows(results, sizes)
         else:
             joined = join_results(results, sizes, self._chains[0].example.batch_dim)
@@ -367,81 +348,6 @@ class Pipeline(ModelInterface):
         return output
 
     __call__ = forward
-
-    def _read(
-        self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None,
-        *, reader: BatchReader | None = None,
-    ) -> Ready:  # fmt: skip
-        """Return a batch that can run; tell the other processes if this one cannot."""
-        if self._is_closed:
-            raise UsageError("the pipeline is closed; make another one")
-        try:
-            self._weights.check()
-            return (reader or self._reader).read(batch, target, groups=groups)
-        except Exception as error:
-            self._number += 1
-            self._lane_group.control.refuse(self._number, error)
-            raise
-
-    def _step(
-        self, ready: Ready, mode: Mode, *, given: tuple[Any, ...] = (), outputs: dict[int, list[Any]] | None = None
-    ) -> Step:
-        results = self._chains[0].results(mode.is_training)
-        loss, shares = self._loss, ready.shares
-
-        def finish(
-            tensors: Sequence[Any], mb: int, target: tuple[Any, ...]
-        ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-            if outputs is not None:
-                outputs[mb] = [tensor.detach() for tensor in tensors]
-                return None, {}
-            if shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
-                return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(())), {}
-            with nullcontext() if ready.total is None else Summing():
-                return read_loss(rebuild(results.template(), tensors), loss, target)
-
-        self._number += 1
-        step = Step(self._number, ready.batch, mode, finish, ready.targets, shares, watch=self.watch, given=given)
-        if ready.total is not None:
-            step.factor = 1 / ready.total
-        if self._loss_over == "batch" and outputs is None:
-            step.scales = [1.0] * len(shares)
-            step.over_batch = BatchLoss(
-                ready.samples or ready.batch.sizes, self._chains[0].example.batch_dim, ready.target_dims,
-                lambda tensors, target: read_loss(rebuild(results.template(), tensors), loss, target),
-            )  # fmt: skip
-        step.measures_memory = self._recording is not None and self._recording.measures_memory
-        if mode.is_training:
-            step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
-        return step
-
-    def _run(self, step: Step, *, is_recorded: bool = True) -> None:
-        executors = self._setup.executors(training=step.mode.is_training, has_backward=step.mode.has_backward)
-        recording = self._recording if is_recorded else None
-        spans = None
-        if recording is not None:
-            spans = recording.begin(step, self._setup.lowered(step.mode.is_training), executors)
-        try:
-            self._lane_group.run(executors, step, spans)
-        finally:
-            self._number = step.number  # processes that failed at different steps have agreed on the latest
-        if recording is not None:
-            recording.end(self._lane_group, executors)
-
-    def _total(self, step: Step, ready: Ready) -> torch.Tensor:
-        losses = self._lane_group.values.losses(step, self.schedule)
-        if step.over_batch is not None:
-            (loss,) = losses.values()
-            return loss.clone()
-        is_updated_within = self.schedule.versions is not None
-        total = total_loss(losses, ready.shares, step.batch.sizes, is_updated_within=is_updated_within)
-        return total if ready.total is None else total / ready.total.to(total.device, total.dtype)
-
-    def _total_metrics(self, step: Step, ready: Ready) -> dict[str, torch.Tensor]:
-        """Return the metrics of the batch; all lanes have told them with their losses."""
-        if step.over_batch is not None:
-            return {name: value.double() for found in step.metrics.values() for name, value in found.items()}
-        return total_metrics(step.metrics, ready.shares, is_sum=self._reader.is_sum)
 
     def _follow_model(self) -> None:
         """Take over the mode of the user's model, where model.train() or model.eval() has changed it."""
@@ -487,6 +393,15 @@ class Pipeline(ModelInterface):
         return self._lane_group.lanes
 
     @property
+    def watch(self) -> Watch | None:
+        """What sees every action: see `penstock.runtime.action_watch`."""
+        return self._steps.watch
+
+    @watch.setter
+    def watch(self, watch: Watch | None) -> None:
+        self._steps.watch = watch
+
+    @property
     def timeout(self) -> float:
         """The seconds that a lane waits for a value before it says that the other hangs."""
         return self._timeout
@@ -503,18 +418,18 @@ class Pipeline(ModelInterface):
         Args:
             memory: also count, after each action, what each lane holds; that makes the step itself slower.
         """
-        if self._recording is not None:
+        if self._steps.recording is not None:
             raise UsageError("record() is open already")
         recording = Recording(self.schedule, self._planned.held_bytes, memory=memory)
-        self._recording = recording
+        self._steps.recording = recording
         try:
             yield recording
         finally:
-            self._recording = None
+            self._steps.recording = None
 
     def num_samples(self, batch: object) -> int:
         """Return the samples of a batch, wherever `batch_dim` says they are."""
-        return self._reader.num_samples(batch)
+        return self._steps.reader.num_samples(batch)
 
     def check(self, batch: object, target: object = _NOTHING) -> Comparison:
         """Compare a batch in micro-batches with the same batch whole: the loss and every gradient.
@@ -533,7 +448,7 @@ class Pipeline(ModelInterface):
     def explain(self) -> Explanation:
         """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
         found = self._planned.explain()
-        if self._loss_over == "micro_batch":
+        if not self._steps.loss_over_batch:
             return found
         size, count = int(found.profile.batch_size), self.schedule.num_mbs
         held = sum(found.graph.values[value].bytes_at(size) for value in found.graph.outputs) * count
@@ -545,9 +460,9 @@ class Pipeline(ModelInterface):
 
     def close(self) -> None:
         """Stop the lanes; a pipeline that is left alone does so by itself."""
-        self._is_closed = True
+        self._steps.is_closed = True
         self._lane_group.close()
-        self._graphs.forget()
+        self._steps.graphs.forget()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -18,14 +18,15 @@ def split_finer(pipe: Pipeline) -> bool:
     cannot where micro-batches of the last step had one sample, where the schedule is the user's own or made for costs,
     and where it updates weights within the step, which is then another training. Under torchrun all processes call it.
     """
-    before, last = pipe.schedule, pipe._past_steps.last
+    before, last = pipe.schedule, pipe._steps.past.last
     if last is not None and max(last.sizes, default=1) == 1:
         return False
     finer = None if before.versions is not None else pipe._planned.finer()
     if finer is None or finer.plan.schedule.ways != before.ways:
         return False
     pipe._planned, pipe.schedule = finer, finer.plan.schedule
-    pipe._setup = replace(pipe._setup, schedule=pipe.schedule)
-    pipe._graphs = pipe._graphs.anew(pipe._setup)
-    pipe._reader = pipe._reader.anew(pipe.schedule.num_mbs)
+    steps = pipe._steps
+    steps.setup = replace(steps.setup, schedule=pipe.schedule)
+    steps.graphs = steps.graphs.anew(steps.setup)
+    steps.reader = steps.reader.anew(pipe.schedule.num_mbs)
     return True

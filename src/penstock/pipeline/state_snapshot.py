@@ -40,7 +40,7 @@ class StateSnapshot:
 
     def __init__(self, pipe: Pipeline) -> None:
         held: dict[int, _Holder] = {id(stage.held): stage.held for chain in pipe._chains for stage in chain.stages}
-        loss = loss_module(pipe._loss)
+        loss = loss_module(pipe._steps.loss)
         if loss is not None:
             held[id(loss)] = _OfModule(loss)
         self._held = list(held.values())
@@ -89,7 +89,7 @@ def loss_module(loss: object) -> nn.Module | None:
 @contextmanager
 def undisturbed(pipe: Pipeline) -> Iterator[None]:
     """Run something inside; gradients, buffers and random states are afterwards as they were."""
-    gradients = [(parameter, parameter.grad) for parameter in pipe._graphs._parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in pipe._steps.graphs.parameters()]
     before = StateSnapshot(pipe)
     before.keep()
     for parameter, _ in gradients:

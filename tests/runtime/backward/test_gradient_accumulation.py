@@ -116,7 +116,7 @@ def test_who_adds_together(model, options, wanted):
     with penstock.Pipeline(
         model(), example=torch.ones(4, 4), loss=nn.functional.mse_loss, lanes=2, micro_batches=2, **options
     ) as pipe:
-        executors = pipe._setup.executors(training=True, has_backward=True)
+        executors = pipe.internals.executors()
         runs = [run for executor in executors for run in executor.stages.values()]
         assert [run._adding is not None and run._is_alone for run in runs] == wanted
 
@@ -201,7 +201,7 @@ def test_a_loss_that_reaches_another_lane_s_parameters(reached):
             x, y = torch.randn(16, 16).double(), torch.randn(16, 16).double()
             pipe.step(x, y)
             # now and then a race would show in the gradients, so it is also looked at who adds
-            runs = [run for e in pipe._setup.executors(training=True, has_backward=True) for run in e.stages.values()]
+            runs = [run for e in pipe.internals.executors() for run in e.stages.values()]
             alone = [p for run in runs for p in run._adding.together(run.stage.parameters())]
             assert len(alone) == 7
             assert all(p is not model[0].weight for p in alone)

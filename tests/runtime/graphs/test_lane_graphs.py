@@ -158,7 +158,7 @@ def test_graphs_are_kept_for_the_most_frequent_shapes(monkeypatch):
             reference = copy.deepcopy(model)
             reference.zero_grad()
             assert not list(differences(pipe, pipe.step(x, target), plain(reference, x, target))), step
-            kept.append({sum(key[1]) for key in pipe._graphs._tapes})
+            kept.append({sum(key[1]) for key in pipe._steps.graphs._tapes})
     assert kept[3] == kept[7] == {10, 3}
     assert kept[8] == {7, 3}  # before its fifth step 7 has come four times, and 10 twice
     assert kept[-1] == {7, 10}  # and before its fifth 10 has come four times, and 3 twice

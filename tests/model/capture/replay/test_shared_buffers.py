@@ -42,7 +42,7 @@ def test_no_count_is_lost(keep):
 @pytest.mark.parametrize(("kind", "is_shared"), [(OneNorm, True), (Layers, False)])
 def test_lanes_take_turns_where_both_change_a_buffer(kind, is_shared):
     with pipeline_of(kind()) as pipe:
-        runs = [run for e in pipe._setup.executors(training=True, has_backward=True) for run in e.stages.values()]
+        runs = [run for e in pipe.internals.executors() for run in e.stages.values()]
         assert (runs[0]._lock is runs[1]._lock) == is_shared
 
 

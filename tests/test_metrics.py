@@ -84,7 +84,7 @@ def test_what_is_no_number_is_refused_by_name():
         ):
             metrics.add(loss=wrong)
     assert metrics.step == 0
-    with pytest.raises(penstock.errors.UsageError, match="tell: give a function"):
+    with pytest.raises(penstock.errors.UsageError, match="tell: pass a function"):
         penstock.Metrics(tell=3)
 
 

@@ -55,16 +55,16 @@ def models(batch: int, device: str) -> dict[str, tuple[nn.Module, tuple[Tensor, 
 
 def made(model: nn.Module, example: tuple[Tensor, ...], *, leaves_out: bool) -> Callable[[], object]:
     """Return a function that runs the program of the model once."""
-    rule = reading.for_fewer_rows
+    rule = reading.use_fewer_rows
     if not leaves_out:
-        reading.for_fewer_rows = lambda graph, shown: 0
+        reading.use_fewer_rows = lambda graph, shown: 0
     try:
         if example[0].is_cuda:
             graph = Graph(model, example)
             return lambda: (graph(*example), torch.cuda.synchronize())
         program = Program(model, read_example(example, model), most=1)
     finally:
-        reading.for_fewer_rows = rule
+        reading.use_fewer_rows = rule
     interpreter = program.interpreter(None)
     arguments = [*program.held(), *program.values(example), len(example[0])]
     once = interpreter.make_once(arguments)

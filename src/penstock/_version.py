@@ -1,3 +1,3 @@
-"""The version: of the wheel, of checkpoints, and what processes of one pipeline must have in common."""
+"""The version of Penstock: stored in the wheel and in checkpoints, and equal in all processes of a pipeline."""
 
 __version__ = "0.1.0.dev0"

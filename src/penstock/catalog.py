@@ -1,4 +1,4 @@
-"""Catalog: the schedules that come with Penstock, a line each. A new one is a builder and an entry here."""
+"""Catalog: the schedules of Penstock, one entry each. A new schedule needs a builder and an entry here."""
 
 from __future__ import annotations
 
@@ -26,39 +26,45 @@ _CUT_IN_HALF = "Qi et al. 2025 (Cut-in-half DualPipe)"
 
 CATALOG: tuple[Entry, ...] = (
     Entry("gpipe", gpipe, "all forwards, then all backwards", "Huang et al. 2019", 1),
-    Entry("zb_gpipe", zb_gpipe, "gpipe that sends input gradients first: for a loss over the whole batch", "", 1),
-    Entry("1f1b", build_1f1b, "one forward, one backward in turn: memory of lanes, not of micro-batches", _2BW, 1),
-    Entry("interleaved_1f1b", interleaved_1f1b, "1f1b over several stages a lane: less bubble", _MEGATRON),
-    Entry("looped_bfs", looped_bfs, "every micro-batch through a stage before the lane's next", "Lamy-Poirier 2023"),
-    Entry("zb_h1", zb_h1, "1f1b with weight gradients moved into the bubble, at its memory", _ZERO_BUBBLE, 1),
+    Entry("zb_gpipe", zb_gpipe, "gpipe that sends input gradients first; for a loss over the whole batch", "", 1),
+    Entry("1f1b", build_1f1b, "one forward, one backward in turn; memory grows with lanes, not micro-batches", _2BW, 1),
+    Entry("interleaved_1f1b", interleaved_1f1b, "1f1b with several stages per lane: smaller bubble", _MEGATRON),
+    Entry("looped_bfs", looped_bfs, "all micro-batches through one stage, then the lane's next", "Lamy-Poirier 2023"),
+    Entry("zb_h1", zb_h1, "1f1b with weight gradients moved into the bubble, in the same memory", _ZERO_BUBBLE, 1),
     Entry("zb_h2", zb_h2, "twice the warm-up of zb_h1: almost no bubble, twice the memory", _ZERO_BUBBLE, 1),
     Entry("zb_1p", zb_1p, "searched for the given costs, within the memory of 1f1b", _ZERO_BUBBLE, 1),
     Entry("zb_2p", zb_2p, "searched for the given costs, within twice the memory of 1f1b", _ZERO_BUBBLE, 1),
-    Entry("zb_v", zb_v, "two stages a lane as a V: no bubble at 1f1b's memory where F = I = W", _ZERO_BUBBLE, 2),
+    Entry("zb_v", zb_v, "two stages per lane as a V: no bubble if F = I = W, in the memory of 1f1b", _ZERO_BUBBLE, 2),
     Entry("v_half", v_half, "a V with half the memory of 1f1b", _MEMORY, 2),
     Entry("v_min", v_min, "a V with a third of the memory of 1f1b", _MEMORY, 2),
     Entry(
         "dualpipe",
         dualpipe,
-        "two ways at once, forwards and backwards overlapped; weights twice",
+        "two ways at once, forwards and backwards overlap; two copies of the weights",
         "DeepSeek-AI 2024 (DeepSeek-V3)",
         1,
         doubles_weights=True,
     ),
-    Entry("dualpipe_v", dualpipe_v, "dualpipe folded in the middle: weights once, two stages a lane", _CUT_IN_HALF, 2),
+    Entry(
+        "dualpipe_v",
+        dualpipe_v,
+        "dualpipe folded in the middle: one copy of the weights, two stages per lane",
+        _CUT_IN_HALF,
+        2,
+    ),
     Entry(
         "chimera",
         chimera,
-        "two 1f1b pipelines towards each other; weights twice",
+        "two 1f1b pipelines towards each other; two copies of the weights",
         "Li and Hoefler 2021",
         1,
         doubles_weights=True,
     ),
-    Entry("hanayo", hanayo, "1f1b in waves there and back over the lanes; weights once", "Liu et al. 2023"),
+    Entry("hanayo", hanayo, "1f1b in waves back and forth over the lanes; one copy of the weights", "Liu et al. 2023"),
     Entry(
         "pipedream",
         pipedream,
-        "asynchronous: updates after every backward, old weights stashed",
+        "asynchronous: an update after each backward, old weights are stashed",
         _PIPEDREAM,
         1,
         trains_exactly=False,

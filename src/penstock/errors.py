@@ -1,26 +1,29 @@
-"""The exceptions Penstock raises on purpose.
+"""Errors: the exceptions that Penstock raises on purpose.
 
-PenstockError                    everything below; catch this to catch them all
-├── UsageError (ValueError)      an argument or option that cannot be right
+PenstockError                    the base class: catch it to catch all of them
+├── UsageError (ValueError)      an invalid argument or option
 ├── ScheduleError (ValueError)   a schedule that cannot be built, read or run
-│   └── VerifyError              a schedule with faults; carries all of them
-├── CostError (ValueError)       costs that are not finite, not positive or not as many as stages
-├── GraphError (ValueError)      a graph or cuts that contradict themselves
-├── CaptureError                 a model that no path can take; says where, and what to do
-├── CheckpointError              a checkpoint that is damaged, incomplete or of another model; says what is wrong where
-├── PartitionError (ValueError)  no cuts fit; says what is missing where, and what would fit
+│   └── VerifyError              a schedule with faults; has a list of all of them
+├── CostError (ValueError)       costs that are not finite, not positive or not one per stage
+├── GraphError (ValueError)      an inconsistent graph, or invalid cuts
+├── CaptureError                 a model that no capture path supports; says where it failed and what to do
+├── CheckpointError              a checkpoint that is damaged, incomplete or of another model; names the file
+├── PartitionError (ValueError)  no cuts fit; says what each lane lacks and what would fit
 ├── LaneError (RuntimeError)     an action failed; names lane, stage, micro-batch, action and the line in the model
-│   ├── HangError                a lane waited too long; says for what, from whom, and what that lane was doing
+│   ├── HangError                a lane waited too long; names the value, its sender and what the sender was doing
 │   └── LostError                a process of the pipeline is gone
 ├── NonFiniteError (ArithmeticError)  a loss or gradient that is not finite; says where it began
 ├── OutputError (OSError)        a file that cannot be written
-└── SolverError                  the exact solver is missing, or gave no answer in its time
+└── SolverError                  the exact solver is missing, or found no answer within its time limit
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 __all__ = [
     "CaptureError",
@@ -42,11 +45,11 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Base of every error that Penstock raises on purpose."""
+    """Base class of all errors that Penstock raises on purpose."""
 
 
 class UsageError(PenstockError, ValueError):
-    """An argument or option that cannot be right."""
+    """An invalid argument or option."""
 
 
 class ScheduleError(PenstockError, ValueError):
@@ -54,7 +57,7 @@ class ScheduleError(PenstockError, ValueError):
 
 
 class VerifyError(ScheduleError):
-    """A schedule with faults; `faults` holds all of them, in the order of the lanes."""
+    """A schedule with faults; `faults` has all of them, in the order of the lanes."""
 
     def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
         super().__init__(message)
@@ -62,34 +65,34 @@ class VerifyError(ScheduleError):
 
 
 class CostError(PenstockError, ValueError):
-    """Costs that are not finite, not positive, or not as many as the schedule's stages."""
+    """Costs that are not finite, not positive, or not one per stage."""
 
 
 class GraphError(PenstockError, ValueError):
-    """A graph that contradicts itself, or cuts that it does not have."""
+    """An inconsistent graph, or cuts that the graph does not allow."""
 
 
 class CaptureError(PenstockError):
-    """A model that no path can take; the message names the line in the model and what to do."""
+    """A model that no capture path supports; the message names the line in the model and what to do."""
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint that is damaged, incomplete or of another model; the message names the file and what is wrong."""
+    """A checkpoint that is damaged, incomplete or of another model; the message names the file and the fault."""
 
 
 class PartitionError(PenstockError, ValueError):
-    """No cuts fit the memory, or the user's constraints; the message says what is missing and what would fit."""
+    """No cuts fit the memory or the requested constraints; the message says what is missing and what would fit."""
 
 
 class LaneError(PenstockError, RuntimeError):
     """An action of a lane failed; the message names lane, stage, micro-batch, action and the line in the model."""
 
-    was_told = False  # it came from another process, which has told all others
-    was_refused = False  # another process did not begin the step
+    was_told = False  # another process reported it, and has reported it to all others
+    was_refused = False  # another process did not start the step
 
 
 class HangError(LaneError):
-    """A lane waited longer than it may; the message says for what, from whom, and what that lane was doing."""
+    """A lane waited too long; the message names the value, its sender and what the sender was doing."""
 
 
 class LostError(LaneError):
@@ -97,25 +100,25 @@ class LostError(LaneError):
 
 
 class NonFiniteError(PenstockError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the message says where that began, and what the weights are now."""
+    """A loss or gradient is NaN or infinite; the message says where this began and what state the weights are in."""
 
 
 class OutputError(PenstockError, OSError):
-    """A file that cannot be written; nothing is left half written."""
+    """A file that cannot be written; no partial file is left."""
 
 
 class SolverError(PenstockError):
-    """The exact solver is not installed, or found nothing in the time it was given."""
+    """The exact solver is not installed, or found nothing within its time limit."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return the hint " Did you mean 'x'?" for a misspelt word, or an empty string."""
+    """Return the hint " Did you mean 'x'?" for a misspelled word, or an empty string."""
     close = get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def in_short(text: str, most: int) -> str:
-    """Return a text of any length as one that can be shown: its beginning and its end.
+    """Shorten a long text to its beginning and its end.
 
     >>> in_short("a" * 10 + "b" * 10, 4)
     'aa [... 16 characters left out ...] bb'
@@ -125,5 +128,19 @@ def in_short(text: str, most: int) -> str:
 
 
 def error_in_short(error: BaseException, most: int = 1_000) -> str:
-    """Return an error's type and message; a message may hold a whole tensor, so a long one is cut."""
+    """Return the type and message of an error; a long message, which may contain a whole tensor, is shortened."""
     return f"{type(error).__name__}: {in_short(str(error), most)}"
+
+
+_OUR_FOLDER = str(Path(__file__).parent)
+_OF_TORCH = "/site-packages/torch/"  # its decorators stand between our frames and the user's
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line of the user's code that called Penstock."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_OUR_FOLDER) or _OF_TORCH in frame.f_code.co_filename
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

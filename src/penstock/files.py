@@ -1,4 +1,4 @@
-"""Files: write a file so that it is there whole or not at all."""
+"""Files: write a file atomically."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.errors import OutputError
 
 __all__ = ["check_writable", "write_whole"]
 
-_NEW_FILE = 0o666  # less the user's umask, as for any new file
+_NEW_FILE = 0o666  # minus the umask, as for any new file
 
 
 def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
-    """Write a file beside its place, then move it there; a link is followed, a pipe or device is written to.
+    """Write a temporary file and rename it to the target; follow links, and write directly to pipes and devices.
 
     Raises:
-        OutputError: when it cannot be written; nothing is left behind.
+        OutputError: if the file cannot be written; nothing is left behind.
     """
     part: Path | None = None
     try:
@@ -31,7 +31,7 @@ def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
         target = _target(path)
         beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-        # what replaces a private file is never readable by others, not even for a moment
+        # a file that replaces a private file is never readable by others, not even for a moment
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(os.open(beside, flags, _NEW_FILE if mode is None else 0o600), "wb") as file:
             part = beside
@@ -46,10 +46,10 @@ def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
 
 
 def check_writable(path: str | PathLike[str]) -> None:
-    """Say beforehand that a file cannot be written, where that can be seen.
+    """Check in advance whether a file can be written.
 
     Raises:
-        OutputError: when its folder is not there or may not be written to, or a folder is in its place.
+        OutputError: if its folder does not exist or is not writable, or if the path is a folder.
     """
     try:
         where = Path(path) if _is_stream(path) else _target(path).parent
@@ -62,7 +62,7 @@ def check_writable(path: str | PathLike[str]) -> None:
 
 
 def _is_stream(path: str | PathLike[str]) -> bool:
-    """Is there a pipe or a device under this name? Its real path may lead nowhere, as that of /dev/stdout."""
+    """Return whether the path is a pipe or a device, whose real path need not exist (such as /dev/stdout)."""
     try:
         mode = Path(path).stat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Metrics: running means that stay on the device, and are read every so many steps without a wait."""
+"""Metrics: means over several steps that stay on the device and are read without waiting."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Tell = Callable[[int, dict[str, float]], None]
 class Metrics:
     """Means of numbers over windows of steps.
 
-    `add` adds on the device that a number is on. At the end of a window the means set off for the host by themselves;
-    when they are there, at some later `add`, they are told. The host never waits, so the numbers come a few steps late.
+    `add` sums on the device of each number. At the end of a window, the means are copied to the host asynchronously.
+    A later `add` calls `tell` when they have arrived. The host never waits, so the means come a few steps late.
 
     >>> import torch
     >>> metrics = Metrics(every=2, tell=lambda step, means: print(step, means))
@@ -32,31 +32,31 @@ class Metrics:
     3 {'loss': 5.0}
 
     Args:
-        every: steps of a window.
-        tell: is called with the number of the window's last step and its means.
+        every: number of steps per window.
+        tell: called with the number of the last step of the window and the means.
 
     Attributes:
-        latest: the means that were told last.
-        step: how many steps were added.
+        latest: the last means that have arrived.
+        step: number of steps added.
     """
 
     def __init__(self, every: int = 50, tell: Tell | None = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(f"every: {every!r} must be a number of steps, at least 1")
         if tell is not None and not callable(tell):
-            raise UsageError(f"tell: give a function of a step and its means; given: {type(tell).__name__}")
+            raise UsageError(f"tell: pass a function of a step and its means; given: {type(tell).__name__}")
         self.every, self._tell = every, tell
         self.latest: dict[str, float] = {}
         self.step = 0
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
-        self._on_way: deque[tuple[int, dict[str, _Reading]]] = deque()
+        self._pending: deque[tuple[int, dict[str, _Reading]]] = deque()
 
     def add(self, **numbers: torch.Tensor | float) -> None:
-        """Add one step's numbers: tensors of one element, on whatever device, or plain numbers."""
+        """Add the numbers of one step: tensors of one element on any device, or plain numbers."""
         import torch
 
-        for name, number in numbers.items():  # all of them before any is added
+        for name, number in numbers.items():  # check all of them before adding any
             if isinstance(number, torch.Tensor) and number.numel() != 1:
                 raise UsageError(
                     f"{name}: a metric is one number a step; given: a tensor of shape {tuple(number.shape)}"
@@ -64,7 +64,7 @@ class Metrics:
             if not isinstance(number, (torch.Tensor, Real)):
                 raise UsageError(f"{name}: a metric is one number a step; given: {type(number).__name__}")
         for name, number in numbers.items():
-            # never the caller's own tensor, and never a narrow type, in which a sum would overflow
+            # copy, since the caller may change the tensor, and use float64, since sums of narrow types overflow
             is_tensor = isinstance(number, torch.Tensor)
             value: Any = number.detach().reshape(()).double() if is_tensor else float(number)  # type: ignore[union-attr]
             before = self._sums.get(name)
@@ -76,33 +76,33 @@ class Metrics:
         self.poll()
 
     def _send(self) -> None:
-        """Let the means of a window set off for the host."""
+        """Start copying the means of a window to the host."""
         if self._sums:
             means = {name: total / self._counts[name] for name, total in self._sums.items()}
-            self._on_way.append((self.step, {name: _Reading(mean) for name, mean in means.items()}))
+            self._pending.append((self.step, {name: _Reading(mean) for name, mean in means.items()}))
         self._sums, self._counts = {}, {}
 
     def poll(self) -> None:
-        """Tell what has arrived, without a wait."""
-        while self._on_way and all(reading.has_arrived() for reading in self._on_way[0][1].values()):
-            self._tell_first()
+        """Report the means that have arrived, without waiting."""
+        while self._pending and all(reading.has_arrived() for reading in self._pending[0][1].values()):
+            self._report_first()
 
     def flush(self) -> Mapping[str, float]:
-        """End the window, wait for all that is under way and tell it; return the last means."""
+        """End the window, wait for all pending means and report them; return the last means."""
         self._send()
-        while self._on_way:
-            self._tell_first()
+        while self._pending:
+            self._report_first()
         return self.latest
 
-    def _tell_first(self) -> None:
-        step, readings = self._on_way.popleft()
+    def _report_first(self) -> None:
+        step, readings = self._pending.popleft()
         self.latest = {name: reading.value() for name, reading in readings.items()}
         if self._tell is not None:
             self._tell(step, self.latest)
 
 
 class _Reading:
-    """A number on its way to the host."""
+    """A number that is being copied to the host."""
 
     def __init__(self, number: Any) -> None:  # noqa: ANN401 - a tensor, or a plain number
         import torch

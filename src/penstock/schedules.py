@@ -1,4 +1,4 @@
-"""penstock.schedules: build, verify, lower, load and register schedules. All pure data; no device needed."""
+"""penstock.schedules: build, verify, lower, load and register schedules, as pure data; no device needed."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def build(
     """Build a schedule by name.
 
     Args:
-        name: one of `names()`; case and dashes do not matter, and torch's names are understood.
-        lanes: how many lanes.
-        micro_batches: how many micro-batches a step has.
-        stages_per_lane: for schedules that leave it open.
-        costs: what stages take; schedules that are made by search are made for these, others need none.
-        memory_limit: bytes that each lane's saved and pending values may take: `auto` stays within it,
-            any other schedule is refused if it does not. Needs `saved_bytes` in the costs.
-        options: what a schedule takes beside these; see `describe(name)`.
+        name: one of `names()`; case and dashes do not matter. The names of torch also work.
+        lanes: number of lanes.
+        micro_batches: number of micro-batches per step.
+        stages_per_lane: number of stages per lane, for schedules that leave it open.
+        costs: costs of stages, for schedules that are made by search; others do not need them.
+        memory_limit: limit in bytes for the saved and pending values of each lane. `auto` respects it; any other
+            schedule is refused if it exceeds the limit. Needs `saved_bytes` in the costs.
+        options: further options of a schedule; see `describe(name)`.
 
     Raises:
-        ScheduleError: for an unknown name, counts that do not fit, or a limit that is passed.
+        ScheduleError: if the name is unknown, a number is invalid, or the limit is exceeded.
 
     >>> print(build("1f1b", lanes=2, micro_batches=3))
     0F0 0F1 0B0 0F2 0B1 0B2
@@ -82,7 +82,7 @@ def build(
     """
     entry = _REGISTRY.entry(name)
     if costs is not None and not isinstance(costs, Costs):
-        raise CostError(f"costs: give a penstock.Costs; given: {type(costs).__name__}")
+        raise CostError(f"costs: pass a penstock.Costs; given: {type(costs).__name__}")
     if memory_limit is not None and (costs is None or costs.saved_bytes is None):
         raise CostError(_NEEDS_BYTES)
     given = {"stages_per_lane": stages_per_lane, **options}
@@ -92,7 +92,7 @@ def build(
         given["memory_limit"] = memory_limit
     schedule = _REGISTRY.build(name, lanes=lanes, micro_batches=micro_batches, options=given)
     if costs is not None:
-        costs.for_stages(schedule.num_stages)  # says if they are not as many
+        costs.for_stages(schedule.num_stages)  # raises if there is not one per stage
     if memory_limit is not None and "memory_limit" not in entry.options:
         verify(schedule, costs=costs, memory_limit=memory_limit)
     return schedule
@@ -108,7 +108,7 @@ def names() -> tuple[str, ...]:
 
 
 def describe(name: str) -> Entry:
-    """Return what a schedule is: its summary, its paper, and the options it takes.
+    """Return the description of a schedule: its summary, its paper and its options.
 
     >>> describe("gpipe").paper
     'Huang et al. 2019'
@@ -121,7 +121,7 @@ def register(name: str, builder: Builder, *, summary: str = "", paper: str = "")
 
     >>> def one_by_one(*, lanes: int, micro_batches: int) -> Schedule:
     ...     return Schedule.of([[f"{s}{k}{m}" for m in range(micro_batches) for k in "FB"] for s in range(lanes)])
-    >>> register("one_by_one", one_by_one, summary="a micro-batch at a time")
+    >>> register("one_by_one", one_by_one, summary="one micro-batch at a time")
     >>> verify(build("one-by-one", lanes=3, micro_batches=2))
     """
     _REGISTRY.register(Entry(name, builder, summary or (builder.__doc__ or "").strip().split("\n")[0], paper))
@@ -135,18 +135,18 @@ def verify(
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> None:
-    """Return if a schedule can run, else raise with all its faults and the lanes around the first.
+    """Return if a schedule can run; otherwise raise an error with all faults and the lanes around the first one.
 
     Args:
-        schedule: a schedule, or a lowered one.
-        costs: what stages hold, for the memory limit; without it a stage micro-batch counts as 1.
-        memory_limit: how much each lane may hold, a number or one a lane.
-        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking"; by default as
-            the schedule was lowered, else "tagged".
-        skips: (from stage, to stage) for values that jump over stages.
+        schedule: a schedule or a lowered schedule.
+        costs: costs with bytes, for the memory limit; without costs, a stage micro-batch counts as 1.
+        memory_limit: limit of each lane: one number, or one per lane.
+        channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking". The default is the
+            choice made when lowering, or "tagged".
+        skips: (from stage, to stage) for values that skip stages.
 
     Raises:
-        VerifyError: with `faults`.
+        VerifyError: its attribute `faults` has all faults.
     """
     memory = _memory(schedule, costs, memory_limit)
     _verify(schedule, memory=memory, channels=channels, skips=skips)
@@ -160,7 +160,7 @@ def find_faults(
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> list[Fault]:
-    """Return everything that is wrong with a schedule, as a list; arguments as in `verify`.
+    """Return all faults of a schedule as a list; the arguments are those of `verify`.
 
     >>> [str(fault) for fault in find_faults(Schedule.of(["0F0 0F0 0B0"]))]
     ['repeated: lane 0, action 1: 0F0 is repeated; the first is on lane 0, action 0']
@@ -179,7 +179,7 @@ def _memory(schedule: Schedule | Lowered, costs: Costs | None, memory_limit: Lim
     return MemoryLimit(held.saved_bytes, held.pending_bytes, limits, held.input_bytes)
 
 
-_NEEDS_BYTES = "memory_limit is in bytes, so costs must say what stages hold: give Costs(saved_bytes=...)"
+_NEEDS_BYTES = "memory_limit is in bytes, so costs need bytes too: pass Costs(saved_bytes=...)"
 
 
 def prove(
@@ -191,14 +191,14 @@ def prove(
     stages_per_lane: int | None = None,
     time_limit_seconds: float = 60.0,
 ) -> Proof:
-    """Solve a small case exactly, and say how far from the optimum the search of `auto` is.
+    """Solve a small case exactly, to find out how close to the optimum the search of `auto` is.
 
-    The solver starts from what `auto` finds with each stage on one lane (`two_ways=False`), and keeps that
-    placement. The proof holds the better schedule of the two and a bound that no schedule of this placement
-    passes. Needs OR-Tools, the extra `exact`.
+    The solver starts from the schedule that `auto` finds with each stage on one lane (`two_ways=False`), and keeps
+    its placement of stages. The proof has the better of the two schedules, and a lower bound for all schedules with
+    this placement. Needs OR-Tools, the extra `exact`.
 
     Raises:
-        SolverError: when OR-Tools is missing, or the case is too big.
+        SolverError: if OR-Tools is missing or the case is too large.
     """
     check_size(3 * lanes * micro_batches * (stages_per_lane or _stages_in(costs, lanes)))
     found = build(
@@ -215,7 +215,7 @@ def prove(
     problem = Problem("exact", found.lane_of, micro_batches, sized(costs, found.num_stages), limits, splits)
     timeline = simulate(found, costs)
     hint: Draft | None = Draft(found, timeline.step_seconds, max(timeline.lane_seconds))
-    if found.overlaps or {Kind.B, Kind.I} <= found.kinds:  # such pairs are not what the solver knows
+    if found.overlaps or {Kind.B, Kind.I} <= found.kinds:  # the solver does not support these
         hint = search(problem, objective="step")
     return solve_exactly(problem, hint=hint, time_limit_seconds=time_limit_seconds)
 
@@ -229,9 +229,9 @@ def _auto(
     stages_per_lane: int | None = None,
     two_ways: bool = True,
 ) -> Schedule:
-    """Make a schedule for costs and memory, see `synthesize`; here the named schedules come in.
+    """Make a schedule for costs and memory from the named schedules and a search, see `synthesize`.
 
-    `two_ways=False` leaves out those that keep each stage's weights on two lanes.
+    `two_ways=False` leaves out schedules that keep the weights of each stage on two lanes.
     """
     per_lane = stages_per_lane or _stages_in(costs, lanes)
     named = [
@@ -250,14 +250,14 @@ def _auto(
 
 
 def _stages_in(costs: Costs | None, lanes: int) -> int:
-    """Read off the costs how many stages a lane has."""
+    """Return the number of stages per lane that the costs imply."""
     counts = [len(value) for value in vars(costs).values() if isinstance(value, tuple)] if costs else []
     if counts and counts[0] % lanes:
-        raise ScheduleError(f"costs are given for {counts[0]} stages, which {lanes} lanes cannot share evenly")
+        raise ScheduleError(f"costs have {counts[0]} stages, which cannot be divided evenly by {lanes} lanes")
     return counts[0] // lanes if counts else 1
 
 
-# The names of torch.distributed.pipelining, for those who come from there.
+# The names of torch.distributed.pipelining.
 _ALIASES = {
     "interleaved1f1b": "interleaved_1f1b",
     "loopedbfs": "looped_bfs",

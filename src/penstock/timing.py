@@ -1,4 +1,4 @@
-"""Timing: how long a call takes on a GPU, measured so that the figure means what it says."""
+"""Timing: measure reliably how long a call takes on a GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["Measurement", "measure"]
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-_SHORT_SECONDS = 50e-6  # two events alone are some microseconds apart: what is shorter is timed in bursts
-_DOUBTFUL_SECONDS = 1e-3  # a call that seems to take less may be short, and the host have been busy with others
-_MOST_CALLS = 64  # in a burst: a queue holds about a thousand kernels
-_MOST_AHEAD_SECONDS = 0.1  # what takes the host longer has more kernels than the queue holds, so it cannot run ahead
+_SHORT_SECONDS = 50e-6  # shorter calls are timed in bursts, since two events alone are some microseconds apart
+_DOUBTFUL_SECONDS = 1e-3  # a measured time below this may be the time of a slow host instead of that of the call
+_MOST_CALLS = 64  # per burst: a queue holds about a thousand kernels
+_MOST_AHEAD_SECONDS = (
+    0.1  # if launching takes longer, the kernels do not fit in the queue and the host cannot run ahead
+)
 _FLUSH_BYTES = 256 * 2**20  # more than the caches of any GPU
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long each of some runs took, in seconds.
+    """The times of several runs, in seconds.
 
     >>> found = Measurement((0.00131, 0.0012, 0.00123))
     >>> found.median, found.low, found.high
@@ -40,12 +42,12 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """The time that half of the runs stay below."""
+        """The median time."""
         return statistics.median(self.times)
 
     @property
     def low(self) -> float:
-        """The time of the quickest run."""
+        """The time of the fastest run."""
         return min(self.times)
 
     @property
@@ -73,25 +75,26 @@ def measure(
 ) -> Measurement:
     """Return how long `fn(*args, **kwargs)` takes.
 
-    On a GPU the clock is the GPU's own: from when it comes to the work of a call to when that is done. It is given
-    something to do before, so that the host runs ahead and its launches are not in the figure. With `host` the clock
-    is the host's, from the call to when the GPU is idle again. On a CPU both are the same.
+    On a GPU, the clock of the GPU measures from the start of the work of a call to its end. The GPU first gets other
+    work, so that the host runs ahead and the launches are not part of the time. With `host`, the clock of the host
+    measures from the call until the GPU is idle again. On a CPU, both are the same.
 
-    Calls of a GPU that are shorter than 50 µs are timed in bursts, and each time is the mean of one.
+    GPU calls shorter than 50 µs are timed in bursts, and each time is the mean of one burst.
 
     Args:
-        fn: what to time. It may run more often than `warm` and `repeats` say. Only work on the current stream is seen.
-        args: what it takes. A keyword of the same name as one below goes through a lambda.
-        repeats: runs that are timed.
-        warm: runs before them, which are not: the first ones load kernels, choose algorithms and find memory.
-        device: where the work is; by default where the tensors among the arguments are, and without any the current
-            GPU, or the CPU where there is none.
-        flush_cache: empty the device's caches before each run, as other work would.
-        host: time what the host does as well.
-        kwargs: what it takes.
+        fn: the function to time. It may run more often than `warm` and `repeats` say. Only work on the current stream
+            is measured.
+        args: its positional arguments.
+        repeats: number of timed runs.
+        warm: number of untimed runs before them, which load kernels, choose algorithms and allocate memory.
+        device: the device of the work; by default that of the tensors among the arguments, and without tensors the
+            current GPU or, without a GPU, the CPU.
+        flush_cache: whether to empty the caches of the device before each run, as other work would do.
+        host: whether to include the work of the host.
+        kwargs: its keyword arguments. To pass one that `measure` itself takes, wrap `fn` in a lambda.
 
     Raises:
-        UsageError: an argument that cannot be right, or a function that gives the GPU nothing to do.
+        UsageError: if an argument is invalid, or if the function gives the GPU no work.
 
     >>> import torch
     >>> found = measure(torch.add, torch.zeros(8), 1.0, repeats=5)
@@ -120,24 +123,24 @@ def measure(
         times.append(clock.time(call, count, ahead_seconds=ahead).device)
     if where.type == "cuda" and not host and not flush_cache and not statistics.median_low(times):
         raise UsageError(
-            f"{where}: it was given nothing to do on its current stream; for work of the CPU give device='cpu', and"
-            " for what the host does as well host=True"
+            f"{where}: the function gave it no work on its current stream; for work on the CPU pass device='cpu', and"
+            " to include the work of the host pass host=True"
         )
     return Measurement(tuple(times))
 
 
 def _burst(clock: Clock, call: Call, device: torch.device, *, one_at_a_time: bool) -> tuple[int, float]:
-    """Return how many calls to time at once, and how long the host needs to ask for them: the device waits so long."""
+    """Return the number of calls per burst, and how long the device must wait so that the host can launch them."""
     if device.type != "cuda":
         return 1, 0.0
     looks = [clock.time(call, 1)]
-    if _SHORT_SECONDS <= looks[0].device < _DOUBTFUL_SECONDS:  # or the device waited for a host that was slow to ask
+    if _SHORT_SECONDS <= looks[0].device < _DOUBTFUL_SECONDS:  # the device may have waited for a slow host
         looks.append(clock.time(call, 1, ahead_seconds=min(2 * looks[0].host, _MOST_AHEAD_SECONDS)))
     host = min(look.host for look in looks)
     count = 1
     if not one_at_a_time and min(look.device for look in looks) < _SHORT_SECONDS:
         count = _MOST_CALLS
-    ahead = 2 * host * count  # twice: what it takes differs from run to run
+    ahead = 2 * host * count  # twice, since the time varies between runs
     if ahead > _MOST_AHEAD_SECONDS:
         count, ahead = 1, 2 * host
     return count, ahead if ahead <= _MOST_AHEAD_SECONDS else 0.0
@@ -157,17 +160,17 @@ def _check(fn: object, **counts: int) -> None:
 
 
 def _device(given: torch.device | str | None, values: Iterable[object]) -> torch.device:
-    """Return where the work is, with its number."""
+    """Return the device of the work, with its index."""
     import torch
 
     from penstock.devices import cuda
 
     if given is None:
         found = {value.device for value in values if isinstance(value, torch.Tensor)}
-        gpus = {device for device in found if device.type != "cpu"}  # a number on the CPU goes along with them
+        gpus = {device for device in found if device.type != "cpu"}  # scalars on the CPU are allowed
         if len(gpus) > 1:
             names = ", ".join(sorted(map(str, gpus)))
-            raise UsageError(f"device: the arguments are on {names}; say which of them is to be timed")
+            raise UsageError(f"device: the arguments are on {names}; pass the one to time")
         default = "cuda" if not found and cuda.has_gpu() else "cpu"
         return _device(next(iter(gpus), torch.device(default)), ())
     try:

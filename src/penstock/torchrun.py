@@ -1,4 +1,4 @@
-"""What torchrun says of this process."""
+"""torchrun: the environment variables that it sets for each process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 
 
 def environment_faults() -> Iterator[str]:
-    """Yield what is wrong with the variables that torchrun sets: each must be a whole number, where it is set."""
+    """Yield the faults of the variables that torchrun sets: each must be a whole number or unset."""
     for name in _NUMBERS:
         given = os.environ.get(name, "0")
         if not (given.isdecimal() and given.isascii() and len(given) < 10):
-            yield f"{name}: this environment variable must be a whole number, or not be set; given: {given!r:.80}"
+            yield f"{name}: this environment variable must be a whole number or unset; given: {given!r:.80}"
 
 
 def attempt() -> int:
-    """Return how often torchrun has started the processes again; 0 for those that are the first.
-
-    Raises:
-        UsageError: when the environment holds something else.
-    """
+    """Return how often torchrun has restarted the processes; raise a UsageError if the variable is not a number."""
     given = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     try:
         return int(given)

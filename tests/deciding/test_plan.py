@@ -121,10 +121,10 @@ def test_cuts_that_were_edited_are_run_and_told():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lanes": 3}, "lanes: 3, and the plan has 2"),
-        ({"schedule": "gpipe", "micro_batches": 8}, "schedule: 'gpipe', and the plan has '1f1b'; micro_batches: 8"),
+        ({"lanes": 3}, r"lanes: 3 \(the plan has 2"),
+        ({"schedule": "gpipe", "micro_batches": 8}, r"schedule: 'gpipe' \(the plan has '1f1b'\); micro_batches: 8"),
         ({"cuts": [3]}, "cuts"),
-        ({"keep": "recompute"}, "keep: 'recompute', and the plan has 'hold'"),
+        ({"keep": "recompute"}, r"keep: 'recompute' \(the plan has 'hold'"),
         ({"analytic": "h100"}, "analytic: 'h100'"),
         ({"capture_path": "export"}, "capture_path"),
     ],

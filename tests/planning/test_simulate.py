@@ -295,7 +295,7 @@ def test_arguments_without_effect_are_refused():
             simulate(wrong)
     with pytest.raises(UsageError, match=r"pass a penstock\.Costs"):
         simulate(lowered, {"forward": 1})
-    with pytest.raises(UsageError, match=r"give a penstock\.Cluster"):
+    with pytest.raises(UsageError, match=r"pass a penstock\.Cluster"):
         simulate(lowered, cluster="fast")
 
 

@@ -317,7 +317,7 @@ def test_measured_and_predicted_are_told_apart_on_one_scale(
     ratio = measured.step_seconds / predicted.step_seconds
     bubbles = f"{100 * measured.bubble:.1f} %, predicted {100 * predicted.bubble:.1f} %"
     assert page.locator(".ratio").all_inner_texts() == [
-        f"{ratio:.2f} × the predicted step time, bubble {bubbles}",
+        f"{ratio:.2f} × the predicted step time; bubble {bubbles}",
         "the prediction",
     ]
     assert view(page) == pytest.approx((0, measured.step_seconds))

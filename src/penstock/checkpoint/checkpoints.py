@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -21,7 +20,7 @@ from penstock.checkpoint.optimizer_states import lost_members
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.save_job import Job, Saving
 from penstock.checkpoint.state_as_json import from_plain
-from penstock.errors import CheckpointError, HangError, LostError, UsageError
+from penstock.errors import CheckpointError, HangError, LostError, UsageError, warn_user
 from penstock.pipeline.pipeline import Pipeline
 
 __all__ = ["Checkpoints"]
@@ -317,7 +316,7 @@ class Checkpoints:
         self._warn(text)
 
     def _warn(self, text: str) -> None:
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warn_user(text, RuntimeWarning)
 
     # ---- restoring
 

@@ -1,4 +1,4 @@
-"""penstock checkpoint: look at checkpoints, check them, and move weights between them and what others read."""
+"""penstock checkpoint: inspect and verify checkpoints, and convert weights to and from other formats."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import typer
 
 __all__ = ["checkpoint"]
 
-_BAD = 65  # a bad checkpoint: trying again does not help
+_BAD = 65  # exit code for a bad checkpoint: a retry does not help
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Look at checkpoints, verify them, and move weights to and from other forms.",
+    help="Inspect and verify checkpoints, and convert weights to and from other formats.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
 Where = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a folder of them: then the newest is meant.", metavar="PATH")
+    Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: then its newest one.", metavar="PATH")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
-Every = Annotated[bool, typer.Option("--all", help="All checkpoints of a folder, the newest last.")]
-Step = Annotated[int | None, typer.Option(help="The checkpoint of this step, of a folder of them.", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Every = Annotated[bool, typer.Option("--all", help="All checkpoints of the folder, newest last.")]
+Step = Annotated[int | None, typer.Option(help="The checkpoint of this step, if PATH is a folder.", min=0)]
 
 
 class Form(StrEnum):
-    """What others read."""
+    """The formats of other tools."""
 
     SAFETENSORS = "safetensors"
     HUGGINGFACE = "huggingface"
@@ -44,7 +44,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds: its step, plan, tensors and bytes, and what wrote it.
+    """Show the contents of a checkpoint: step, plan, tensors, bytes and the versions that wrote it.
 
     [bold]Examples[/bold]
 
@@ -56,17 +56,17 @@ def inspect(
     """
     from penstock.checkpoint.inspection import choose, describe
 
-    told = [describe(folder) for folder in choose(path, step=step, is_all=every)]
+    found = [describe(folder) for folder in choose(path, step=step, is_all=every)]
     if as_json:
-        typer.echo(json.dumps(told if every else told[0], indent=2))
+        typer.echo(json.dumps(found if every else found[0], indent=2))
         return
-    for number, one in enumerate(told):
+    for number, one in enumerate(found):
         typer.echo(("\n" if number else "") + "\n".join(_lines(one, tensors=tensors)))
 
 
 @checkpoint.command()
 def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint; print OK, or what is wrong where (exit code 65).
+    """Read all bytes of a checkpoint; print OK, or the faults and their files (exit code 65).
 
     [bold]Examples[/bold]
 
@@ -78,14 +78,14 @@ def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson
     from penstock.checkpoint.inspection import verify as faults_in
     from penstock.report.units import printable
 
-    told = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
+    found = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
     if as_json:
-        typer.echo(json.dumps(told if every else told[0], indent=2))
-    for one in told if not as_json else ():
+        typer.echo(json.dumps(found if every else found[0], indent=2))
+    for one in found if not as_json else ():
         typer.echo(printable(f"{one['folder']}: {'damaged' if one['faults'] else 'OK'}"))
         for fault in one["faults"]:
             typer.echo(printable(f"  {fault}"))
-    if any(one["faults"] for one in told):
+    if any(one["faults"] for one in found):
         raise typer.Exit(_BAD)
 
 
@@ -94,16 +94,16 @@ def export(
     path: Where,
     target: Annotated[Path, typer.Argument(help="A file for safetensors, a folder for the others.", metavar="TARGET")],
     form: Annotated[
-        Form | None, typer.Option(help="What to write; safetensors for a TARGET called so, else huggingface.")
+        Form | None, typer.Option(help="The format; by default safetensors if TARGET ends so, else huggingface.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A config.json to put beside the weights, for from_pretrained.")
+        Path | None, typer.Option(help="A config.json to copy to the weights, for from_pretrained.")
     ] = None,
     step: Step = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a checkpoint in a form that others read; every tensor is checked on the way.
+    """Write the model of a checkpoint in the format of another tool, and check each tensor.
 
     [bold]Examples[/bold]
 
@@ -128,19 +128,21 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A safetensors file, a Hugging Face folder, one of torch.distributed.checkpoint, or a .pt file.",
+            help="A safetensors file, a folder of Hugging Face or torch.distributed.checkpoint, or a .pt file.",
             metavar="SOURCE",
         ),
     ],
-    folder: Annotated[Path, typer.Argument(help="The folder of checkpoints to put it in.", metavar="FOLDER")],
-    step: Annotated[int, typer.Option(help="What it is the checkpoint of.", min=0, max=10**17)] = 0,
-    prefix: Annotated[str, typer.Option(help="Take only names that begin so, without it, as 'model.'.")] = "",
-    key: Annotated[str | None, typer.Option(help="Where in a .pt file the state dict is.")] = None,
+    folder: Annotated[Path, typer.Argument(help="The folder for the checkpoint.", metavar="FOLDER")],
+    step: Annotated[int, typer.Option(help="The step of the checkpoint.", min=0, max=10**17)] = 0,
+    prefix: Annotated[
+        str, typer.Option(help="Import only names with this prefix, such as 'model.', and strip it.")
+    ] = "",
+    key: Annotated[str | None, typer.Option(help="The key of the state dict in a .pt file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of weights that someone else wrote; nothing in them is run.
+    """Make a checkpoint from the weights of another tool; no code in the files is run.
 
-    It holds the model only. A training that finds it in its folder takes it up, with an optimizer that starts anew.
+    The checkpoint contains only the model. A training resumes from it if it is in its folder, with a new optimizer.
 
     [bold]Examples[/bold]
 
@@ -165,31 +167,31 @@ def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: AN
     typer.echo(printable(f"{source} -> {moved.path}: {moved.num_tensors} tensors, {show_bytes(moved.num_bytes)}"))
 
 
-def _lines(told: dict[str, Any], *, tensors: bool) -> list[str]:
+def _lines(found: dict[str, Any], *, tensors: bool) -> list[str]:
     from penstock.report.units import printable, show_bytes
 
-    plan = told["plan"]
+    plan = found["plan"]
     cut = ", ".join(
         f"{key.replace('_', '-')}: {plan[key]}"
         for key in ("schedule", "lanes", "stages", "micro_batches", "cuts")
         if key in plan
     )
-    rest = [name for word, name in (("scaler", "the scaler"), ("data", "the place in the data")) if told[word]]
-    groups = told["optimizer"]
+    rest = [name for word, name in (("scaler", "the scaler"), ("data", "the position in the data")) if found[word]]
+    groups = found["optimizer"]
     optimizer = "none" if groups is None else f"{sum(group['parameters'] for group in groups)} parameters"
     lines = [
-        f"{told['folder']}: step {told['step']}, {show_bytes(told['bytes'])}",
+        f"{found['folder']}: step {found['step']}, {show_bytes(found['bytes'])}",
         f"  plan: {cut or 'none: it was imported'}",
-        f"  optimizer: {optimizer}; schedulers: {told['schedulers']}; also: {', '.join(rest) or 'nothing'}",
-        f"  versions: {', '.join(f'{name} {text}' for name, text in sorted(told['versions'].items()))}",
+        f"  optimizer: {optimizer}; schedulers: {found['schedulers']}; also: {', '.join(rest) or 'nothing'}",
+        f"  versions: {', '.join(f'{name} {text}' for name, text in sorted(found['versions'].items()))}",
     ]
-    for file in told["files"]:
+    for file in found["files"]:
         count = f", {len(file['tensors'])} tensors" if file["name"].endswith(".safetensors") else ""
         lines.append(f"  {file['name']}: {show_bytes(file['bytes'])}{count}")
         for name, tensor in sorted(file["tensors"].items()) if tensors else ():
             lines.append(f"    {name}: {tensor['dtype']} {tensor['shape']}")
-    if told["aliases"]:
-        lines.append(f"  stored once: {', '.join(f'{a} = {n}' for a, n in sorted(told['aliases'].items()))}")
-    if told["notes"]:
-        lines.append(f"  notes: {json.dumps(told['notes'])[:2000]}")
+    if found["aliases"]:
+        lines.append(f"  stored once: {', '.join(f'{a} = {n}' for a, n in sorted(found['aliases'].items()))}")
+    if found["notes"]:
+        lines.append(f"  notes: {json.dumps(found['notes'])[:2000]}")
     return [printable(line) for line in lines]

@@ -1,4 +1,4 @@
-"""penstock demo: the main job in one go: train a small GPT in a pipeline, and show what its lanes did."""
+"""penstock demo: train a small GPT in a pipeline, and show what its lanes did."""
 
 from __future__ import annotations
 
@@ -20,35 +20,33 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 _STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
-_COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # where nothing is trained
-_STOPPED = 130  # what shells say of Ctrl-C
+_COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # with --simulate
+_STOPPED = 130  # the exit code of shells for Ctrl-C
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(help=f"Steps to train; {_STEPS} if nothing is said.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help=f"Number of steps; {_STEPS} by default.", min=1)] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(
-            help=f"A schedule's name (penstock simulate --list), or a CSV file; {_SCHEDULE} if nothing is said."
-        ),
+        typer.Option(help=f"A schedule by name (see penstock simulate --list), or a CSV file; {_SCHEDULE} by default."),
     ] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(help=f"Lanes; {LANES} if nothing is said, {_COMPARED_LANES} with --simulate.", min=1),
+        typer.Option(help=f"Number of lanes; {LANES} by default, {_COMPARED_LANES} with --simulate.", min=1),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help=f"Micro-batches a step; {MICRO_BATCHES} if nothing is said.", min=1)
+        int | None, typer.Option(help=f"Micro-batches per step; {MICRO_BATCHES} by default.", min=1)
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Train nothing: simulate several schedules and compare them.")
+        bool, typer.Option("--simulate", help="Simulate and compare several schedules instead of training.")
     ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to put the page and the trace.")] = Path("penstock-demo"),
+    folder: Annotated[Path, typer.Option(help="Folder for the page and the trace.")] = Path("penstock-demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Train a small GPT in a pipeline, let it write, and draw what its lanes did beside what was predicted.
+    """Train a small GPT in a pipeline, let it write text, and draw its lanes next to the prediction.
 
-    It takes about half a minute on two cores. The model is plain torch and knows
-    nothing of pipelines; the text that it learns comes with Penstock.
+    This takes about half a minute on two cores. The model is plain torch code
+    without any knowledge of pipelines. The training text is part of Penstock.
 
     [bold]Examples[/bold]
 
@@ -63,12 +61,12 @@ def demo(
 
     given = [name for name, value in {"--steps": steps, "--schedule": schedule}.items() if value is not None]
     if simulate and given:
-        raise UsageError(f"{' and '.join(given)}: with --simulate nothing is trained; leave that out")
+        raise UsageError(f"{' and '.join(given)}: not allowed with --simulate, which trains nothing")
     settings = Settings(steps or _STEPS, schedule or _SCHEDULE, lanes=lanes, micro_batches=micro_batches)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be made: {error.strerror}") from error
+        raise OutputError(f"{folder}: cannot be created: {error.strerror}") from error
     if simulate:
         _compare(folder, lanes or _COMPARED_LANES, micro_batches or MICRO_BATCHES, as_json=as_json)
     else:
@@ -107,28 +105,28 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
         typer.echo(json.dumps({**_figures(training, readings, text, compared), "written": written}, indent=2))
         return
     _conclude(training, text, compared)
-    show.note(f"\nThe measured step above the predicted one, for any browser: {page}")
+    show.note(f"\nThe measured and the predicted step, for any browser: {page}")
     show.note(f"The measured step, for Perfetto: {trace}")
 
 
 def _introduce(training: Training) -> None:
-    """Say what is trained, and how it is cut."""
+    """Print the model and its stages."""
     from penstock.cli import show
     from penstock.cli.demo_training import BATCH_SIZE, LENGTH
     from penstock.report.units import printable, show_count, show_share
 
     found, schedule = training.explanation, training.pipe.schedule
     size = show_count(found.num_parameters, digits=3)
-    show.note(f"A GPT of {size} parameters learns to write, over {schedule.num_lanes} lanes")
+    show.note(f"A GPT with {size} parameters learns to write, on {schedule.num_lanes} lanes")
     name = printable(schedule.name)
-    typer.echo(f"schedule {name}, {schedule.num_mbs} micro-batches, {BATCH_SIZE} × {LENGTH} characters a step")
+    typer.echo(f"schedule {name}, {schedule.num_mbs} micro-batches, {BATCH_SIZE} × {LENGTH} characters per step")
     for stage in found.stages:
         lanes = " and ".join(map(str, stage.lanes))
         typer.echo(f"stage {stage.index} on lane {lanes} ({show_share(stage.share)}): {stage.modules_text}")
 
 
 def _conclude(training: Training, text: str, compared: Comparison) -> None:
-    """Show what the model writes, what the lanes did, what was predicted, and what the plain model takes."""
+    """Show the text of the model, the measured and predicted step, and the time of the plain model."""
     from rich.console import Console
     from rich.text import Text
 
@@ -138,14 +136,16 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     from penstock.report.units import show_seconds, show_share
 
     console = Console()
-    show.note("\nWhat it writes")
+    show.note("\nThe model writes")
     console.print(Text.assemble((PROMPT, "dim"), text))
-    show.note("\nA step as it was measured")
+    show.note("\nA measured step")
     color = console.is_terminal and not console.no_color
     typer.echo(draw_text(training.timeline, width=console.width, color=color))
     predicted = training.explanation.timeline
     typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
-    console.print(Text(str(compared)), soft_wrap=not console.is_terminal)  # at words in a terminal, whole in a file
+    console.print(
+        Text(str(compared)), soft_wrap=not console.is_terminal
+    )  # break lines at words, but only in a terminal
 
 
 def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
-    """Simulate and compare schedules, draw their timelines, and say where the page is."""
+    """Simulate and compare schedules, and draw their timelines."""
     from penstock.cli import show
     from penstock.cli.simulate_job import Job
     from penstock.report.timeline_page import write_html

@@ -1,4 +1,4 @@
-"""Training: a small GPT over some lanes, told step by step; what the demo shows."""
+"""Demo training: a small GPT on several lanes, reported step by step."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ __all__ = [
     "open_training",
 ]
 
-BATCH_SIZE, LENGTH = 32, 32  # samples of a step, and characters of a sample
-PROMPT = "The wheel does not care how much"  # as long as a sample: a captured model takes no other length
-LANES, MICRO_BATCHES = 2, 8  # where nothing is said
+BATCH_SIZE, LENGTH = 32, 32  # samples per step, and characters per sample
+PROMPT = "The wheel does not care how much"  # as long as a sample: the captured model accepts no other length
+LANES, MICRO_BATCHES = 2, 8  # defaults
 _SEED, _RATE, _NUM_WRITTEN = 0, 4e-3, 300
-_MEASURE_EVERY = 5  # steps, for measuring takes a little time of its own
+_MEASURE_EVERY = 5  # steps, since measuring takes a little time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, as the command line gives it.
+    """The options of the command line.
 
     Raises:
-        UsageError: when there are more micro-batches than samples.
-        ScheduleError: when there is no such schedule.
+        UsageError: if there are more micro-batches than samples.
+        ScheduleError: if the schedule does not exist.
     """
 
     steps: int
@@ -63,12 +63,12 @@ class Settings:
 
     @property
     def is_file(self) -> bool:
-        """Is the schedule one from a CSV file, which has its own lanes and micro-batches?"""
+        """Whether the schedule is a CSV file, which defines lanes and micro-batches."""
         return self.schedule.lower().endswith(".csv")
 
     @property
     def has_updates(self) -> bool:
-        """Does the schedule update weights within the step?"""
+        """Whether the schedule updates weights within the step."""
         return not self.is_file and not describe(self.schedule).trains_exactly
 
 
@@ -76,8 +76,8 @@ class Training:
     """A GPT, its pipeline and its optimizer.
 
     Args:
-        settings: what to train.
-        progress: is told what is being done before the first step.
+        settings: the options.
+        progress: called with the current activity before the first step.
     """
 
     def __init__(self, settings: Settings, *, progress: Progress) -> None:
@@ -111,7 +111,7 @@ class Training:
         )
 
     def run(self) -> Iterator[Reading]:
-        """Train, and tell after each step where it is."""
+        """Train, and yield a reading after each step."""
         from penstock.training.callbacks.lane_memory import lane_bytes
         from penstock.training.callbacks.progress import Reading
 
@@ -129,7 +129,7 @@ class Training:
             )
 
     def _step(self, *, is_measured: bool) -> tuple[float, float]:
-        """Return the loss of a step, and the norm of its gradients."""
+        """Run one step; return its loss and the norm of its gradients."""
         batch, target = self.text.batch(BATCH_SIZE, LENGTH, self._random)
         if is_measured:
             with self.pipe.record() as recording:
@@ -138,7 +138,7 @@ class Training:
         else:
             loss = self.pipe.step(batch, target)
         norm = math.nan
-        if not self.pipe.optimizers:  # else the stages have made their updates within the step
+        if not self.pipe.optimizers:  # otherwise the stages have already updated their weights
             norm = self.pipe.clip_grad_norm_(1.0).item()
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -149,7 +149,7 @@ class Training:
 
     @property
     def timeline(self) -> Timeline:
-        """Of the steps measured in the second half the one of middle length: neither a slow start nor a lucky one."""
+        """The step with the median time among those measured in the second half of the training."""
         late = sorted(self.timelines[len(self.timelines) // 2 :], key=lambda timeline: timeline.step_seconds)
         return late[len(late) // 2]
 
@@ -161,7 +161,7 @@ class Training:
 
 @contextmanager
 def open_training(settings: Settings, *, progress: Progress) -> Iterator[Training]:
-    """Yield a training that is ready to run, with one thread a lane: matrices as small as these are not worth two."""
+    """Yield a training that is ready to run, with one thread per lane: its matrices are too small for two."""
     import torch
 
     before = torch.get_num_threads()
@@ -175,7 +175,7 @@ def open_training(settings: Settings, *, progress: Progress) -> Iterator[Trainin
 
 
 def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
-    """Return the demo's optimizer of some parameters."""
+    """Return the optimizer of the demo."""
     import torch
 
     return torch.optim.AdamW(parameters, lr=_RATE, betas=(0.9, 0.95))

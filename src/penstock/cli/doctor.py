@@ -1,4 +1,4 @@
-"""penstock doctor: run a training script for some steps, and say where it makes the host or the GPU wait."""
+"""penstock doctor: run a training script for some steps, and find where it makes the host or the GPU wait."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _STEPS, _WARM = 20, 2
-_RAISED, _STOPPED = 1, 130  # what shells say of Ctrl-C
+_RAISED, _STOPPED = 1, 130  # exit codes; 130 is that of shells for Ctrl-C
 
 
 class _EnoughError(BaseException):
-    """Ends the script when all steps are done; not an Exception, which a script may catch."""
+    """Ends the script after all steps; not an Exception, since a script may catch those."""
 
 
 def doctor(
     script: Annotated[Path, typer.Argument(help="A training script.", metavar="SCRIPT")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="What the script itself takes; options of doctor stand before SCRIPT.", metavar="ARGS"),
+        typer.Argument(help="Arguments of the script. Options of doctor come before SCRIPT.", metavar="ARGS"),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(help=f"Stop the script after so many optimizer steps; the first {_WARM} are left out.", min=3),
+        typer.Option(help=f"Stop the script after this many optimizer steps; the first {_WARM} are ignored.", min=3),
     ] = _STEPS,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if anything was found, or no step was run, for CI.")
+        bool, typer.Option("--check", help="For CI: exit with 1 if there are findings or no step was run.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was found as JSON; what the script prints goes to stderr.")
+        bool, typer.Option("--json", help="Print the findings as JSON; the output of the script goes to stderr.")
     ] = False,
 ) -> None:
-    """Run a training script for some steps and find stray synchronisations: the line, how often, what they cost.
+    """Run a training script for some steps and find stray synchronisations: their lines, counts and costs.
 
-    It also finds copies from memory that is not pinned, reductions over the wrong
-    dimension, steps that are bound by launches, and data loaders that are too slow.
+    It also finds copies from memory that is not pinned, reductions along the wrong
+    dimension, steps that are limited by launches, and data loaders that are too slow.
 
     [bold]Examples[/bold]
 
@@ -62,7 +62,7 @@ def doctor(
         error = _run(script, arguments or [], watching)
     if error is not None:
         sys.stdout.flush()
-        typer.echo(_told(error, script), err=True)
+        typer.echo(_describe(error, script), err=True)
     _show(watching.report, error, as_json=as_json)
     if isinstance(error, KeyboardInterrupt):
         raise typer.Exit(_STOPPED)
@@ -74,9 +74,9 @@ def _check_script(script: Path) -> None:
     from penstock.errors import UsageError
 
     if not script.exists():
-        raise UsageError(f"{script}: there is no such file; give the script that trains, as train.py")
+        raise UsageError(f"{script}: no such file; pass the training script, such as train.py")
     if not script.is_file():
-        raise UsageError(f"{script}: this is a folder; give the script that trains, as {script / 'train.py'}")
+        raise UsageError(f"{script}: is a folder; pass the training script, such as {script / 'train.py'}")
     try:
         script.open("rb").close()
     except OSError as error:
@@ -88,7 +88,7 @@ def _enough() -> None:
 
 
 def _run(script: Path, arguments: list[str], watching: Watch) -> BaseException | None:
-    """Run a script as `python script` would, watched; return what ended it, if that was an error."""
+    """Run and watch a script, as `python script` would run it; return the error that ended it, if any."""
     try:
         with _as_main(script, arguments), watching:
             runpy.run_path(str(script), run_name="__main__")
@@ -103,7 +103,7 @@ def _run(script: Path, arguments: list[str], watching: Watch) -> BaseException |
 
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Let a script find its arguments, and the modules beside it."""
+    """Set sys.argv and sys.path as for a script that runs as __main__."""
     words, folders = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -113,17 +113,17 @@ def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = words, folders
 
 
-def _told(error: BaseException, script: Path) -> str:
-    """Return an error as Python tells it, from the script on, without the frames that watch."""
+def _describe(error: BaseException, script: Path) -> str:
+    """Return the traceback of an error, from the script on, without the frames of the doctor."""
     if isinstance(error, KeyboardInterrupt):
         return "Stopped by Ctrl-C."
     if isinstance(error, SystemExit):
         return f"{script} exited with {error.code}"
-    told = traceback.TracebackException.from_exception(error)
-    first = next((k for k, frame in enumerate(told.stack) if frame.filename == str(script)), len(told.stack))
+    trace = traceback.TracebackException.from_exception(error)
+    first = next((k for k, frame in enumerate(trace.stack) if frame.filename == str(script)), len(trace.stack))
     own = str(Path(__file__).parent.parent / "doctor")
-    told.stack[:] = [frame for frame in told.stack[first:] if not frame.filename.startswith(own)]
-    return "".join(told.format()).rstrip()
+    trace.stack[:] = [frame for frame in trace.stack[first:] if not frame.filename.startswith(own)]
+    return "".join(trace.format()).rstrip()
 
 
 def _show(report: Report, error: BaseException | None, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Live: the demo's training as it goes, in the view that every training has."""
+"""Live view: show the training of the demo while it runs, in the view of all trainings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["show_training"]
 
-_MOST_LINES = 11  # where it is not a terminal
+_MOST_LINES = 11  # if stdout is not a terminal
 
 
 def show_training(readings: Iterable[Reading], *, steps: int) -> list[Reading]:
-    """Show a training while it goes; return what was read."""
+    """Show a training while it runs; return its readings."""
     from penstock.training.view.view_screen import Screen
 
     found = []
@@ -28,6 +28,6 @@ def show_training(readings: Iterable[Reading], *, steps: int) -> list[Reading]:
 
 
 def _is_logged(step: int, num_steps: int) -> bool:
-    """Is this one of the steps that get a line: the first, the last, and some at even distances?"""
+    """Return whether a step gets a line: the first, the last, and some at equal distances."""
     every = -(-num_steps // (_MOST_LINES - 1))
     return step in (1, num_steps) or step % every == 0

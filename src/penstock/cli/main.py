@@ -1,4 +1,4 @@
-"""penstock: the command and its subcommands. Whatever is wrong with the input gets one message and exit code 2."""
+"""Main: the `penstock` command and its subcommands. Invalid input ends with one message and exit code 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.cli.train import TrainCommand, train
 
 __all__ = ["app", "run"]
 
-_BAD_DATA = 65  # trying again does not help
+_BAD_DATA = 65  # a retry does not help
 
 app = typer.Typer(
     name="penstock",
@@ -34,7 +34,7 @@ app.command()(plan)
 app.command()(profile)
 app.command()(demo)
 app.add_typer(checkpoint)
-# what stands behind the script's name is the script's own
+# all arguments after the name of the script belong to the script
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 
 
@@ -49,14 +49,14 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Pipeline parallelism for PyTorch that keeps every device full."""
 
 
 def run() -> None:
-    """Run the command line; the package's own errors become one message and exit code 2."""
+    """Run the command line; errors of Penstock become one message and exit code 2 or 65."""
     from penstock.errors import CheckpointError, PenstockError
 
     try:
@@ -67,15 +67,15 @@ def run() -> None:
     except PenstockError as error:
         typer.secho(f"Error: {error}", err=True)
         sys.exit(_BAD_DATA if isinstance(error, CheckpointError) else 2)
-    except BrokenPipeError:  # the reader went away, as `| head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         _drop_output()
         sys.exit(0)
-    except OSError as error:  # a full disk behind the output
+    except OSError as error:  # such as a full disk
         _drop_output()
         typer.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
         sys.exit(2)
 
 
 def _drop_output() -> None:
-    """Keep Python from writing, at its end, what could not be written before."""
+    """Keep Python from flushing stdout at exit, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Options of the commands that take a model: `penstock profile` and `penstock plan`."""
+"""Model options: the options of commands that take a model, `penstock profile` and `penstock plan`."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ import typer
 if TYPE_CHECKING:
     from penstock.planning.cluster import Cluster
 
-WHAT, COSTS, CUTS, SHOW = "How to run it", "What it costs", "Where to cut", "What to show"
+WHAT, COSTS, CUTS, SHOW = "Model and schedule", "Costs", "Cuts", "Output"
 
 Model = Annotated[
     str,
     typer.Argument(
         help="package.module:callable or file.py:callable, which returns a model, or a model and an example; or a"
-        " model type of transformers, as gpt2: a small random one.",
+        " model type of transformers, such as gpt2, for a small random model.",
         metavar="MODEL",
     ),
 ]
-Lanes = Annotated[int | None, typer.Option(help="Lanes; 4 if nothing is said.", rich_help_panel=WHAT)]
-MicroBatches = Annotated[
-    int | None, typer.Option(help="Micro-batches a step; 8 if nothing is said.", rich_help_panel=WHAT)
-]
+Lanes = Annotated[int | None, typer.Option(help="Number of lanes; 4 by default.", rich_help_panel=WHAT)]
+MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per step; 8 by default.", rich_help_panel=WHAT)]
 ScheduleName = Annotated[
     str,
-    typer.Option(help="A schedule's name (penstock simulate --list), or a CSV file.", rich_help_panel=WHAT),
+    typer.Option(help="A schedule by name (see penstock simulate --list), or a CSV file.", rich_help_panel=WHAT),
 ]
 StagesPerLane = Annotated[
-    int | None, typer.Option(help="Stages a lane, where the schedule leaves it open.", rich_help_panel=WHAT)
+    int | None, typer.Option(help="Stages per lane, if the schedule leaves it open.", rich_help_panel=WHAT)
 ]
 CapturePath = Annotated[
     str,
-    typer.Option(help="The way to capture it: auto, direct, export or replay.", rich_help_panel=WHAT),
+    typer.Option(help="The capture path: auto, direct, export or replay.", rich_help_panel=WHAT),
 ]
 Analytic = Annotated[
     str,
     typer.Option(
-        help="Measure nothing: count operations and bytes for a device, as h100 or cpu.", rich_help_panel=COSTS
+        help="Count operations and bytes for a device, such as h100 or cpu, instead of measuring.",
+        rich_help_panel=COSTS,
     ),
 ]
 Bandwidth = Annotated[
     str,
     typer.Option(
-        help="Bytes a second between lanes, as 25GB; by default transfers take no time.", rich_help_panel=COSTS
+        help="Bytes per second between lanes, such as 25GB; by default transfers take no time.", rich_help_panel=COSTS
     ),
 ]
-Latency = Annotated[str, typer.Option(help="Seconds until another lane sees a value, as 20us.", rich_help_panel=COSTS)]
+Latency = Annotated[
+    str, typer.Option(help="Seconds until another lane sees a value, such as 20us.", rich_help_panel=COSTS)
+]
 MemoryLimit = Annotated[
-    str, typer.Option(help="Bytes a lane has, as 16GiB; or one a lane, with commas.", rich_help_panel=CUTS)
+    str,
+    typer.Option(help="Memory of each lane, such as 16GiB; or one value per lane, with commas.", rich_help_panel=CUTS),
 ]
 Cuts = Annotated[
     str,
     typer.Option(
-        help="Where cuts must lie: modules or nodes that they lie before, or numbers of nodes, with commas; the"
-        " others are chosen.",
+        help="Where cuts must lie: the modules or nodes after the cuts, or node numbers, with commas; the others are"
+        " chosen.",
         rich_help_panel=CUTS,
     ),
 ]
 Html = Annotated[
     Path | None,
-    typer.Option(help="Write a page: the model as a strip of nodes, with the cuts on it.", rich_help_panel=SHOW),
+    typer.Option(help="Write a page: the model as a strip of nodes with its cuts.", rich_help_panel=SHOW),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.", rich_help_panel=SHOW)]
 
 
 def cluster_of(bandwidth: str, latency: str) -> Cluster | None:
-    """Return the cluster whose links have a bandwidth and a latency; None where nothing is said of them."""
+    """Return a cluster whose links have this bandwidth and latency; None if neither is given."""
     from penstock.cli.options import numbers
     from penstock.errors import UsageError
     from penstock.planning.cluster import Cluster, Link
@@ -83,14 +85,14 @@ def cluster_of(bandwidth: str, latency: str) -> Cluster | None:
     known = {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, list) for value in known.values()):
         raise UsageError(
-            "--bandwidth and --latency: give one number for all links; a Cluster in Python has one for each"
+            "--bandwidth and --latency: pass one number for all links; in Python, a Cluster can have one per link"
         )
     return Cluster(link=Link(**known)) if known else None
 
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Print warnings of ours as notes, each once, and keep those of other packages back."""
+    """Print each warning of Penstock once as a note, and suppress those of other packages."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -1,4 +1,4 @@
-"""Plain: a step of the demo's model without a pipeline, timed in turns with a step of the pipeline."""
+"""Plain step: time a step of the demo model without a pipeline, alternating with a step of the pipeline."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _WARM, _REPEATS = 2, 7
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a step takes without a pipeline, and in one: medians, in seconds, of the same batch.
+    """The median time of a step without a pipeline and in a pipeline, for the same batch.
 
     >>> print(Comparison(0.06, 0.05, repeats=7, lanes=2, plain_on="2 threads", pipeline_on="1 thread per lane"))
-    The plain model takes 60 ms a step with 2 threads; the pipeline takes 50 ms with 1 thread per lane on 2 lanes, \
+    The plain model takes 60 ms per step with 2 threads; the pipeline takes 50 ms with 1 thread per lane on 2 lanes, \
 1.2 times as fast (medians of 7 steps of the same batch).
     """
 
@@ -41,7 +41,7 @@ class Comparison:
     def __str__(self) -> str:
         ratio = self.plain_seconds / self.pipeline_seconds
         return (
-            f"The plain model takes {show_seconds(self.plain_seconds, digits=3)} a step with {self.plain_on}; the "
+            f"The plain model takes {show_seconds(self.plain_seconds, digits=3)} per step with {self.plain_on}; the "
             f"pipeline takes {show_seconds(self.pipeline_seconds, digits=3)} with {self.pipeline_on} on {self.lanes} "
             f"lane{'s' if self.lanes > 1 else ''}, {ratio:.2g} times as fast (medians of {self.repeats} steps of the "
             "same batch)."
@@ -49,10 +49,10 @@ class Comparison:
 
 
 def compare_with_plain(training: Training) -> Comparison:
-    """Time steps of the plain model and of the pipeline in turns; on a CPU both have as many threads in total.
+    """Time alternating steps of the plain model and the pipeline; on a CPU, both have the same total of threads.
 
-    A step is a forward and a backward, and an update only where the schedule has updates within the step. The
-    pipeline's weights may change: do this after the training.
+    A step is a forward and a backward, and also an update if the schedule updates within the step. The weights of the
+    pipeline may change, so call this after the training.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _plain_step(training: Training, batch: torch.Tensor, target: torch.Tensor) -
 
     def step() -> None:
         model.zero_grad()
-        loss_of(model(batch), target).backward()  # type: ignore[no-untyped-call]  # torch's
+        loss_of(model(batch), target).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if optimizer is not None:
             optimizer.step()
 

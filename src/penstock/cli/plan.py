@@ -1,4 +1,4 @@
-"""penstock plan: decide how a model is cut and run, and write the decision down for `penstock train --plan`."""
+"""penstock plan: decide how a model is cut and run, and write the plan for `penstock train --plan`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def plan(
     schedule: ScheduleName = "1f1b",
     stages_per_lane: StagesPerLane = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples of a whole batch; by default the example's.", rich_help_panel=WHAT)
+        int | None,
+        typer.Option(help="Samples of a whole batch; by default those of the example.", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
         str,
@@ -56,14 +57,14 @@ def plan(
     cuts: Cuts = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the plan, to run it: penstock train --plan plan.json.", rich_help_panel=SHOW),
+        typer.Option(help="Write the plan; to run it: penstock train --plan plan.json.", rich_help_panel=SHOW),
     ] = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how a model is cut and run: cuts, schedule, micro-batches, memory and the predicted step.
 
-    The example is a whole batch, which a step cuts into micro-batches. (penstock profile takes a micro-batch.)
+    The example is a whole batch, which a step divides into micro-batches. (For penstock profile it is a micro-batch.)
 
     [bold]Examples[/bold]
 
@@ -86,7 +87,7 @@ def plan(
         progress("build the model", 0, 1)
         made, example = load(model, **({} if batch_size is None else {"batch_size": batch_size}))
         is_file = schedule.lower().endswith(".csv")
-        keeping: Any = keep  # checked with the pipeline's own arguments
+        keeping: Any = keep  # checked with the arguments of the pipeline
         found = penstock.plan(
             made,
             example=_example(example, model),
@@ -118,5 +119,5 @@ def _example(example: object, model: str) -> object:
     from penstock.errors import UsageError
 
     if example is None:
-        raise UsageError(f"{model} gives no example: let it return a model and an example of how it is called")
+        raise UsageError(f"{model} has no example: return a model and example arguments from it")
     return example

@@ -1,4 +1,4 @@
-"""penstock profile: capture a model, measure it, cut it into stages, and say what a step would take."""
+"""penstock profile: capture a model, measure it, cut it into stages, and predict a step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def profile(
     schedule: ScheduleName = "1f1b",
     stages_per_lane: StagesPerLane = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples of a micro-batch; by default the example's.", rich_help_panel=WHAT)
+        int | None,
+        typer.Option(help="Samples of a micro-batch; by default those of the example.", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
         str, typer.Option(help="What stages do with saved values: hold or recompute.", rich_help_panel=WHAT)
@@ -51,26 +52,26 @@ def profile(
     train: Annotated[
         bool | None,
         typer.Option(
-            "--train/--eval", help="Capture in training or in evaluation; by default as it is.", rich_help_panel=WHAT
+            "--train/--eval", help="The mode of the capture; by default that of the model.", rich_help_panel=WHAT
         ),
     ] = None,
     capture: CapturePath = "auto",
     device: Annotated[
-        str, typer.Option(help="Where to measure, as cuda; by default where the model is.", rich_help_panel=COSTS)
+        str, typer.Option(help="Where to measure, such as cuda; by default where the model is.", rich_help_panel=COSTS)
     ] = "",
     analytic: Analytic = "",
     save: Annotated[
-        Path | None, typer.Option(help="Write the profile, to load it next time.", rich_help_panel=COSTS)
+        Path | None, typer.Option(help="Write the profile, to load it later.", rich_help_panel=COSTS)
     ] = None,
     load: Annotated[
-        Path | None, typer.Option(help="Take a profile that was saved, measure nothing.", rich_help_panel=COSTS)
+        Path | None, typer.Option(help="Use a saved profile instead of measuring.", rich_help_panel=COSTS)
     ] = None,
     bandwidth: Bandwidth = "",
     latency: Latency = "",
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(
-            help="Optimizer state for each byte of a parameter; 2, as for Adam, if nothing is said.",
+            help="Bytes of optimizer state per byte of a parameter; 2 by default, as for Adam.",
             rich_help_panel=COSTS,
         ),
     ] = None,
@@ -78,11 +79,11 @@ def profile(
     cuts: Cuts = "",
     html: Html = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write a page of the predicted step's timeline.", rich_help_panel=SHOW)
+        Path | None, typer.Option(help="Write a page with the timeline of the predicted step.", rich_help_panel=SHOW)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Profile a model and cut it into stages: what each takes, what crosses the cuts, and the predicted step.
+    """Profile a model and cut it into stages: their costs, the values that cross the cuts, and the predicted step.
 
     [bold]Examples[/bold]
 
@@ -134,11 +135,11 @@ def _check_costs(given: dict[str, object]) -> None:
     from penstock.errors import UsageError
 
     if len(names := [name for name, value in given.items() if value]) > 1:
-        raise UsageError(f"{' and '.join(names)}: times come from one of them; leave the others out")
+        raise UsageError(f"{' and '.join(names)}: each of them defines the times; pass only one")
 
 
 def _device(name: str) -> str | None:
-    """Return the device to measure on, if it is there."""
+    """Return the device to measure on; refuse one that does not work."""
     from penstock.errors import UsageError
 
     word = name.strip()
@@ -155,7 +156,7 @@ def _device(name: str) -> str | None:
 
 
 def _write(found: Explanation, *, save: Path | None, html: Path | None, timeline: Path | None) -> dict[str, str]:
-    """Write what was asked for, each file whole; return what is where."""
+    """Write the requested files; return their paths."""
     writers: dict[str, tuple[Path | None, Callable[[Path], None]]] = {
         "profile": (save, found.profile.save),
         "page": (html, found.to_html),

@@ -1,4 +1,4 @@
-"""Show: the tables, charts and notes of the command line, through rich."""
+"""Show: the tables, charts and notes of the command line, drawn with rich."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_CHARTS = 4
 
 
 def list_schedules(*, as_json: bool) -> None:
-    """List all schedules, each with a line and its paper."""
+    """List all schedules, each with a summary and its paper."""
     entries = [describe(name) for name in names()]
     if as_json:
         rows = [{"name": e.name, "summary": e.summary, "paper": e.paper, "options": list(e.options)} for e in entries]
@@ -45,7 +45,7 @@ def list_schedules(*, as_json: bool) -> None:
 
 
 def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
-    """Run every schedule of a job; in a terminal show which one is being worked on."""
+    """Run all schedules of a job; in a terminal, show the current one."""
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
@@ -66,7 +66,7 @@ def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows, in a terminal, what is being done, how much is done, and of how much."""
+    """Yield a function that shows the current activity, the units done and their total in a terminal."""
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
@@ -80,8 +80,8 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     ) as bar:
         task = bar.add_task("", total=None, count="")
 
-        def tell(what: str, done: int, total: int) -> None:
-            # of one piece of work nobody knows how much is done
+        def report(what: str, done: int, total: int) -> None:
+            # with a single unit of work, the progress within it is unknown
             bar.update(
                 task,
                 description=what,
@@ -90,18 +90,18 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
                 count=f"{done} of {total}" if total > 1 else "",
             )
 
-        yield tell
+        yield report
 
 
 def explanation(found: Explanation) -> None:
-    """Print the tables of an explanation, as wide as the terminal."""
+    """Print the tables of an explanation in the width of the terminal."""
     console = Console()
     width = console.width if console.is_terminal else None
     typer.echo(found.to_text(width=width, color=console.is_terminal and not console.no_color))
 
 
 def table(results: list[Result]) -> None:
-    """Print the figures of all schedules, each beside the first."""
+    """Print the figures of all schedules, compared with the first."""
     grid = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("schedule", style="cyan", overflow="fold")
     for heading in ("step", "bubble,\nmakespan", "bubble,\nlane span", "micro-\nbatches"):
@@ -123,16 +123,16 @@ def _notes(results: list[Result]) -> list[str]:
     lanes = {result.schedule.num_lanes for result in results}
     share = f"1/{lanes.pop()}" if len(lanes) == 1 else "1/lanes"
     lines = [
-        "bubble: share without compute, over the makespan and over the longest lane span;",
-        "micro-batches, bytes: what the fullest lane holds at most;",
-        f"a micro-batch counts as 1 where {share} of the model holds its activations",
+        "bubble: time without compute, as a share of the makespan and of the longest lane span;",
+        "micro-batches, bytes: the peak of the fullest lane;",
+        f"a micro-batch counts as 1 if {share} of the model holds its activations",
     ]
     for result in results:
         name = printable(result.schedule.name)
         if result.over_limit:
-            lines.append(f"{name}: does not fit the memory limit")
+            lines.append(f"{name}: exceeds the memory limit")
         if result.schedule.is_bidirectional:
-            lines.append(f"{name}: keeps each stage's weights on two lanes")
+            lines.append(f"{name}: keeps the weights of each stage on two lanes")
     return lines
 
 
@@ -146,7 +146,7 @@ def charts(results: list[Result]) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line that says where something is."""
+    """Print a line in bold."""
     Console().print(Text(text, style="bold"), soft_wrap=True)
 
 

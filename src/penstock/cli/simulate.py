@@ -1,4 +1,4 @@
-"""penstock simulate: build schedules, run them over time, compare and draw them."""
+"""penstock simulate: build, simulate, compare and draw schedules."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-_WHAT, _COSTS, _SHOW = "What to simulate", "What it costs", "What to show"
+_WHAT, _COSTS, _SHOW = "Schedule", "Costs", "Output"
 
 
 def simulate(
-    schedule: Annotated[str, typer.Option(help="A schedule's name, or a CSV file.", rich_help_panel=_WHAT)] = "1f1b",
-    lanes: Annotated[int | None, typer.Option(help="Lanes; 4 if nothing is said.", rich_help_panel=_WHAT)] = None,
+    schedule: Annotated[
+        str, typer.Option(help="A schedule by name (see --list), or a CSV file.", rich_help_panel=_WHAT)
+    ] = "1f1b",
+    lanes: Annotated[int | None, typer.Option(help="Number of lanes; 4 by default.", rich_help_panel=_WHAT)] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Micro-batches a step; 8 if nothing is said.", rich_help_panel=_WHAT)
+        int | None, typer.Option(help="Micro-batches per step; 8 by default.", rich_help_panel=_WHAT)
     ] = None,
     stages_per_lane: Annotated[
-        int | None, typer.Option(help="Stages a lane, where the schedule leaves it open.", rich_help_panel=_WHAT)
+        int | None, typer.Option(help="Stages per lane, if the schedule leaves it open.", rich_help_panel=_WHAT)
     ] = None,
     compare: Annotated[
-        str, typer.Option(help="Schedules to set beside it, with commas between them.", rich_help_panel=_WHAT)
+        str, typer.Option(help="Further schedules to compare with, separated by commas.", rich_help_panel=_WHAT)
     ] = "",
     two_ways: Annotated[
-        bool, typer.Option(help="Let auto keep each stage's weights on two lanes.", rich_help_panel=_WHAT)
+        bool, typer.Option(help="Allow auto to keep the weights of each stage on two lanes.", rich_help_panel=_WHAT)
     ] = False,
     keep: Annotated[
         str, typer.Option(help="What stages do with saved values: hold, recompute or offload.", rich_help_panel=_WHAT)
@@ -37,29 +39,29 @@ def simulate(
     forward: Annotated[
         str,
         typer.Option(
-            help="Seconds of a lane's forward for a micro-batch, as 18.5ms, shared evenly by its stages; or one number"
-            " a stage, with commas.",
+            help="Seconds of the forward of a lane for one micro-batch, such as 18.5ms, shared evenly by its stages; or"
+            " one number per stage, with commas.",
             rich_help_panel=_COSTS,
         ),
     ] = "1",
     backward: Annotated[
         str,
         typer.Option(
-            help="The same for a whole backward; by default the sum of its two parts.",
+            help="The same for the full backward; by default the sum of its two parts.",
             rich_help_panel=_COSTS,
         ),
     ] = "",
     input_grad: Annotated[
         str,
         typer.Option(
-            help="The same for the input gradient; by default as the forward.",
+            help="The same for the input gradient; by default equal to the forward.",
             rich_help_panel=_COSTS,
         ),
     ] = "",
     weight_grad: Annotated[
         str,
         typer.Option(
-            help="The same for the weight gradient; by default as the input gradient.",
+            help="The same for the weight gradient; by default equal to the input gradient.",
             rich_help_panel=_COSTS,
         ),
     ] = "",
@@ -68,33 +70,38 @@ def simulate(
     ] = "0",
     saved_bytes: Annotated[
         str,
-        typer.Option(help="Bytes a lane saves for a micro-batch, as 512MiB; or one a stage.", rich_help_panel=_COSTS),
+        typer.Option(
+            help="Bytes that a lane saves for one micro-batch, such as 512MiB; or one number per stage.",
+            rich_help_panel=_COSTS,
+        ),
     ] = "",
     pending_bytes: Annotated[
         str,
         typer.Option(
-            help="Of these, what the weight gradient still needs; by default all.",
+            help="The part of --saved-bytes that the weight gradient needs; by default all.",
             rich_help_panel=_COSTS,
         ),
     ] = "",
     memory_limit: Annotated[
         str,
         typer.Option(
-            help="Bytes a lane may hold, as 16GiB; or one a lane. Needs --saved-bytes.", rich_help_panel=_COSTS
+            help="Memory limit of each lane, such as 16GiB; or one per lane. Needs --saved-bytes.",
+            rich_help_panel=_COSTS,
         ),
     ] = "",
     html: Annotated[
-        Path | None, typer.Option(help="Write a page that zooms and compares.", rich_help_panel=_SHOW)
+        Path | None, typer.Option(help="Write a page with timelines to zoom and compare.", rich_help_panel=_SHOW)
     ] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.", rich_help_panel=_SHOW)] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write the schedule as CSV, in torch.distributed.pipelining's form.", rich_help_panel=_SHOW),
+        typer.Option(help="Write the schedule as a CSV file of torch.distributed.pipelining.", rich_help_panel=_SHOW),
     ] = None,
     chart: Annotated[bool, typer.Option(help="Draw the lanes.", rich_help_panel=_SHOW)] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.", rich_help_panel=_SHOW)] = False,
     list_all: Annotated[
-        bool, typer.Option("--list", help="List all schedules, each with a line and its paper.", rich_help_panel=_SHOW)
+        bool,
+        typer.Option("--list", help="List all schedules, each with a summary and its paper.", rich_help_panel=_SHOW),
     ] = False,
 ) -> None:
     """Simulate a schedule: step time, bubble and memory, as a table, a chart or a page.
@@ -137,11 +144,11 @@ def simulate(
     for what, path in written.items():
         show.note(f"{what}: {path}")
     if csv is not None and (results[0].schedule.is_bidirectional or results[0].schedule.versions is not None):
-        show.note("torch has no words for stages on two lanes, or for updates within a step: it will refuse this CSV")
+        show.note("torch does not support stages on two lanes or updates within a step, so it will refuse this CSV")
 
 
 def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:
-    """Write what was asked for, each file whole; return what is where."""
+    """Write the requested files; return their paths."""
     from penstock.report.timeline_page import write_html
 
     written = {}

@@ -1,4 +1,4 @@
-"""A job of `penstock simulate`: its options read and checked, and its results."""
+"""Simulation job: read and check the options of `penstock simulate`, and compute its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Job", "Result"]
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule with its timeline; `over_limit` says if it holds more than it may."""
+    """One schedule with its timeline; `over_limit`: whether it exceeds the memory limit."""
 
     schedule: Schedule
     timeline: Timeline
@@ -54,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """What to simulate, as the command line gives it: numbers still as text."""
+    """The options of the command line; numbers are still texts."""
 
     schedules: tuple[str, ...]
     lanes: int | None = None
@@ -68,28 +68,28 @@ class Job:
     memory_limit: str = ""
 
     def check(self) -> None:
-        """Refuse, before anything is built, what can be seen to be wrong; list all of it."""
+        """Check the options before anything is built."""
         faults = [str(fault) for name in self.schedules if (fault := _unknown(name))]
         if faults:
             raise ScheduleError("; ".join(faults))
         is_file = [_is_file(name) for name in self.schedules]
         if all(is_file) and (self.lanes is not None or self.micro_batches is not None):
-            raise UsageError("a CSV file has its own lanes and micro-batches: leave --lanes and --micro-batches out")
+            raise UsageError("a CSV file defines lanes and micro-batches: leave --lanes and --micro-batches out")
         if self.two_ways and not any(name.strip().lower() == "auto" for name in self.schedules):
-            raise UsageError("--two-ways is for auto: no other schedule has the choice")
+            raise UsageError("--two-ways only applies to auto")
         held = {name: text.strip() for name, text in (self.held or {}).items()}
         if held.get("pending_bytes") and not held.get("saved_bytes"):
-            raise CostError("--pending-bytes is what is left of --saved-bytes: give these too")
+            raise CostError("--pending-bytes needs --saved-bytes")
         if self.memory_limit.strip() and not held.get("saved_bytes"):
-            raise CostError("--memory-limit is in bytes, so --saved-bytes must say what a lane saves")
-        check_keep(self.keep, 1)  # type: ignore[arg-type]  # it says if this is no policy
+            raise CostError("--memory-limit needs --saved-bytes")
+        check_keep(self.keep, 1)  # type: ignore[arg-type]  # raises if this is not a policy
 
     def run(self, name: str, *, must_fit: bool) -> Result:
         """Build, verify and simulate one schedule.
 
         Args:
-            name: a schedule's name or a CSV file.
-            must_fit: refuse one that passes the memory limit, or only mark it.
+            name: the name of a schedule, or a CSV file.
+            must_fit: whether to refuse a schedule that exceeds the memory limit, instead of marking it.
         """
         try:
             return self._run(name.strip(), must_fit=must_fit)
@@ -102,7 +102,7 @@ class Job:
         result = self._simulate(schedule)
         if must_fit and result.over_limit:
             lowered, costs = self._lowered(schedule)
-            verify(lowered, costs=costs, memory_limit=self._limit())  # says by how much
+            verify(lowered, costs=costs, memory_limit=self._limit())  # raises, and says by how much
         return result
 
     def _lowered(self, schedule: Schedule) -> tuple[Lowered, Costs]:
@@ -124,14 +124,14 @@ class Job:
         if entry.name != "auto":
             given = self.stages_per_lane
             if len(self.schedules) > 1 and "stages_per_lane" not in entry.options:
-                given = None  # in a comparison the option goes to those schedules that leave it open
+                given = None  # in a comparison, the option applies only to schedules that leave it open
             return self._build(name, given)
         return self._auto(name)
 
     def _auto(self, name: str) -> Schedule:
-        """Return the shortest that fits of what auto makes: with one and two stages a lane, with the limit and without.
+        """Return the best schedule of auto with one and two stages per lane, and with and without the limit.
 
-        With recompute or offload a schedule holds less than auto thinks, so that one made without a limit may fit.
+        With recompute or offload, a schedule holds less than auto assumes, so one made without a limit may fit.
         """
         is_open = self.stages_per_lane is None and self._is_one_number_a_lane()
         per_lane = [1, 2] if is_open else [self.stages_per_lane]
@@ -162,7 +162,7 @@ class Job:
         return not any("," in text for text in texts)
 
     def _costs(self, num_stages: int, num_lanes: int) -> Costs:
-        """Return costs a stage; one number is a lane's, shared evenly by its stages."""
+        """Return the costs of stages; a single number is for a lane, and its stages share it evenly."""
         share = num_lanes / num_stages
         given = {
             name: numbers(name.replace("_", "-"), text, parse)
@@ -189,7 +189,7 @@ def _unknown(name: str) -> ScheduleError | None:
 
 
 def _default_stages(name: str) -> int:
-    """Return how many stages a lane has if nothing is said."""
+    """Return the default number of stages per lane."""
     entry = describe(name)
     parameter = inspect.signature(entry.builder).parameters.get("stages_per_lane")
     default = parameter.default if parameter is not None else None

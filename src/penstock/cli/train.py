@@ -1,4 +1,4 @@
-"""penstock train: train what a file and flags say, here or in processes; or say what would be done."""
+"""penstock train: train from a configuration in a file and flags, in this process or in several; or predict a step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from penstock.schedule.keep_policies import POLICIES
 __all__ = ["TrainCommand", "train"]
 
 _KEPT = "penstock.train"
-_SHOW = "What to show instead"
-_STOPPED = 130  # what shells say of Ctrl-C
+_SHOW = "Show instead of training"
+_STOPPED = 130  # the exit code of shells for Ctrl-C
 
 
 class TrainCommand(TyperCommand):
-    """A command that takes every key of the configuration as a flag, with dashes or underscores."""
+    """A command that accepts each key of the configuration as a flag, with dashes or underscores."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context
-        """Take the flags of the configuration out; the rest is the command's own."""
+        """Remove the flags of the configuration; the rest are options of the command."""
         from penstock.launch.config.config_reader import take_flags
 
         own = [word for param in self.get_params(ctx) for word in (*param.opts, *param.secondary_opts)]
@@ -47,32 +47,36 @@ class TrainCommand(TyperCommand):
 
 def train(
     ctx: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="What to train, in TOML; without one: a small GPT.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The configuration in TOML; without a file, a small GPT is trained.")
+    ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Train nothing: cuts, memory, and the predicted step.", rich_help_panel=_SHOW),
+        typer.Option("--dry-run", help="Cuts, memory and the predicted step.", rich_help_panel=_SHOW),
     ] = False,
     analytic: Annotated[
         str,
-        typer.Option(help="With --dry-run: measure nothing, count for a device, as h100.", rich_help_panel=_SHOW),
+        typer.Option(
+            help="With --dry-run: count for a device, such as h100, instead of measuring.", rich_help_panel=_SHOW
+        ),
     ] = "",
     print_config: Annotated[
         bool,
         typer.Option(
-            "--print-config", help="Print every key, its value and where that comes from.", rich_help_panel=_SHOW
+            "--print-config", help="All keys, their values and the sources of these values.", rich_help_panel=_SHOW
         ),
     ] = False,
     init: Annotated[
-        Path | None, typer.Option(help="Write a file to begin with, every key explained.", rich_help_panel=_SHOW)
+        Path | None, typer.Option(help="Write a configuration that explains each key.", rich_help_panel=_SHOW)
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Plain lines, also in a terminal.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print plain lines, also in a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, or the plan, as JSON.")] = False,
 ) -> None:
-    """Train a model in a pipeline: what a TOML file and flags say; flags win.
+    """Train a model in a pipeline, from a TOML file and flags; flags override the file.
 
-    The same file runs in threads, in processes of this machine (--nproc), and on
-    several machines (--nnodes). A training that is started again goes on where
-    its folder's newest checkpoint is.
+    The same file runs in threads, in processes on this machine (--nproc), and on
+    several machines (--nnodes). If you start a training again, it resumes from
+    the newest checkpoint in its folder.
 
     [bold]Examples[/bold]
 
@@ -84,9 +88,9 @@ def train(
 
     [bold]Exit codes[/bold]
 
-    0 done, or told to end and saved; 1 user code raised; 2 bad configuration; 65 bad
-    checkpoint; 130 Ctrl-C; 137 processes lost, and no restarts left; 143 told to end,
-    and not saved in time.
+    0 done, or ended by SIGTERM and saved; 1 error in user code; 2 bad configuration;
+    65 bad checkpoint; 130 Ctrl-C; 137 processes lost, no restarts left; 143 ended by
+    SIGTERM, but not saved in time.
     """
     from penstock.errors import UsageError
     from penstock.launch.config.config_reader import read_config
@@ -96,7 +100,7 @@ def train(
         _init(init)
         return
     if analytic and not dry_run:
-        raise UsageError("--analytic: is for --dry-run; leave it out")
+        raise UsageError("--analytic only applies to --dry-run: leave it out")
     given = read_config(file, flags, faults)
     if print_config:
         from penstock.launch.config.config_writer import to_toml
@@ -107,13 +111,13 @@ def train(
     else:
         try:
             raise typer.Exit(_train(given, quiet=quiet, as_json=as_json))
-        except KeyboardInterrupt:  # before the first step, which would be finished and saved
+        except KeyboardInterrupt:  # before the first step; later, the step is finished and saved
             typer.echo("Stopped by Ctrl-C before the first step: there is nothing to save.", err=True)
             raise typer.Exit(_STOPPED) from None
 
 
 def _show_keys() -> None:
-    """Show every key of the configuration as a flag, by groups."""
+    """Show all keys of the configuration as flags, by group."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -139,12 +143,12 @@ def _init(path: Path) -> None:
     from penstock.launch.config.config_writer import example_file
 
     if path.exists():
-        raise UsageError(f"--init: {path} is there already; name another file")
+        raise UsageError(f"--init: {path} exists already; name another file")
     try:
         path.write_text(example_file())
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"{path}: every key with its default. Then: penstock train {path}")
+    typer.echo(f"{path}: all keys with their defaults. To train: penstock train {path}")
 
 
 # ---- training
@@ -163,7 +167,7 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
     from penstock.launch.processes.train_process import run_here
     from penstock.training.view.view import View
 
-    with ExitStack() as stack:  # what is shown before the first step, until the view takes the terminal over
+    with ExitStack() as stack:  # progress before the first step, until the view takes over the terminal
         progress = stack.enter_context(show.progress(quiet=as_json or quiet))
         progress("load torch", 0, 1)
         callbacks = () if as_json else (_closing(stack), View(quiet=quiet, again=again))
@@ -174,14 +178,14 @@ def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
 
 
 def _last_event(folder: Path) -> dict[str, Any]:
-    """Return what processes wrote down last."""
+    """Return the last event that the processes wrote."""
     path = folder / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(json.loads(lines[-1])) if lines else {}
 
 
 def _closing(stack: ExitStack) -> Callback:
-    """Return a callback that closes what is open when the training begins."""
+    """Return a callback that closes the stack when the training starts."""
     from penstock.training.callbacks.callback import Callback
 
     class Closing(Callback):
@@ -213,7 +217,7 @@ def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which
 
 
 def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanation:
-    """Return how the model would be cut, and what a step would take."""
+    """Return the explanation of the model that the configuration describes."""
     from penstock.cli import show
 
     with show.progress(quiet=quiet) as progress:
@@ -263,4 +267,4 @@ def _show_plan(found: Explanation, config: Config, *, as_json: bool) -> None:
         typer.echo(json.dumps(found.to_dict(), indent=2))
         return
     show.explanation(found)
-    show.note(f"{config.steps} steps, in {config.folder}. Nothing was trained: leave --dry-run out.")
+    show.note(f"{config.steps} steps, in {config.folder}. Nothing was trained; to train, leave --dry-run out.")

@@ -1,1 +1,1 @@
-"""Deciding: from a model and what is asked for to a plan: defaults, profile, cuts, schedule."""
+"""Deciding: make a plan from a model and a request: defaults, profile, cuts and schedule."""

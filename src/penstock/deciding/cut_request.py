@@ -1,4 +1,4 @@
-"""Decide: from a captured model and what is asked for to a profile, cuts, a schedule and the predicted step."""
+"""Cut request: from a captured model and the requested options to a profile, cuts, a schedule and a predicted step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["CutRequest", "ProfileSource", "Progress", "explanation_of", "name_of
 
 Progress = Callable[[str, int, int], None]
 
-_ROUNDS = 3  # of cutting, and building a schedule for what came out
+_ROUNDS = 3  # each cuts the model and builds a schedule for the costs of these cuts
 
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """Where the profile comes from: a file or an earlier one, a count, or a measurement."""
+    """The source of the profile: a file or an earlier profile, a count, or a measurement."""
 
     given: Profile | str | PathLike[str] | None
     rates: Rates | str | None
@@ -43,27 +43,27 @@ class ProfileSource:
     batch_size: int | None
 
     def check(self) -> None:
-        """Say, before the long work, what can be seen to be wrong."""
+        """Check the arguments before the expensive work starts."""
         from penstock.errors import UsageError
         from penstock.model.profiling.device_rates import Rates
         from penstock.schedule.counts import check_count
 
         if self.device is not None and (self.rates is not None or self.given is not None):
-            raise UsageError("device: is for measuring; leave it out with analytic or a profile that is there")
+            raise UsageError("device: only applies to measuring; leave it out with analytic= or profile=")
         if self.rates is not None and self.given is not None:
-            raise UsageError("analytic: counts anew, and a profile is given; leave one of them out")
+            raise UsageError("analytic= and profile= exclude each other: pass one of them")
         if isinstance(self.rates, str):
             Rates.of(self.rates)
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size, 1 << 40)
 
-    def profile_of(self, captured: Captured, tell: Progress) -> Profile:
-        """Return what each node takes."""
+    def profile_of(self, captured: Captured, report: Progress) -> Profile:
+        """Return the costs of each node."""
         from penstock.model.profiling.analytic import analytic
         from penstock.model.profiling.measure import measure
 
         def on_node(done: int, total: int, name: str) -> None:  # noqa: ARG001
-            tell("profile", done, total)
+            report("profile", done, total)
 
         if self.given is not None:
             return self._checked(captured)
@@ -72,14 +72,14 @@ class ProfileSource:
         return measure(captured, device=self.device, batch_size=self.batch_size, progress=on_node)
 
     def _checked(self, captured: Captured) -> Profile:
-        """Return the profile that is there, if it is one of this graph."""
+        """Return the given profile; refuse one of another graph or batch size."""
         from penstock.errors import UsageError
         from penstock.model.profile import Profile
 
         assert self.given is not None
         found = self.given if isinstance(self.given, Profile) else Profile.load(self.given, captured.graph)
         if found.graph.nodes != captured.graph.nodes:
-            raise UsageError("profile: is one of another graph; profile the model again")
+            raise UsageError("profile: belongs to another graph; profile the model again")
         if self.batch_size is not None and self.batch_size != found.batch_size:
             raise UsageError(
                 f"batch_size: {self.batch_size}, but the profile was made for {found.batch_size}; profile again"
@@ -89,7 +89,7 @@ class ProfileSource:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """What is asked for: a schedule, and where it may be cut for it."""
+    """A request for a plan: a schedule, and constraints on the cuts."""
 
     schedule: str | Schedule
     lanes: int | None
@@ -101,7 +101,7 @@ class CutRequest:
     cluster: Cluster | None
 
     def check(self) -> Schedule:
-        """Say, before the long work, what can be seen to be wrong; return the schedule before costs are known."""
+        """Check the request before the expensive work starts; return the schedule before costs are known."""
         from penstock.errors import UsageError, nearest
         from penstock.planning.cluster import Cluster
         from penstock.planning.memory_limits import limit_per_lane
@@ -111,14 +111,14 @@ class CutRequest:
             hint = nearest(str(self.keep), PLANNED)
             raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(PLANNED)}.{hint}")
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
-            raise UsageError(f"cluster: give a penstock.Cluster; given: {type(self.cluster).__name__}")
+            raise UsageError(f"cluster: pass a penstock.Cluster; given: {type(self.cluster).__name__}")
         schedule = self.first()
         limit_per_lane(self.memory_limit, schedule.num_lanes)
         (self.cluster or Cluster()).speeds(schedule.num_lanes)
         return schedule
 
     def first(self, lanes: int | None = None) -> Schedule:
-        """Return the schedule before costs are known: where its stages live, and how many micro-batches they hold."""
+        """Return the schedule before costs are known: the lanes of stages, and the micro-batches in flight."""
         from penstock.errors import UsageError
         from penstock.schedule.schedule import Schedule
         from penstock.schedules import build, describe
@@ -126,32 +126,32 @@ class CutRequest:
         if isinstance(self.schedule, Schedule):
             given = {"lanes": self.lanes, "micro_batches": self.micro_batches, "stages_per_lane": self.stages_per_lane}
             if unused := [name for name, value in given.items() if value is not None]:
-                raise UsageError(f"a schedule has its own counts: leave out {', '.join(unused)}")
+                raise UsageError(f"the schedule already defines its counts: leave out {', '.join(unused)}")
             return self.schedule
         name, stages = self.schedule, self.stages_per_lane
-        if describe(name).name == "auto":  # any with as many stages a lane: where they live is all that counts
+        if describe(name).name == "auto":  # any schedule with as many stages per lane: only the placement matters
             name, stages = ("1f1b", None) if stages in (None, 1) else ("interleaved_1f1b", stages)
         return build(name, lanes=lanes or self.num_lanes, micro_batches=self.num_mbs, stages_per_lane=stages)
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes, also where nothing is said."""
+        """The requested number of lanes, or the default."""
         return EXPLORED_LANES if self.lanes is None else self.lanes
 
     @property
     def num_mbs(self) -> int:
-        """How many micro-batches, also where nothing is said."""
+        """The requested number of micro-batches, or the default."""
         return EXPLORED_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
 
     @property
     def is_made_for_costs(self) -> bool:
-        """Does the schedule follow from costs?"""
+        """Whether the schedule depends on costs."""
         from penstock.schedules import describe
 
         return isinstance(self.schedule, str) and "costs" in describe(self.schedule).options
 
     def decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
-        """Return the cuts, the schedule and the predicted step; auto takes the shorter of one and two stages a lane."""
+        """Return the cuts, the schedule and the predicted step; `auto` tries one and two stages per lane."""
         from penstock.errors import PenstockError
         from penstock.schedules import describe
 
@@ -164,7 +164,7 @@ class CutRequest:
         return min(found, key=lambda decision: decision[2].step_seconds)
 
     def _decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
-        """Return cuts and schedule. One that is made for costs is made for those of the cuts, in turn."""
+        """Return the decision. If the schedule depends on costs, cut and build the schedule in turn."""
         schedule = self.first()
         cuts = self._cut(profile, schedule)
         for _ in range(_ROUNDS if self.is_made_for_costs else 0):
@@ -181,9 +181,9 @@ class CutRequest:
         return simulate(schedule, profile.costs(cuts.cuts), cluster=self.cluster, keep=keep)
 
     def _cut(self, profile: Profile, schedule: Schedule) -> Partition:
-        """Return the cuts that balance the lanes; where these have several stages, even ones if their step is shorter.
+        """Return the cuts that balance the lanes; with several stages per lane, also try cuts that balance the stages.
 
-        Lanes in balance do not make a short step when their stages are uneven: the pipeline fills and drains by stages.
+        The pipeline fills and drains stage by stage, so balanced lanes with uneven stages can make a longer step.
         """
         from penstock.errors import PartitionError
         from penstock.planning.partition.partition import partition
@@ -192,7 +192,7 @@ class CutRequest:
         if self.cuts or not (schedule.num_stages > schedule.num_lanes or schedule.is_bidirectional):
             return balanced
         found = [balanced]
-        with suppress(PartitionError):  # even stages do not fit the memory
+        with suppress(PartitionError):  # even stages may not fit in memory
             even = partition(profile, stages=schedule.num_stages, transfers="hidden").cuts
             found.append(self._partition(profile, schedule, even))
         return min(found, key=lambda cuts: self._step(profile, schedule, cuts).step_seconds)
@@ -219,7 +219,7 @@ class CutRequest:
         if describe(self.schedule).name == "auto":
             options["two_ways"] = False  # a stage on two lanes would need other cuts
             if self.memory_limit is not None and self.keep == "hold":
-                options["memory_limit"] = self._left(profile, cuts)
+                options["memory_limit"] = self._remaining_memory(profile, cuts)
         return build(
             self.schedule,
             lanes=self.num_lanes,
@@ -229,8 +229,8 @@ class CutRequest:
             **options,
         )
 
-    def _left(self, profile: Profile, cuts: Partition) -> list[float]:
-        """Return what weights, gradients and optimizer state leave of each lane's memory."""
+    def _remaining_memory(self, profile: Profile, cuts: Partition) -> list[float]:
+        """Return the memory of each lane minus its weights, gradients and optimizer state."""
         from penstock.planning.memory_limits import limit_per_lane
 
         ranges = profile.graph.stages(cuts.cuts)
@@ -241,8 +241,8 @@ class CutRequest:
         return [float(limit) - profile.state_bytes(nodes) for limit, nodes in zip(limits, nodes_of, strict=True)]
 
 
-def explanation_of(name: str, model: Model, captured: Captured, profile: Profile, ask: CutRequest) -> Explanation:
-    """Cut and schedule a model as asked, and tell the whole of it."""
+def explanation_of(name: str, model: Model, captured: Captured, profile: Profile, request: CutRequest) -> Explanation:
+    """Cut and schedule a model as requested, and return the explanation."""
     from torch import nn
 
     from penstock.model.capture.capture import plain_module
@@ -250,8 +250,8 @@ def explanation_of(name: str, model: Model, captured: Captured, profile: Profile
     from penstock.planning.explain.explanation import Explanation
     from penstock.planning.memory_limits import limit_per_lane
 
-    cuts, schedule, timeline = ask.decide(profile)
-    limits = None if ask.memory_limit is None else limit_per_lane(ask.memory_limit, schedule.num_lanes)
+    cuts, schedule, timeline = request.decide(profile)
+    limits = None if request.memory_limit is None else limit_per_lane(request.memory_limit, schedule.num_lanes)
     module = plain_module(model) if isinstance(model, nn.Module) else nn.ModuleList(model)
     return Explanation(
         model=name,
@@ -261,17 +261,17 @@ def explanation_of(name: str, model: Model, captured: Captured, profile: Profile
         partition=cuts,
         schedule=schedule,
         timeline=timeline,
-        keep=ask.keep,
+        keep=request.keep,
         memory_limit=limits,
-        cluster=ask.cluster,
-        num_given_cuts=len(ask.cuts),
+        cluster=request.cluster,
+        num_given_cuts=len(request.cuts),
         num_elements_of={name: tensor.numel() for name, tensor in held_tensors(module).items()},
         notes=_batch_norm_note(module, int(profile.batch_size), schedule.num_mbs),
     )
 
 
 def _batch_norm_note(module: nn.Module, size: int, num_mbs: int) -> tuple[str, ...]:
-    """Say what batch norm sees: it is the one layer whose results follow the micro-batches."""
+    """Return a note if the model has batch norm, whose results depend on the micro-batches."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     count = sum(isinstance(layer, _BatchNorm) for layer in module.modules())
@@ -279,12 +279,12 @@ def _batch_norm_note(module: nn.Module, size: int, num_mbs: int) -> tuple[str, .
         return ()
     layers = "layer normalises" if count == 1 else "layers normalise"
     return (
-        f"batch norm: {count} {layers} each micro-batch of {size} samples by its own mean and variance, as gradient "
-        "accumulation does; the plain model takes those of the whole batch. deferred_batch_norm=True keeps running "
-        "statistics of the whole batch",
+        f"batch norm: {count} {layers} each micro-batch of {size} samples by its own mean and variance, as in gradient "
+        "accumulation; the plain model uses those of the whole batch. With deferred_batch_norm=True, the running "
+        "statistics are those of the whole batch",
     )
 
 
 def name_of(model: Model) -> str:
-    """Return what to call a model in tables."""
+    """Return the name of a model for tables."""
     return type(model).__name__ if hasattr(model, "forward") else "stage modules"

@@ -1,4 +1,4 @@
-"""Defaults: what is chosen where the user does not say. Every default of a decision is here, and nowhere else."""
+"""Defaults: the default of each decision. They are defined only here."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = [
     "default_schedule",
 ]
 
-LANES = 2  # of a pipeline, where there is no more than one GPU and one process
+LANES = 2  # for a pipeline with at most one GPU and one process
 MICRO_BATCHES_PER_LANE = 4
 KEEP: Literal["hold"] = "hold"
-# of a question about lanes that need not be here: `penstock simulate`, `penstock profile`, `penstock.explain`
+# for lanes that need not exist: `penstock simulate`, `penstock profile` and `penstock.explain`
 EXPLORED_LANES, EXPLORED_MICRO_BATCHES = 4, 8
 
 
 def default_micro_batches(lanes: int, batch_size: int | None = None) -> int:
-    """Return the micro-batches of a step: four per lane, but not more than the batch has samples.
+    """Return the number of micro-batches of a step: four per lane, but at most the number of samples.
 
     >>> default_micro_batches(2), default_micro_batches(2, batch_size=5)
     (8, 5)
@@ -31,5 +31,5 @@ def default_micro_batches(lanes: int, batch_size: int | None = None) -> int:
 
 
 def default_schedule(loss_over: str) -> str:
-    """Return the schedule: 1f1b; for a loss over the whole batch one whose forwards all come first."""
+    """Return "1f1b"; for a loss over the whole batch, return a schedule that runs all forwards first."""
     return "zb_gpipe" if loss_over == "batch" else "1f1b"

@@ -1,4 +1,4 @@
-"""explain: capture a model, profile it, cut it, build the schedule and simulate a step; say what came out and why."""
+"""Explain: capture, profile, cut and schedule a model, simulate a step, and return all decisions with reasons."""
 
 from __future__ import annotations
 
@@ -46,40 +46,40 @@ def explain(
     optimizer_bytes: float | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Say how a model would be cut into stages and what a step would take. Nothing is trained.
+    """Explain how a model would be cut into stages, and predict the time of a step. Nothing is trained.
 
-    `print` the result for the tables; it also has `to_dict`, `to_json` and `to_html`.
+    `print` the result to see the tables; it also has `to_dict`, `to_json` and `to_html`.
 
     Args:
-        model: any module, unchanged; or a list of stage modules; or a name as the command line takes it, as `gpt2` or
+        model: any module, unchanged; a list of stage modules; or a name as on the command line, such as `gpt2` or
             `package.module:callable`.
-        example: how the model is called with a micro-batch: a tensor, a tuple of arguments or a dict of keyword
-            arguments. A model by name may bring its own.
-        lanes: how many; 4 if nothing is said.
-        micro_batches: a step has; 8 if nothing is said.
-        schedule: a name, or a schedule, which then says how many lanes and micro-batches.
-        stages_per_lane: for schedules that leave it open.
-        cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
-        keep: "hold" what the forward saves, or "recompute" it.
-        memory_limit: bytes each lane has for weights, gradients, optimizer state and saved values, as 16e9 or "16GiB";
-            one value for all lanes or a list.
-        cluster: speeds and links of the lanes; by default all alike, and transfers take no time.
-        batch_size: the samples of a micro-batch; by default those of the example.
-        training: capture in training or in evaluation; by default as the model is.
-        capture_path: "direct", "export" or "replay" to have one of these; "auto" takes the first that works.
-        device: where to measure; by default where the model is.
-        profile: one that was made before, or the file it was saved in; then nothing is measured.
-        analytic: rates of a device, or the name of a known one: count operations and bytes, measure nothing.
-        optimizer_bytes: optimizer state for each byte of a parameter; by default as in the profile (2.0, for Adam).
-        progress: is told what is being done, how much is done, and of how much.
+        example: the arguments of the model for one micro-batch: a tensor, a tuple of arguments or a dict of keyword
+            arguments. A model given by name can have its own example.
+        lanes: number of lanes; 4 by default.
+        micro_batches: number of micro-batches per step; 8 by default.
+        schedule: a name, or a schedule, which then defines the numbers of lanes and micro-batches.
+        stages_per_lane: number of stages per lane, for schedules that leave it open.
+        cuts: where cuts must lie: node numbers, or the nodes or modules after the cuts; the others are chosen.
+        keep: "hold" or "recompute" the values that the forward saves.
+        memory_limit: bytes of each lane for weights, gradients, optimizer state and saved values, such as 16e9 or
+            "16GiB"; one value for all lanes or a list.
+        cluster: speeds and links of the lanes; by default all lanes are equal and transfers take no time.
+        batch_size: number of samples of a micro-batch; by default that of the example.
+        training: whether to capture in training mode or in evaluation mode; by default the mode of the model.
+        capture_path: "direct", "export" or "replay"; "auto" takes the first that works.
+        device: the device on which to measure; by default that of the model.
+        profile: an existing profile or its file; then nothing is measured.
+        analytic: the rates of a device, or its name: count operations and bytes instead of measuring.
+        optimizer_bytes: bytes of optimizer state per byte of a parameter; by default as in the profile (2.0, for Adam).
+        progress: called with the current activity, the number of units done, and their total.
 
     Raises:
-        CaptureError: when the model cannot be captured; says where it stopped, and what to do.
-        PartitionError: when no cuts are as asked for, or none fit the memory; says what would.
-        UsageError: for arguments that cannot be right.
-        ScheduleError: for a schedule that does not exist or cannot be built.
+        CaptureError: if the model cannot be captured; the message says where it stopped and what to do.
+        PartitionError: if the requested cuts are impossible or no cuts fit the memory; the message says what would fit.
+        UsageError: if an argument is invalid.
+        ScheduleError: if the schedule does not exist or cannot be built.
     """
-    ask = CutRequest(
+    request = CutRequest(
         schedule,
         lanes,
         micro_batches,
@@ -89,39 +89,39 @@ def explain(
         memory_limit=memory_limit,
         cluster=cluster,
     )
-    num_stages = ask.check().num_stages
+    num_stages = request.check().num_stages
     source = ProfileSource(profile, analytic, device=device, batch_size=batch_size)
     source.check()
-    from penstock.model.capture.capture import (
-        capture,  # needs torch: what is wrong so far is told without waiting for it
-    )
+    from penstock.model.capture.capture import capture  # imports torch, so the checks come first
 
-    tell = progress or (lambda what, done, total: None)
-    module, call = _model(model, example, batch_size, tell)
-    tell("capture", 0, 1)
+    report = progress or (lambda what, done, total: None)
+    module, call = _model(model, example, batch_size, report)
+    report("capture", 0, 1)
     captured = capture(module, call, training=training, path=capture_path, num_stages=num_stages)
-    costs = source.profile_of(captured, tell)
+    costs = source.profile_of(captured, report)
     if optimizer_bytes is not None:
         costs = replace(costs, optimizer_bytes=optimizer_bytes)
-    tell("cut and schedule", 0, 1)
+    report("cut and schedule", 0, 1)
     name = model if isinstance(model, str) else name_of(module)
-    return explanation_of(name, module, captured, costs, ask)
+    return explanation_of(name, module, captured, costs, request)
 
 
-def _model(model: Model | str, example: object, batch_size: int | None, tell: Progress) -> tuple[Model, object]:
+def _model(model: Model | str, example: object, batch_size: int | None, report: Progress) -> tuple[Model, object]:
     from penstock.errors import UsageError
     from penstock.model.small_models.named_models import load
 
     if isinstance(model, str):
-        tell("build the model", 0, 1)
+        report("build the model", 0, 1)
         size = {} if batch_size is None else {"batch_size": batch_size}
         module, own = load(model, **size)
         example = own if example is None else example
         if example is None:
-            raise UsageError(f"{model} gives no example: let it return a model and an example of how it is called")
+            raise UsageError(f"{model} has no example: return a model and example arguments from it")
         return module, example
     if not hasattr(model, "forward") and not isinstance(model, (list, tuple)):
-        raise UsageError(f"model: give a torch.nn.Module, a list of them, or a name; given: {type(model).__name__}")
+        raise UsageError(f"model: pass a torch.nn.Module, a list of them, or a name; given: {type(model).__name__}")
     if example is None:
-        raise UsageError("example: say how the model is called: a tensor, a tuple of arguments or a dict of keywords")
+        raise UsageError(
+            "example: pass the arguments of the model: a tensor, a tuple of arguments or a dict of keywords"
+        )
     return model, example

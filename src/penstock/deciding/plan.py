@@ -1,6 +1,6 @@
-"""Plan: the whole decision for one model, as frozen data: capture path, cuts, schedule, keep policy, and why.
+"""Plan: all decisions for one model as frozen data: capture path, cuts, schedule, keep policy and their reasons.
 
-A plan is made once, by `penstock.plan` or by a `Pipeline`, and is run, printed, written and read without deciding
+`penstock.plan` or a `Pipeline` makes a plan once. It can then be run, printed, written and read without deciding
 anything again.
 """
 
@@ -33,16 +33,16 @@ class Plan:
     """How a model is cut and run. `print(plan)` shows the tables; `to_json` and `Plan.from_json` write and read it.
 
     Attributes:
-        schedule: what the lanes run; it also holds the number of lanes, stages and micro-batches.
-        cuts: node numbers that the cuts lie before.
+        schedule: what the lanes run; it also defines the numbers of lanes, stages and micro-batches.
+        cuts: for each cut, the number of the node after it.
         keep: what stages do with saved values: one policy, or one per stage.
-        recomputed: for `keep="fit"`, the nodes of each stage that are run again.
+        recomputed: for `keep="fit"`, the nodes of each stage that are recomputed.
         capture_path: how the model was captured: "direct", "export" or "replay".
-        asked: what the plan was made for: the model's fingerprint and the options that bear on the decision.
-        explanation: the profile, the tables and the predicted step; None where nothing was left to choose, so that
+        asked: what the plan was made for: the fingerprint of the model and the options that affect the decision.
+        explanation: the profile, the tables and the predicted step; None if there was nothing to choose, so that
             nothing was measured.
-        is_for_costs: the schedule was made for the profile, and cannot be built again by its name.
-        source: the file that it was read from; nothing where it was made now.
+        is_for_costs: whether the schedule was made for the profile, so that its name is not enough to build it again.
+        source: the file from which the plan was read; empty if it was made in this process.
     """
 
     schedule: Schedule
@@ -58,40 +58,40 @@ class Plan:
     def __post_init__(self) -> None:
         if len(self.cuts) != self.schedule.num_stages - 1:
             raise UsageError(
-                f"plan: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and the schedule has "
+                f"plan: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but the schedule has "
                 f"{self.schedule.num_stages}"
             )
 
     @property
     def lanes(self) -> int:
-        """How many lanes run it."""
+        """Number of lanes."""
         return self.schedule.num_lanes
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches a step has."""
+        """Number of micro-batches per step."""
         return self.schedule.num_mbs
 
     @property
     def memory_limit(self) -> Any:  # noqa: ANN401 - as it was given
-        """The bytes that each lane may hold, as they were asked for."""
+        """The requested memory limit of each lane."""
         return self.asked.get("memory_limit")
 
     def explain(self) -> Explanation:
-        """Return the tables and the predicted step; print it, or ask it for HTML or JSON.
+        """Return the tables and the predicted step, which can be printed or written as HTML or JSON.
 
         Raises:
-            UsageError: when nothing was measured for this plan.
+            UsageError: if nothing was measured for this plan.
         """
         if self.explanation is None:
             raise UsageError(
-                "plan: nothing was left to choose, so nothing was measured; `penstock.plan(model, example=...)` "
-                "measures, and so does explain() of the pipeline"
+                "plan: there was nothing to choose, so nothing was measured; `penstock.plan(model, example=...)` and "
+                "explain() of the pipeline measure"
             )
         return self.explanation
 
     def faults_for(self, asked: Mapping[str, Any], graph: Graph) -> list[str]:
-        """Return why the plan does not fit a captured model; nothing where it does."""
+        """Return the reasons why the plan does not fit a captured model; empty if it fits."""
         faults = [
             f"it was made for another model ({name}: {self.asked[name]}, now {asked[name]})"
             for name in ("nodes", "model")
@@ -105,7 +105,7 @@ class Plan:
         return faults
 
     def changes_since(self, asked: Mapping[str, Any]) -> list[str]:
-        """Return what is asked for now and was not asked for when the plan was made."""
+        """Return the differences between the current request and the request for which the plan was made."""
         return [
             "another model" if name == "model" else f"{name}: {self.asked.get(name)}, now {asked.get(name)}"
             for name in dict.fromkeys([*asked, *self.asked])
@@ -113,7 +113,7 @@ class Plan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as data that JSON can hold: first what people read, then all that is needed to run it."""
+        """Return the plan as plain data for JSON: first the readable part, then everything needed to run it."""
         schedule = self.schedule
         found: dict[str, Any] = {
             "format": _FORMAT,
@@ -136,10 +136,10 @@ class Plan:
         return found
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
-        """Return the plan as JSON; with a path, also write it there, whole or not at all.
+        """Return the plan as JSON; with a path, also write it to this file atomically.
 
         Raises:
-            OutputError: when the file cannot be written.
+            OutputError: if the file cannot be written.
         """
         text = lines_of(self.to_dict())
         if path is not None:
@@ -151,7 +151,7 @@ class Plan:
         """Read a plan from a file, or from the text that `to_json` returned.
 
         Raises:
-            UsageError: when it cannot be read, or is no plan.
+            UsageError: if it cannot be read or is not a plan.
         """
         is_text = isinstance(given, str) and given.lstrip().startswith("{")
         name = "plan" if is_text else str(given)
@@ -161,7 +161,7 @@ class Plan:
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{name}: cannot be read as a plan: {error}") from error
         if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            raise UsageError(f"{name}: is not a plan that this version of Penstock wrote")
+            raise UsageError(f"{name}: is not a plan of this version of Penstock")
         try:
             return cls.from_dict(found, source="" if is_text else name)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, PenstockError) as error:
@@ -169,7 +169,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any], source: str = "") -> Plan:
-        """Return the plan that `to_dict` has written."""
+        """Return the plan that `to_dict` wrote."""
         from penstock.planning.explain.explanation import Explanation
 
         schedule, cuts, keep = from_json(found["actions"]), tuple(int(cut) for cut in found["cuts"]), found["keep"]
@@ -194,22 +194,22 @@ class Plan:
 
 
 def lines_of(found: Mapping[str, Any]) -> str:
-    """Return JSON with one line per key: people read the first lines, and the long ones stay out of their way."""
+    """Return JSON with one line per key, so that the first lines are readable and long values stay on one line."""
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def plan_path(given: str | PathLike[str]) -> Path:
-    """Return the file of a plan: a run folder may be given for it."""
+    """Return the file of a plan, given the file or a run folder."""
     path = Path(given)
     return path / NAME if path.is_dir() or path.suffix != ".json" else path
 
 
 def plan_to_run(given: Plan | str | PathLike[str] | None) -> Plan | None:
-    """Return the plan that must be run: a plan, or the file of one; None for a run folder, whose plan may be.
+    """Return the plan that must be run, from a plan or its file; None for a run folder, whose plan is optional.
 
     Raises:
-        UsageError: when the file is not there, or is no plan.
+        UsageError: if the file does not exist or is not a plan.
     """
     if given is None or isinstance(given, Plan):
         return given
@@ -218,11 +218,7 @@ def plan_to_run(given: Plan | str | PathLike[str] | None) -> Plan | None:
 
 
 def check_free(plan: Plan, given: Mapping[str, object]) -> None:
-    """Say which options a plan leaves no room for, because it holds them already.
-
-    Raises:
-        UsageError: when one of them is given, and is not what the plan says.
-    """
+    """Refuse options that differ from the decisions of a plan with a UsageError."""
     own: dict[str, object] = {
         "schedule": plan.schedule.name,
         "lanes": plan.lanes,
@@ -231,12 +227,12 @@ def check_free(plan: Plan, given: Mapping[str, object]) -> None:
         "cuts": plan.cuts,
     }
     faults = [
-        f"{name}: {value!r:.60}" + (f", and the plan has {own[name]!r:.60}" if name in own else "")
+        f"{name}: {value!r:.60}" + (f" (the plan has {own[name]!r:.60})" if name in own else "")
         for name, value in given.items()
         if value is not None and not _is_same(value, own.get(name))
     ]
     if faults:
-        raise UsageError(f"plan: it decides these already, so leave them out: {'; '.join(faults)}")
+        raise UsageError(f"plan: it already decides these options, so leave them out: {'; '.join(faults)}")
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Inference: a model as one CUDA graph with parallel branches, and requests that stream through it."""
+"""Inference: run a model as one CUDA graph with parallel branches, and stream requests through it."""
 
 from penstock.infer.graph.inference_graph import Graph
 from penstock.infer.stream.request_pipeline import Pipeline

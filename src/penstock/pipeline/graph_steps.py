@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import nn
 from penstock.devices.device_names import has_graphs
 from penstock.devices.graph_capture import Maker, make_graphs, no_collection
 from penstock.devices.streams import after_callers
-from penstock.errors import LaneError, UsageError
+from penstock.errors import LaneError, UsageError, warn_user
 from penstock.model.structure import flatten, plain_values
 from penstock.pipeline.executor_setup import ExecutorSetup
 from penstock.runtime.executor import Executor
@@ -115,7 +114,7 @@ class GraphSteps:
         self.forget()
         if self._wanted is True:
             raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly then")
-        warnings.warn(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start", stacklevel=4)
+        warn_user(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start")
 
     def run(self, step: Step, run: Run) -> None:
         """Run a step, as graphs if that can be; `run` runs one pass of all lanes, and may record it."""

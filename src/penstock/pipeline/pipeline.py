@@ -45,7 +45,7 @@ from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.step_runner import StepRunner
 from penstock.pipeline.weights import Weights
 from penstock.report.units import show_bytes
-from penstock.runtime.exclusive_use import Use, one_at_a_time
+from penstock.runtime.exclusive_use import Use
 from penstock.runtime.lanes.lane_group import LaneGroup, make_lane_group
 from penstock.runtime.losses import (
     LossFunction,
@@ -128,9 +128,6 @@ class Pipeline(ModelInterface):
         compile: let Inductor compile the stages and the loss; a dict of its options to compile with these.
         timeout: seconds that a lane waits for a value before it says that the other hangs.
         progress: is told what is being done, how much is done, and of how much.
-
-    Attributes:
-        watch: is told of every action, where one is set: see `penstock.runtime.action_watch`.
 
     Raises:
         CaptureError: when the model cannot be captured; says where it stopped, and what to do.
@@ -267,7 +264,6 @@ class Pipeline(ModelInterface):
         self, batch: object, target: object = ..., *, metrics: Literal[True]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
-    @one_at_a_time
     def step(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -285,14 +281,15 @@ class Pipeline(ModelInterface):
             UsageError: when the batch is not like the example; nothing was run.
             LaneError: when an action failed.
         """
-        self._follow_model()
-        if not self.training:
-            raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
-        ready = self._steps.read(batch, _given(target), adds_gradients=True)
-        step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
-        self._steps.train(step, batch)
-        loss = without_backward(self._steps.total(step, ready))
-        return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
+        with self._use:
+            self._follow_model()
+            if not self.training:
+                raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
+            ready = self._steps.read(batch, _given(target), adds_gradients=True)
+            step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
+            self._steps.train(step, batch)
+            loss = without_backward(self._steps.total(step, ready))
+            return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
     @overload
     def evaluate(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
@@ -302,20 +299,19 @@ class Pipeline(ModelInterface):
         self, batch: object, target: object = ..., *, metrics: Literal[True]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
-    @one_at_a_time
     @without_gradients
     def evaluate(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
-        with self._in_mode(False):
-            ready = self._steps.read(batch, _given(target))
-            step = self._steps.begin(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
-            self._steps.run(step)
-        loss = self._steps.total(step, ready)
-        return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
+        with self._use:
+            with self._in_mode(False):
+                ready = self._steps.read(batch, _given(target))
+                step = self._steps.begin(ready, Mode(False, False, self._cast()), given=(batch, *_given(target)))
+                self._steps.run(step)
+            loss = self._steps.total(step, ready)
+            return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
-    @one_at_a_time
     @without_gradients
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
         """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.
@@ -326,26 +322,28 @@ class Pipeline(ModelInterface):
             batch: as the example.
             gather: under torchrun, who gets the outputs: "all" lanes, or the "last" only (others get None).
         """
-        self._follow_model()
-        if gather not in ("all", "last"):
-            raise UsageError(f"gather: {gather!r} is not one of all, last")
-        ready = self._steps.read(batch, None)
-        outputs: dict[int, list[Any]] = {}
-        step = self._steps.begin(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
-        self._steps.run(step)
-        made = self._lane_group.values.outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
-        if made is None:
-            return None
-        results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
-        if self._steps.reader.is_split and len(results) > 1:
-            joined = join_rows(results, sizes)
-        else:
-            joined = join_results(results, sizes, self._chains[0].example.batch_dim)
-        output = rebuild(self._chains[0].results(self.training).template(), joined)
-        if not self._has_looked_for_caches:
-            self._has_looked_for_caches = True
-            warn_of_cache(output, self._planned.captured)
-        return output
+        with self._use:
+            self._follow_model()
+            if gather not in ("all", "last"):
+                raise UsageError(f"gather: {gather!r} is not one of all, last")
+            ready = self._steps.read(batch, None)
+            outputs: dict[int, list[Any]] = {}
+            step = self._steps.begin(ready, Mode(self.training, False, self._cast()), given=(batch,), outputs=outputs)
+            self._steps.run(step)
+            made = self._lane_group.values.outputs(outputs, ready.batch.num_mbs, self.schedule, to_all=gather == "all")
+            if made is None:
+                return None
+            results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
+            with torch.autocast(self.devices[0].type, enabled=False):  # results keep their types
+                if self._steps.reader.is_split and len(results) > 1:
+                    joined = join_rows(results, sizes)
+                else:
+                    joined = join_results(results, sizes, self._chains[0].example.batch_dim)
+            output = rebuild(self._chains[0].results(self.training).template(), joined)
+            if not self._has_looked_for_caches:
+                self._has_looked_for_caches = True
+                warn_of_cache(output, self._planned.captured)
+            return output
 
     __call__ = forward
 

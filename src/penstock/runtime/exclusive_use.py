@@ -1,22 +1,17 @@
-"""Use: who may use a pipeline: one thread at a time, of the process that made it."""
+"""Exclusive use: one thread at a time may use a pipeline, in the process that made it."""
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 from penstock.errors import UsageError
 
-__all__ = ["Use", "one_at_a_time"]
-
-_M = TypeVar("_M", bound=Callable[..., Any])
+__all__ = ["Use"]
 
 
 class Use:
-    """The use of a pipeline; enter it to use the pipeline."""
+    """The right to use a pipeline: `with use:` holds it."""
 
     def __init__(self) -> None:
         self._process, self._lock, self._user = os.getpid(), threading.Lock(), ""
@@ -49,14 +44,3 @@ class Use:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-def one_at_a_time(method: _M) -> _M:
-    """Let a method of what has a `_use` run only while no other one does: see `Use`."""
-
-    @functools.wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the method's
-        with self._use:
-            return method(self, *args, **kwargs)
-
-    return cast("_M", alone)

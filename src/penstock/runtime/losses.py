@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, warn_user
 from penstock.model.structure import flatten
 
 __all__ = [
@@ -257,11 +256,10 @@ def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], tar
     for place, of_each in enumerate(zip(*counts, strict=False)):
         sizes = [tensors[place].numel() for tensors in map(list, map(_labels, things))]
         if len({count / size for count, size in zip(of_each, sizes, strict=True) if size}) > 1:
-            warnings.warn(
+            warn_user(
                 f"micro-batches have different shares of targets that are not {ignored}: {list(of_each)}. A loss that "
                 "averages over those is exact only with weight=, as in weight=lambda batch, target: "
-                f"(target != {ignored}).sum(); weight='sum' says that the loss adds up",
-                stacklevel=4,
+                f"(target != {ignored}).sum(); weight='sum' says that the loss adds up"
             )
             return True
     return False

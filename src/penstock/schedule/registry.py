@@ -106,7 +106,9 @@ class Registry:
             raise ScheduleError(_no_use(entry, unused))
         schedule = entry.builder(lanes=lanes, micro_batches=micro_batches, **given)
         if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"the builder of {entry.name!r} must return a Schedule; given: {type(schedule).__name__}")
+            raise ScheduleError(
+                f"the builder of {entry.name!r} must return a Schedule; given: {type(schedule).__name__}"
+            )
         return schedule
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import NonFiniteError, error_in_short
+from penstock.errors import NonFiniteError, error_in_short, warn_user
 from penstock.faults.injector import Injector
 from penstock.faults.lost_peers import is_lost
 from penstock.faults.nonfinite import locate
@@ -58,7 +57,7 @@ class Faults:
             is_late = bool(self._trainer.pipe.optimizers)  # of a schedule that updates within the step
             kept = "have changed within the step" if is_late else f"are those of step {step - 1}"
             raise NonFiniteError(f"{message}. The weights {kept}")
-        warnings.warn(f"{message}; {'the update is skipped' if policy == 'skip' else 'rewinding'}", stacklevel=2)
+        warn_user(f"{message}; {'the update is skipped' if policy == 'skip' else 'rewinding'}")
         return False
 
     def tell(self, kind: str, step: int, message: str, **more: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
@@ -69,7 +68,7 @@ class Faults:
             try:
                 self._trainer.folder.append("faults.jsonl", fault)
             except OSError as error:  # a full disk must not hide what happened
-                warnings.warn(f"faults.jsonl cannot be written: {error.strerror}", stacklevel=2)
+                warn_user(f"faults.jsonl cannot be written: {error.strerror}")
         self._callbacks.tell("on_fault", self._trainer, fault)
 
     @contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.devices.kinds import kind_of
-from penstock.errors import HangError, LaneError, LostError
+from penstock.errors import HangError, LaneError, LostError, warn_user
 from penstock.faults.out_of_memory import is_out_of_memory
 from penstock.pipeline.smaller_micro_batches import split_finer
 from penstock.pipeline.state_snapshot import StateSnapshot
@@ -82,4 +81,4 @@ class MemoryRetry:
         told = f"step {number}: memory ran out ({message}); it is run again, and all from now on, with {count} "
         told += f"micro-batches; give micro_batches={count} to begin with them"
         faults.tell("out of memory", number, told, micro_batches=count)
-        warnings.warn(told, stacklevel=2)
+        warn_user(told)

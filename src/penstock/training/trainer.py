@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 
 from penstock.checkpoint import Checkpoints, Restored
 from penstock.deciding.plan import NAME
-from penstock.errors import NonFiniteError, UsageError
+from penstock.errors import NonFiniteError, UsageError, warn_user
 from penstock.feeding.feed import Feed, feed
 from penstock.feeding.sharded_loaders import check_not_sharded
 from penstock.pipeline.pipeline import Pipeline
@@ -250,7 +249,7 @@ class Trainer:
         try:
             self.folder.write(NAME, self.pipe.plan.to_json())
         except OSError as error:
-            warnings.warn(f"{NAME}: cannot be written ({error}); a resume decides anew", stacklevel=3)
+            warn_user(f"{NAME}: cannot be written ({error}); a resume decides anew")
 
     # ---- the loop
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import GraphError
-from penstock.infer.graph.branches import Branches, Work, find_branches
-from penstock.infer.graph.shape_cache import Shapes
+from penstock.infer.graph.branches import Branches, GraphNode, find_branches
+from penstock.infer.graph.shape_cache import ShapeCache
 
 KERNEL = 5e-6
 
@@ -14,7 +14,7 @@ KERNEL = 5e-6
 def chain(nodes, length, after=(), name="n", seconds=KERNEL):
     """Add a chain of kernels to a list of nodes; return the place of the last."""
     for _ in range(length):
-        nodes.append(Work(f"{name}{len(nodes)}", tuple(after), seconds))
+        nodes.append(GraphNode(f"{name}{len(nodes)}", tuple(after), seconds))
         after = (len(nodes) - 1,)
     return len(nodes) - 1
 
@@ -23,7 +23,7 @@ def towers(*lengths):
     """Return towers of so many kernels, one after the other in the order of the model, joined by a last node."""
     nodes = []
     ends = [chain(nodes, length, name=f"tower {number}, node ") for number, length in enumerate(lengths)]
-    nodes.append(Work("join", tuple(ends), KERNEL))
+    nodes.append(GraphNode("join", tuple(ends), KERNEL))
     return nodes
 
 
@@ -79,7 +79,7 @@ def test_short_branches_are_not_worth_a_fork():
     end = chain(nodes, 2)
     for _ in range(12):
         sides = [chain(nodes, 3, after=(end,)) for _ in range(3)]
-        nodes.append(Work(f"attention{len(nodes)}", tuple(sides), KERNEL))
+        nodes.append(GraphNode(f"attention{len(nodes)}", tuple(sides), KERNEL))
         end = chain(nodes, 4, after=(len(nodes) - 1,))
     branches = find_branches(nodes)
     assert branches.num_streams == 1
@@ -90,30 +90,30 @@ def test_a_long_branch_of_views_is_no_work():
     nodes = []
     end = chain(nodes, 20)
     other = chain(nodes, 20, seconds=0.0)
-    nodes.append(Work("join", (end, other), KERNEL))
+    nodes.append(GraphNode("join", (end, other), KERNEL))
     assert find_branches(nodes).num_streams == 1
 
 
 def test_a_fork_that_saves_nothing_is_not_made():
     """Eight quick kernels beside one that takes long are not worth it if they have to wait for it anyway."""
-    nodes = [Work("long", (), 1e-3)]
+    nodes = [GraphNode("long", (), 1e-3)]
     chain(nodes, 10, after=(0,), seconds=1e-6)
     assert find_branches(nodes).num_streams == 1
 
 
 def test_what_lies_beside_a_path_goes_where_it_is_used():
     """Towers of attention layers: each on one stream as a whole, with all that lies beside its longest path."""
-    nodes = [Work("mask", (), KERNEL)]
+    nodes = [GraphNode("mask", (), KERNEL)]
     ends = []
     for tower in ("tower 0", "tower 1"):
         end = chain(nodes, 1, name=f"{tower}, node ")
         for _ in range(6):
             query, key = (chain(nodes, 2, after=(end,), name=f"{tower}, node ") for _ in range(2))
             view = chain(nodes, 1, after=(0,), name=f"{tower}, node ", seconds=0.0)
-            nodes.append(Work(f"{tower}, attention{len(nodes)}", (query, key, view), 2 * KERNEL))
+            nodes.append(GraphNode(f"{tower}, attention{len(nodes)}", (query, key, view), 2 * KERNEL))
             end = len(nodes) - 1
         ends.append(end)
-    nodes.append(Work("join", tuple(ends), KERNEL))
+    nodes.append(GraphNode("join", tuple(ends), KERNEL))
     branches = find_branches(nodes)
     found = streams_of(nodes, branches)
     assert sorted(map(sorted, (found["tower 0"], found["tower 1"]))) == [[0], [1]]
@@ -125,7 +125,7 @@ def test_streams_are_used_again():
     nodes, end = [], ()
     for _ in range(2):
         ends = [chain(nodes, 12, after=end) for _ in range(2)]
-        nodes.append(Work(f"join{len(nodes)}", tuple(ends), KERNEL))
+        nodes.append(GraphNode(f"join{len(nodes)}", tuple(ends), KERNEL))
         end = (len(nodes) - 1,)
     branches = find_branches(nodes)
     assert branches.num_streams == 2
@@ -134,7 +134,13 @@ def test_streams_are_used_again():
 
 def test_waits_are_not_said_twice():
     """Who is behind a node is behind all that it was behind."""
-    nodes = [Work("a"), Work("b", (0,)), Work("c", (0, 1)), Work("d", (0, 1, 2)), Work("e", (1, 3))]
+    nodes = [
+        GraphNode("a"),
+        GraphNode("b", (0,)),
+        GraphNode("c", (0, 1)),
+        GraphNode("d", (0, 1, 2)),
+        GraphNode("e", (1, 3)),
+    ]
     branches = Branches(tuple(nodes), (0, 1, 2, 2, 0))
     assert branches.waits == ((), (0,), (1,), (), (3,))
     assert branches.awaited == {0, 1, 3}
@@ -142,7 +148,7 @@ def test_waits_are_not_said_twice():
 
 
 def test_the_estimate_counts_what_overlaps_and_what_waits():
-    nodes = (Work("a", (), 4e-6), Work("b", (), 6e-6), Work("c", (0, 1), 1e-6))
+    nodes = (GraphNode("a", (), 4e-6), GraphNode("b", (), 6e-6), GraphNode("c", (0, 1), 1e-6))
     assert Branches(nodes, (0, 0, 0)).seconds == pytest.approx(11e-6)
     switch = 2e-6  # the fork, and the wait of c for b
     assert Branches(nodes, (0, 1, 0)).seconds == pytest.approx(6e-6 + 2 * switch + 1e-6)
@@ -161,12 +167,12 @@ def test_nothing_at_all():
 
 
 def test_wrong_data_is_refused():
-    with pytest.raises(GraphError, match="a node that is not before it"):
-        Branches((Work("a", (0,)),), (0,))
+    with pytest.raises(GraphError, match="a node that does not come before it"):
+        Branches((GraphNode("a", (0,)),), (0,))
     with pytest.raises(GraphError, match="without a gap"):
-        Branches((Work("a"), Work("b")), (0, 2))
-    with pytest.raises(GraphError, match="nodes: 1, but streams are said for 2"):
-        Branches((Work("a"),), (0, 0))
+        Branches((GraphNode("a"), GraphNode("b")), (0, 2))
+    with pytest.raises(GraphError, match="nodes: 1, but streams are given for 2"):
+        Branches((GraphNode("a"),), (0, 0))
 
 
 @st.composite
@@ -175,7 +181,7 @@ def graphs(draw, most=40):
     nodes = []
     for index in range(count):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-        nodes.append(Work(f"n{index}", tuple(sorted(after)), draw(st.sampled_from([0.0, 1e-6, 5e-6, 5e-5]))))
+        nodes.append(GraphNode(f"n{index}", tuple(sorted(after)), draw(st.sampled_from([0.0, 1e-6, 5e-6, 5e-5]))))
     return nodes
 
 
@@ -203,26 +209,26 @@ def test_what_is_found_is_never_slower_than_one_stream(nodes):
 
 
 def test_shapes_beyond_the_room_wait_until_one_has_rested():
-    shapes = Shapes(most=2, rest_calls=3)
+    shapes = ShapeCache(most=2, rest_calls=3)
     for shape in "ab":
         assert shapes.get(shape) is None
-        assert shapes.has_room
+        assert shapes.has_space
         shapes.put(shape, shape.upper())
     assert shapes.get("c") is None
-    assert not shapes.has_room
+    assert not shapes.has_space
     for _ in range(3):
         assert shapes.get("a") == "A"
-    assert shapes.has_room  # b has not been used for a while
+    assert shapes.has_space  # b has not been used for a while
     shapes.put("c", "C")
     assert (shapes.get("a"), shapes.get("b"), shapes.get("c")) == ("A", None, "C")
 
 
 def test_shapes_that_take_turns_do_not_drive_each_other_out():
-    shapes = Shapes(most=2, rest_calls=8)
+    shapes = ShapeCache(most=2, rest_calls=8)
     made = []
     for call in range(60):
         shape = call % 3
-        if shapes.get(shape) is None and shapes.has_room:
+        if shapes.get(shape) is None and shapes.has_space:
             shapes.put(shape, shape)
             made.append(shape)
     assert made == [0, 1]

@@ -276,14 +276,14 @@ def in_any_order(program, branches, arguments, chance):
 
     One stream runs as far ahead as it can, then the next; or any of them goes on, at random.
     """
-    read = program.reading
+    read = program.analysis
     once = program.interpreter(None).make_once(arguments)
     known = {**dict(zip(read.arguments, arguments, strict=True)), **once}
     left = [deque(i for i, s in enumerate(branches.stream_of) if s == k) for k in range(branches.num_streams)]
     # numbers are known to the host before the GPU does anything
     done = set()
     for index, node in enumerate(read.nodes):
-        if not read.works[index].after and not read.works[index].seconds and not node.all_input_nodes:
+        if not read.graph_nodes[index].after and not read.graph_nodes[index].seconds and not node.all_input_nodes:
             known[node] = compute(node, known, read.root)
             done.add(index)
     is_eager = chance.random() < 0.7
@@ -313,14 +313,14 @@ def test_waits_are_enough(name):
             given = arguments()
             assert_same(program.result(call, in_any_order(program, found, given, chance)), wanted)
             model.load_state_dict(state)
-            interpreter = Interpreter(program.reading, found)
+            interpreter = Interpreter(program.analysis, found)
             assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
 
 
 def test_changes_in_place_come_after_earlier_reads():
     """Without that, the test above would fail: the waits know of memory, not only of values."""
     _, program, _, _ = program_of("in place")
-    works = program.reading.works
+    works = program.analysis.graph_nodes
     [change] = [i for i, work in enumerate(works) if "mul_" in work.name]
     readers = [i for i, work in enumerate(works) if "linear" in work.name and i < change]
     assert set(readers[:1]) <= set(works[change].after)
@@ -328,8 +328,8 @@ def test_changes_in_place_come_after_earlier_reads():
 
 def test_what_no_input_changes_is_made_once():
     _, program, _, _ = program_of("making")
-    once = {str(node.target) for node in program.reading.once}
-    every = {str(node.target) for node in program.reading.nodes}
+    once = {str(node.target) for node in program.analysis.once}
+    every = {str(node.target) for node in program.analysis.nodes}
     assert {"aten.arange.default", "aten.tril_.default"} <= once | {t.replace(".start", ".default") for t in once}
     assert any("zeros" in target for target in every)  # is filled from the data
     assert any("embedding" in target for target in every)  # reads a weight, which may change
@@ -339,8 +339,8 @@ def test_what_no_input_changes_is_made_once():
 @pytest.mark.parametrize(("name", "count"), [("patches", 3), ("clip", 1), ("vit", 1), ("conv", 0), ("bert", 0)])
 def test_convolutions_over_patches_become_products(name, count):
     graph = Graph(made(name), batch(name, 2))
-    assert f"as products of matrices: {count}" in graph.explain() or not count
-    assert graph._program.reading.num_products == count
+    assert f"computed as matrix products: {count}" in graph.explain() or not count
+    assert graph._program.analysis.num_products == count
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_other_convolutions_stay(layer, shape, device):
     layer = layer.double().to(device)
     data = torch.randn(2, *shape, dtype=torch.float64, device=device)
     graph = Graph(layer, data)
-    assert graph._program.reading.num_products == 0
+    assert graph._program.analysis.num_products == 0
     assert_same(graph(data), wanted_of(layer, {"input": data}))
 
 
@@ -370,7 +370,7 @@ def test_small_patches_are_quicker_as_they_are(monkeypatch):
     images = torch.randn(2, 3, 32, 32)
     for size, count in ((4, 0), (8, 1), (16, 1)):
         layer = nn.Conv2d(3, 8, size, stride=size)
-        assert Program(layer, read_example(images, layer), most=1).reading.num_products == count
+        assert Program(layer, read_example(images, layer), most=1).analysis.num_products == count
 
 
 class Attribute(nn.Module):
@@ -466,9 +466,9 @@ def test_channels_that_come_last_stay_last(channels, of_data, of_weight, device)
         data = torch.empty_strided(data.shape, strides, dtype=data.dtype, device=device).copy_(data)
     graph = Graph(model.conv, data)
     if (of_data, of_weight) == (None, None):
-        assert graph._program.reading.num_products == 1
+        assert graph._program.analysis.num_products == 1
     if channels > 1 and (of_data, of_weight) != (None, None) and device == "cpu":  # cuDNN puts no float64 so
-        assert graph._program.reading.num_products == 0
+        assert graph._program.analysis.num_products == 0
     made = graph(data)
     assert_same(made, wanted_of(model.conv, {"input": data}))
     assert made.stride() == model.conv(data).stride()
@@ -497,7 +497,7 @@ def test_odd_patches(device):
     torch.manual_seed(0)
     model = Odd().double().to(device)
     graph = Graph(model, torch.ones(2, 3, 7, 5, dtype=torch.float64, device=device))
-    assert graph._program.reading.num_products == 4
+    assert graph._program.analysis.num_products == 4
     for size in (1, 2, 3, 5):
         data = torch.randn(size, 3, 7, 5, dtype=torch.float64, device=device)
         assert_same(graph(data), wanted_of(model, {"x": data}))
@@ -516,8 +516,8 @@ def test_products_are_not_rounded_more_than_convolutions(monkeypatch):
             cuda=SimpleNamespace(matmul=SimpleNamespace(fp32_precision=products)),
             cudnn=SimpleNamespace(conv=SimpleNamespace(fp32_precision=convolutions)),
         )}))  # fmt: skip
-        assert Program(layer, read_example(data, layer), most=1).reading.num_products == count
-        assert Program(layer.double(), read_example(data.double(), layer), most=1).reading.num_products == 1
+        assert Program(layer, read_example(data, layer), most=1).analysis.num_products == count
+        assert Program(layer.double(), read_example(data.double(), layer), most=1).analysis.num_products == 1
         layer.float()
 
 
@@ -527,7 +527,7 @@ def test_where_nothing_can_be_estimated_all_nodes_count_the_same(monkeypatch):
 
     monkeypatch.setattr(reading, "Tally", refuse)
     _, program, _, _ = program_of("towers")
-    assert len({work.seconds for work in program.reading.works}) == 1
+    assert len({work.seconds for work in program.analysis.graph_nodes}) == 1
     assert program.branches.num_streams == 2
 
 
@@ -536,9 +536,9 @@ def test_where_nothing_can_be_estimated_all_nodes_count_the_same(monkeypatch):
 
 def at_random(program, chance):
     """Return branches with nodes on streams at random."""
-    chosen = [chance.randrange(3) for _ in program.reading.nodes]
+    chosen = [chance.randrange(3) for _ in program.analysis.nodes]
     names = {stream: number for number, stream in enumerate(dict.fromkeys(chosen))}
-    return Branches(program.reading.works, tuple(names[stream] for stream in chosen))
+    return Branches(program.analysis.graph_nodes, tuple(names[stream] for stream in chosen))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -552,8 +552,8 @@ def test_parts_run_in_one_go(name, monkeypatch):
         wanted = model(**dict(zip(MODELS[name][1], call, strict=True)))
         for trial in range(8):
             branches = program.branches if trial == 0 else at_random(program, chance)
-            parts = find_parts(program.reading, branches)
-            assert sorted(index for part in parts for index in part) == list(range(len(program.reading.nodes)))
+            parts = find_parts(program.analysis, branches)
+            assert sorted(index for part in parts for index in part) == list(range(len(program.analysis.nodes)))
             for part in parts:
                 assert len({branches.stream_of[index] for index in part}) == 1
                 assert not any(branches.waits[index] for index in part[1:])
@@ -561,7 +561,7 @@ def test_parts_run_in_one_go(name, monkeypatch):
             sizes.append(max(map(len, parts)))
             model.load_state_dict(state)
             given = arguments()
-            interpreter = Interpreter(program.reading, branches, options=Options())
+            interpreter = Interpreter(program.analysis, branches, options=Options())
             assert_same(program.result(call, interpreter.run(given, interpreter.make_once(given))), wanted)
     assert sizes[0] > 1 or name == "making"  # where all is made to be changed
 
@@ -605,7 +605,7 @@ def test_memory_that_is_changed_in_place_is_the_model_s(model):
         wanted = model(x)
         for trial in range(4):
             branches = program.branches if trial == 0 else at_random(program, chance)
-            interpreter = Interpreter(program.reading, branches, options=Options())
+            interpreter = Interpreter(program.analysis, branches, options=Options())
             given = [*program.held(), *program.values([x]), len(x)]
             made = interpreter.run(given, interpreter.make_once(given))
             assert_same(program.result([x], made), wanted)
@@ -758,10 +758,10 @@ def test_what_streams_are_told_keeps_the_order(name, noted):
     program, streams, *_ = run_pretended(name, noted)
     at = {}
     for index, (node, behind, _) in enumerate(noted):
-        assert node is program.reading.nodes[index]
+        assert node is program.analysis.nodes[index]
         own = streams[program.branches.stream_of[index]]
         at[index] = (own, behind[own])
-        for before in program.reading.works[index].after:
+        for before in program.analysis.graph_nodes[index].after:
             stream, count = at[before]
             assert behind[stream] >= count
     assert all(streams[0].done[stream] == stream.done[stream] for stream in streams)
@@ -778,7 +778,7 @@ def test_what_crosses_is_kept_and_the_rest_let_go(name, noted):
 
     same = {}
     program, _, given, made = run_pretended(name, noted, look)
-    outputs = {program.reading.nodes.index(node) for node in program.reading.outputs}
+    outputs = {program.analysis.nodes.index(node) for node in program.analysis.outputs}
     kept = program.branches.crossing | outputs
     assert program.branches.crossing
     assert program.branches.crossing <= set(alive)
@@ -956,7 +956,7 @@ def test_a_model_that_reads_its_data_runs_as_it_is(device):
         graph = Graph(Reads().to(device), torch.ones(2, 2, device=device))
     assert graph(torch.ones(2, 2, device=device)).sum() == 8
     assert graph(-torch.ones(2, 2, device=device)).sum() == -4
-    assert "runs as it is: torch.export cannot take it" in graph.explain()
+    assert "runs without a graph: torch.export cannot capture it" in graph.explain()
 
 
 class Fails(CpuGraphs):
@@ -974,7 +974,7 @@ def test_a_capture_that_fails_is_said_once(monkeypatch):
     graph(**given)
     assert model.count == 2
     assert graph.obstacle == "RuntimeError: not while a stream is capturing"
-    assert " runs as it is: RuntimeError" in graph.explain()
+    assert " runs without a graph: RuntimeError" in graph.explain()
 
 
 def test_a_call_that_is_wrong_is_no_reason_to_give_up(device):
@@ -1000,12 +1000,12 @@ def test_what_it_is_called(device):
 def test_explain():
     text = Graph(made("clip"), batch("clip", 2)).explain()
     first, second, *rows = text.splitlines()
-    assert first == "CLIPModel on cpu runs as it is: CUDA graphs need a GPU, and the model is on cpu"
-    assert second == "as a graph it would have 2 branches"
+    assert first == "CLIPModel on cpu runs without a graph: CUDA graphs need a GPU, and the model is on cpu"
+    assert second == "as a graph: 2 branches"
     shares = [int(line.split()[-1].removesuffix("%")) for line in rows[1:3]]
     assert sum(shares) == pytest.approx(100, abs=1)
     assert "waits between them: 1" in text
-    assert "made once" in text
+    assert "computed once" in text
     assert "1 branch\n" in Graph(made("chain"), batch("chain", 2)["input"]).explain()
 
 
@@ -1019,8 +1019,11 @@ def test_explain():
         ({"device": "cuda:99"}, "cannot be used"),
         ({"model": len}, "model: give an nn.Module"),
         ({"example": 3}, "example: give a tensor"),
-        ({"example": (torch.ones(2), torch.ones(2), torch.ones(2))}, "example: Towers cannot be called so: too many"),
-        ({"example": torch.ones(2)}, "example: Towers cannot be called so: missing a required argument: 'y'"),
+        (
+            {"example": (torch.ones(2), torch.ones(2), torch.ones(2))},
+            "example: Towers cannot be called with it: too many",
+        ),
+        ({"example": torch.ones(2)}, "example: Towers cannot be called with it: missing a required argument: 'y'"),
     ],
 )
 def test_wrong_arguments(options, message):

@@ -74,7 +74,7 @@ def check(model, *, batch=3, num_fewer=None, batches=(3, 1, 4)):
         with torch.no_grad():
             torch.testing.assert_close(run(program, x), model(x), rtol=1e-12, atol=1e-12)
     if num_fewer is not None:
-        assert program.reading.num_fewer == num_fewer
+        assert program.analysis.num_fewer == num_fewer
     return program
 
 
@@ -182,7 +182,7 @@ def _changed(made):
 @pytest.mark.parametrize("name", STAYS)
 def test_all_is_computed_where_it_must_be(name):
     program = check(Of(STAYS[name]))
-    assert program.reading.num_fewer == 0
+    assert program.analysis.num_fewer == 0
 
 
 def test_a_causal_one_with_other_keys_than_queries_stays():
@@ -191,7 +191,7 @@ def test_a_causal_one_with_other_keys_than_queries_stays():
     def function(m, x):
         return functional.scaled_dot_product_attention(x[:, :3], x, x, is_causal=True)[:, -1]
 
-    assert check(Of(function)).reading.num_fewer == 0
+    assert check(Of(function)).analysis.num_fewer == 0
 
 
 def test_the_example_may_be_one_sample():
@@ -233,8 +233,8 @@ def test_sparse_matrices_are_left_alone(kind):
 
 def test_what_is_only_looked_at_stays_as_it_is():
     program = check(Of(STAYS["nothing that is computed"]))
-    assert [node.target for node in program.reading.nodes].count(torch.ops.aten.select.int) == 1
-    names = [node.name for node in program.reading.nodes]
+    assert [node.target for node in program.analysis.nodes].count(torch.ops.aten.select.int) == 1
+    names = [node.name for node in program.analysis.nodes]
     assert names[0] == "transpose", "the first is still the model's first"
 
 
@@ -248,12 +248,12 @@ def test_a_weight_that_is_a_part_of_another_is_still_a_product():
     program = program_of(model, images)
     with torch.no_grad():
         torch.testing.assert_close(run(program, images), model(images), rtol=1e-12, atol=1e-12)
-    assert (program.reading.num_products, program.reading.num_fewer) == (1, 1)
+    assert (program.analysis.num_products, program.analysis.num_fewer) == (1, 1)
 
 
 def test_it_is_told():
     told = Graph(Of(MOVES["the first token of a block"][0]), torch.randn(2, LENGTH, WIDTH)).explain()
-    assert "operations that leave out rows which nobody asks for: 8" in told
+    assert "operations that compute only the rows that are used: 8" in told
 
 
 def flops(call):
@@ -308,7 +308,7 @@ def test_the_first_token_of_a_vision_model():
     program = program_of(model, images)
     with torch.no_grad():
         torch.testing.assert_close(run(program, images), model(images), rtol=1e-11, atol=1e-11)
-    assert program.reading.num_fewer >= 5
+    assert program.analysis.num_fewer >= 5
     assert flops(lambda: run(program, images)) < 0.8 * flops(lambda: model(images))
 
 
@@ -369,7 +369,7 @@ def test_models_made_by_chance(part):
     moved = 0
     for seed in range(15):
         program = check(Of(chance(100 * part + seed)))
-        moved += program.reading.num_fewer > 0
+        moved += program.analysis.num_fewer > 0
     assert moved >= 5
 
 
@@ -382,7 +382,7 @@ def test_as_a_cuda_graph(name):
     function, num_fewer = MOVES[name]
     model = Of(function).double().eval().cuda()
     graph = Graph(model, torch.randn(3, LENGTH, WIDTH, dtype=torch.float64, device="cuda"))
-    assert f"nobody asks for: {num_fewer}" in graph.explain()
+    assert f"only the rows that are used: {num_fewer}" in graph.explain()
     for size in (3, 1, 4):
         for _ in range(3):
             x = torch.randn(size, LENGTH, WIDTH, dtype=torch.float64, device="cuda")

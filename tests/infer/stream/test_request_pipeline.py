@@ -401,7 +401,7 @@ def test_a_request_that_hangs_does_not_keep_the_process(tmp_path):
     script.write_text(
         "import threading\n"
         "from penstock.infer import Pipeline; from penstock.infer.stream import stream_threads\n"
-        "stream_threads._SECONDS_AT_EXIT = 0.1\n"
+        "stream_threads._EXIT_SECONDS = 0.1\n"
         "begun = threading.Event()\n"
         "def hang(request):\n"
         "    begun.set()\n"
@@ -438,7 +438,7 @@ def test_a_pipeline_is_not_closed_from_within():
     pipe = Pipeline(double, postprocess=lambda _: pipe.close())
     error = pipe.submit(1).exception(SECONDS)
     assert isinstance(error, UsageError)
-    assert "close: called by a thread of the pipeline itself" in str(error)
+    assert "close: called in a thread of the pipeline itself" in str(error)
     pipe.close()
 
 
@@ -447,12 +447,12 @@ def test_a_pipeline_is_not_closed_from_within():
     [
         ({"model": None}, "either a model or stages"),
         ({"stages": [double]}, "either a model or stages"),
-        ({"model": None, "stages": []}, "stages: none given"),
+        ({"model": None, "stages": []}, "stages: the list is empty"),
         ({"model": 3}, "model: 3 cannot be called"),
         ({"depth": 0, "workers": 1.5}, "depth: 0 must be a whole number, 1 or more; workers: 1.5"),
         ({"device": "cuda:99"}, "cannot be used"),
-        ({"model": None, "stages": double}, "stages: give a list of them; given: function"),
-        ({"model": None, "stages": nn.Linear(2, 2)}, "stages: give a list of them; given: Linear"),
+        ({"model": None, "stages": double}, "stages: expected a list of stages; given: function"),
+        ({"model": None, "stages": nn.Linear(2, 2)}, "stages: expected a list of stages; given: Linear"),
         ({"model": None, "stages": [double, 3]}, "stage 1: 3 cannot be called"),
     ],
 )
@@ -471,7 +471,7 @@ def test_requests_can_be_gone_through():
 
     with Pipeline(double) as pipe:
         assert list(pipe.map(Dataset())) == [0, 2, 4]
-        with pytest.raises(UsageError, match="requests: give something to go through"):
+        with pytest.raises(UsageError, match="requests: expected an iterable"):
             pipe.map(3)
 
 
@@ -555,7 +555,7 @@ class TestOnGpu:
         assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
     def test_without_an_example_it_says_that_there_is_no_graph(self):
-        with pytest.warns(UserWarning, match="no example= was given"):
+        with pytest.warns(UserWarning, match="example= is missing"):
             pipe = Pipeline(layers(64).cuda())
         with pipe:
             assert pipe.submit(tensors(1, 64)[0]).result(SECONDS).shape == (3, 64)
@@ -608,8 +608,8 @@ def test_one_model_in_several_places_keeps_its_mode():
     ("given", "told"),
     [
         ({"model": nn.Linear}, "model: Linear is a class; give a module"),
-        ({"model": nn.Linear(2, 2), "preprocess": 3}, "preprocess: give a function; given: int"),
-        ({"model": nn.Linear(2, 2), "postprocess": "a"}, "postprocess: give a function; given: str"),
+        ({"model": nn.Linear(2, 2), "preprocess": 3}, "preprocess: expected a function; given: int"),
+        ({"model": nn.Linear(2, 2), "postprocess": "a"}, "postprocess: expected a function; given: str"),
     ],
 )
 def test_what_cannot_be_right_is_refused_at_once(given, told):

@@ -96,7 +96,7 @@ def test_the_text_says_it_all_in_any_width(skipping):
             "embed.weight = head.weight (1 KiB): stages 0, 2 hold it",
             "balance: 1.",
             "predicted step:",
-            "over the makespan",
+            "of the makespan",
         ):
             assert words in joined, words
     assert max(map(len, skipping.to_text(width=110, color=False).splitlines())) <= 110
@@ -211,8 +211,8 @@ def test_a_list_of_stage_modules():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"example": None}, UsageError, "say how the model is called"),
-        ({"model": 3}, UsageError, "model: give a torch.nn.Module"),
+        ({"example": None}, UsageError, "pass the arguments of the model"),
+        ({"model": 3}, UsageError, "model: pass a torch.nn.Module"),
         ({"lanes": 0}, ScheduleError, "lanes: 0"),
         ({"lanes": 900}, PartitionError, "request fewer stages"),
         ({"micro_batches": 0}, ScheduleError, "micro_batches: 0"),
@@ -222,11 +222,11 @@ def test_a_list_of_stage_modules():
         ({"memory_limit": 10.0}, PartitionError, "no cuts fit the memory"),
         ({"memory_limit": [1e9]}, CostError, "one per lane; lanes: 2"),
         ({"memory_limit": -1}, CostError, "above 0"),
-        ({"cluster": 3}, UsageError, "cluster: give a penstock.Cluster"),
+        ({"cluster": 3}, UsageError, "cluster: pass a penstock.Cluster"),
         ({"cluster": penstock.Cluster(speed=[1.0])}, CostError, "one per lane; lanes: 2"),
         ({"batch_size": 0}, ScheduleError, "batch_size: 0"),
         ({"analytic": "h10"}, UsageError, "Did you mean 'h100'"),
-        ({"device": "cpu"}, UsageError, "device: is for measuring"),
+        ({"device": "cpu"}, UsageError, "device: only applies to measuring"),
         ({"profile": "none.json"}, UsageError, "leave one of them out"),
         ({"analytic": None, "profile": "none.json"}, CostError, "cannot be read"),
         ({"cuts": ["nope"]}, UsageError, "no node or module 'nope'"),
@@ -245,7 +245,7 @@ def test_wrong_input_gets_one_message(given, error, message):
 
 def test_a_profile_of_another_model_is_refused():
     other = penstock.explain(Skipping(blocks=3), TOKENS, lanes=2, analytic="cpu").profile
-    with pytest.raises(UsageError, match="of another graph"):
+    with pytest.raises(UsageError, match="to another graph"):
         penstock.explain(Skipping(), TOKENS, lanes=2, profile=other)
     own = penstock.explain(Skipping(), TOKENS, lanes=2, analytic="cpu").profile
     with pytest.raises(UsageError, match="made for 4"):

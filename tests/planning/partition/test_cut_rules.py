@@ -130,14 +130,14 @@ def test_what_is_missing_is_said_and_what_would_fit():
     profile = profile_of(chain_graph([4] * 8, parameters=[10] * 8), [3.0] * 8, saved=100.0, batch_size=4)
     with pytest.raises(PartitionError) as error:
         partition(profile, schedule=build(lanes=2), memory_limit=600, with_lanes=lambda n: build(lanes=n))
-    lane0 = "lane 0 exceeds its 600 B by 120 bytes (120 B; weights: 30 B, gradients: 30 B, optimizer: 60 B, saved: 600 B)"
+    lane0 = (
+        "lane 0 exceeds its 600 B by 120 bytes (120 B; weights: 30 B, gradients: 30 B, optimizer: 60 B, saved: 600 B)"
+    )
     lane1 = (
         "lane 1 exceeds its 600 B by 100 bytes (100 B; weights: 50 B, gradients: 50 B, optimizer: 100 B, saved: 500 B)"
     )
     advice = 'what would fit: more lanes: 4, or keep="recompute", or a smaller micro-batch: 2 instead of 4 samples'
-    assert (
-        str(error.value) == f"no cuts fit the memory; with the closest cuts ([3]) {lane0}; {lane1}; {advice}"
-    )
+    assert str(error.value) == f"no cuts fit the memory; with the closest cuts ([3]) {lane0}; {lane1}; {advice}"
 
 
 def test_what_does_not_fit_is_not_advised():

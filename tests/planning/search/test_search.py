@@ -107,7 +107,7 @@ def test_auto_says_which_named_schedule_it_is():
 
 
 def test_costs_that_lanes_cannot_share_are_refused():
-    with pytest.raises(ScheduleError, match="5 stages, which 2 lanes cannot share"):
+    with pytest.raises(ScheduleError, match="5 stages, which cannot be divided evenly by 2 lanes"):
         schedules.build("auto", lanes=2, micro_batches=2, costs=Costs(forward=[1, 2, 3, 4, 5]))
 
 

@@ -1,1 +1,1 @@
-"""Graph: a model as one CUDA graph with parallel branches."""
+"""Graph: run a model as one CUDA graph with parallel branches."""

@@ -1,9 +1,9 @@
-"""Branches: which parts of a model's graph run side by side, on which stream each node, and who waits for whom.
+"""Branches: which parts of a model's graph run in parallel, the stream of each node, and the waits between streams.
 
-A branch is a path through the graph. The longest path gets the first stream. Of what is left the longest path gets a
-stream beside it, if it is long enough to be worth a fork and the whole is done sooner by a simulation of all streams;
-and so on. What lies on no such path (the keys and values of an attention, a mask) goes where it is used. Nodes are
-given to the GPU in the order of the model, so a stream's own order and the waits are all that holds them together.
+A branch is a path through the graph. The longest path gets the first stream. The longest path of the remaining nodes
+gets another stream, if it is long enough and a simulation of all streams shows that the whole gets faster; and so on.
+Nodes on no such path, such as the keys and values of an attention or a mask, run on the stream that uses them. Nodes
+are launched in the order of the model, so the streams and the waits alone keep the order.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from functools import cached_property
 
 from penstock.errors import GraphError
 
-__all__ = ["MOST_BRANCHES", "Branches", "Work", "find_branches"]
+__all__ = ["MOST_BRANCHES", "Branches", "GraphNode", "find_branches"]
 
 MOST_BRANCHES = 8
-_MOST_PATHS = 64  # that are tried, longest first
-_LEAST_KERNELS = 8  # on a path that gets a stream of its own: shorter ones cost more in waits than they save
-_LEAST_GAIN = 0.25  # of a path's time that must be saved
-_SWITCH_SECONDS = 2e-6  # from the end of a kernel to the start of one that waits for it on another stream
+_MOST_PATHS = 64  # paths to try, longest first
+_LEAST_KERNELS = 8  # on a path with its own stream: shorter paths cost more in waits than they save
+_LEAST_GAIN = 0.25  # share of a path's time that must be saved
+_SWITCH_SECONDS = 2e-6  # from a kernel's end to the start of a waiting kernel on another stream
 
 
 @dataclass(frozen=True)
-class Work:
-    """One node.
+class GraphNode:
+    """A node of the graph as plain data.
 
     Attributes:
-        name: of the node.
-        after: the nodes that must be done before, by their places.
-        seconds: what it takes, by estimate; 0 for what needs no kernel, such as a view.
+        name: the name of the node.
+        after: the indices of the nodes that must finish before it.
+        seconds: its estimated time; 0 if it needs no kernel, as a view.
     """
 
     name: str
@@ -41,28 +41,28 @@ class Work:
 
 @dataclass(frozen=True)
 class Branches:
-    """The stream of each node; all else follows.
+    """The stream of each node, and what follows from that.
 
-    >>> towers = [Work("a"), Work("b", (0,), 3e-6), Work("c", (), 5e-6), Work("d", (1, 2), 1e-6)]
+    >>> towers = [GraphNode("a"), GraphNode("b", (0,), 3e-6), GraphNode("c", (), 5e-6), GraphNode("d", (1, 2), 1e-6)]
     >>> Branches(tuple(towers), (0, 0, 1, 0)).waits
     ((), (), (), (2,))
 
     Attributes:
-        nodes: in the order in which they are given to the GPU.
-        stream_of: for each node its stream, from 0.
+        nodes: the nodes in launch order.
+        stream_of: the stream of each node, numbered from 0.
     """
 
-    nodes: tuple[Work, ...]
+    nodes: tuple[GraphNode, ...]
     stream_of: tuple[int, ...]
 
     def __post_init__(self) -> None:
         faults = [
-            f"{node.name} comes after a node that is not before it"
+            f"{node.name} depends on a node that does not come before it"
             for index, node in enumerate(self.nodes)
             if any(not 0 <= before < index for before in node.after)
         ]
         if len(self.stream_of) != len(self.nodes):
-            faults.append(f"nodes: {len(self.nodes)}, but streams are said for {len(self.stream_of)}")
+            faults.append(f"nodes: {len(self.nodes)}, but streams are given for {len(self.stream_of)}")
         if set(self.stream_of) != set(range(max(self.stream_of, default=-1) + 1)):
             faults.append(f"streams are not numbered from 0 without a gap: {sorted(set(self.stream_of))}")
         if faults:
@@ -70,12 +70,12 @@ class Branches:
 
     @property
     def num_streams(self) -> int:
-        """How many streams there are, at least one."""
+        """The number of streams, at least one."""
         return max(self.stream_of, default=0) + 1
 
     @cached_property
     def crossing(self) -> frozenset[int]:
-        """The nodes that a node of another stream comes after."""
+        """The nodes that a node on another stream depends on."""
         return frozenset(
             before
             for index, node in enumerate(self.nodes)
@@ -85,14 +85,16 @@ class Branches:
 
     @cached_property
     def waits(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the nodes of other streams to wait for: those that its stream is not behind already."""
-        seen = [[-1] * self.num_streams for _ in range(self.num_streams)]  # of each stream, how far it is behind others
+        """For each node, the nodes on other streams to wait for, without those that its stream already waited for."""
+        seen = [
+            [-1] * self.num_streams for _ in range(self.num_streams)
+        ]  # for each stream, how far it has waited for others
         seen_at: dict[int, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = []
         for index, node in enumerate(self.nodes):
             stream, waits = self.stream_of[index], []
             own = seen[stream]
-            for before in sorted(node.after, reverse=True):  # the latest first: the others may follow from it
+            for before in sorted(node.after, reverse=True):  # the latest first: it may include the others
                 if self.stream_of[before] != stream and own[self.stream_of[before]] < before:
                     waits.append(before)
                     own[:] = map(max, own, seen_at[before])
@@ -104,12 +106,12 @@ class Branches:
 
     @cached_property
     def awaited(self) -> frozenset[int]:
-        """The nodes that are waited for."""
+        """The nodes that another stream waits for."""
         return frozenset(before for waits in self.waits for before in waits)
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
-        """When each node is done, by estimate, if streams do not slow each other down."""
+        """The estimated end of each node, if streams do not slow each other down."""
         free = [0.0] + [_SWITCH_SECONDS] * (self.num_streams - 1)
         found: list[float] = []
         for node, stream in zip(self.nodes, self.stream_of, strict=True):
@@ -120,17 +122,17 @@ class Branches:
 
     @cached_property
     def seconds(self) -> float:
-        """What all of it takes, by estimate."""
+        """The estimated time of the whole."""
         joined = [end + _SWITCH_SECONDS * (s > 0) for end, s in zip(self.ends, self.stream_of, strict=True)]
         return max(joined, default=0.0)
 
     @property
     def total_seconds(self) -> float:
-        """What all of it takes one after the other, by estimate."""
+        """The estimated time without parallel streams."""
         return sum(node.seconds for node in self.nodes)
 
     def to_text(self) -> str:
-        """Return a table: the nodes of each branch, the kernels among them, and their share of the work."""
+        """Return a table with the nodes, the kernels and the share of the work of each branch."""
         lines = ["branch  nodes  kernels  share of the work"]
         for stream in range(self.num_streams):
             own = [node for node, at in zip(self.nodes, self.stream_of, strict=True) if at == stream]
@@ -139,32 +141,32 @@ class Branches:
         return "\n".join(lines)
 
 
-def find_branches(nodes: Sequence[Work], *, most: int = MOST_BRANCHES) -> Branches:
+def find_branches(nodes: Sequence[GraphNode], *, most: int = MOST_BRANCHES) -> Branches:
     """Return the branches of a graph.
 
     Args:
-        nodes: in the order of the model, each after those that it needs.
-        most: streams; 1 puts all on one.
+        nodes: the nodes in the order of the model; each comes after the nodes that it needs.
+        most: the maximum number of streams; 1 puts everything on one.
     """
-    works = tuple(nodes)
-    found = Branches(works, (0,) * len(works))
-    if most == 1 or not works:
+    all_nodes = tuple(nodes)
+    found = Branches(all_nodes, (0,) * len(all_nodes))
+    if most == 1 or not all_nodes:
         return found
-    paths = _long_paths(works)
+    paths = _long_paths(all_nodes)
     chosen = dict.fromkeys(paths[0], 0) if paths else {}
     for path in paths[1:]:
         used = found.num_streams
         trials = [chosen | dict.fromkeys(path, stream) for stream in range(1, min(used + 1, most))]
-        results = [Branches(works, _spread(works, trial)) for trial in trials]
-        # while another stream is the one that takes longest, it still counts that nodes are done sooner
+        results = [Branches(all_nodes, _spread(all_nodes, trial)) for trial in trials]
+        # even if another stream takes longest, earlier ends still count
         best = min(range(len(trials)), key=lambda at: (results[at].seconds, sum(results[at].ends)))
-        if found.seconds - results[best].seconds >= _LEAST_GAIN * sum(works[index].seconds for index in path):
+        if found.seconds - results[best].seconds >= _LEAST_GAIN * sum(all_nodes[index].seconds for index in path):
             found, chosen = results[best], trials[best]
     return found
 
 
-def _long_paths(nodes: Sequence[Work]) -> list[list[int]]:
-    """Return paths through the graph that have no node in common, longest first, as far as they are worth a fork."""
+def _long_paths(nodes: Sequence[GraphNode]) -> list[list[int]]:
+    """Return disjoint paths through the graph that are worth a stream, the longest first."""
     is_left = [True] * len(nodes)
     paths: list[list[int]] = []
     while len(paths) < _MOST_PATHS:
@@ -177,8 +179,8 @@ def _long_paths(nodes: Sequence[Work]) -> list[list[int]]:
     return paths
 
 
-def _longest(nodes: Sequence[Work], is_left: Sequence[bool]) -> list[int]:
-    """Return the path that takes longest through what is left."""
+def _longest(nodes: Sequence[GraphNode], is_left: Sequence[bool]) -> list[int]:
+    """Return the longest path through the remaining nodes."""
     length = [0.0] * len(nodes)
     came_from: list[int | None] = [None] * len(nodes)
     for index, node in enumerate(nodes):
@@ -194,8 +196,8 @@ def _longest(nodes: Sequence[Work], is_left: Sequence[bool]) -> list[int]:
     return path[::-1]
 
 
-def _spread(nodes: Sequence[Work], chosen: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the stream of every node: those that lie on no path go where they are used, or else were made."""
+def _spread(nodes: Sequence[GraphNode], chosen: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the stream of every node: a node on no path runs where it is used, or else where its inputs were made."""
     stream_of: list[int | None] = [chosen.get(index) for index in range(len(nodes))]
     users: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):

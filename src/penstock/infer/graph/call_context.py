@@ -1,4 +1,4 @@
-"""Around: what a call of a graph runs within."""
+"""Call context: the context in which a call of a graph runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from penstock.devices import cuda
 
-__all__ = ["Around"]
+__all__ = ["CallContext"]
 
 
-class Around:
-    """Compute without gradients, on a device, and in no inference mode, whatever the caller is in.
+class CallContext:
+    """Run on a device, without gradients and outside inference mode, whatever the caller's modes.
 
-    What is made in that mode could not be written to outside of it. As torch's own contexts together, but what is so
-    already costs nothing: a small graph takes little longer than they do.
+    Tensors made in inference mode could not be written to outside of it. This equals a combination of torch's own
+    contexts, but skips those that are not needed: in a small graph they take a large share of the time.
 
     Args:
-        device: where; of a CPU there is one.
+        device: the device.
     """
 
     __slots__ = ("_device", "_had_gradients", "_others")

@@ -1,11 +1,11 @@
-"""Parts: pieces of a program that Inductor compiles as one, each on one stream, with nothing to wait for inside.
+"""Compiled parts: parts of a program that Inductor compiles as one, each on one stream without waits inside.
 
-    stream 0   [ a  b ]───────────[ e  f ]      e waits for d: it begins a part
-    stream 1   [ c  d ]──────────┘              d is waited for: it ends one
+    stream 0   [ a  b ]───────────[ e  f ]      e waits for d, so it starts a part
+    stream 1   [ c  d ]──────────┘              another stream waits for d, so d ends a part
 
-A piece that draws random numbers stays as it is, for compiled code would draw others. So does one with memory that is
-changed in place, unless nobody could tell: what is changed is made and used up there, one operation after the other.
-Compiled code may share memory where the model does not, and the other way round.
+A part that draws random numbers is not compiled, because compiled code would draw others. A part that changes memory in
+place is compiled only if nothing outside can see it: the memory is made and used within the part, by one operation
+after the other. Compiled code may share memory where the model does not, and the other way round.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import fx
 
 from penstock.compile.options import Options, compiled
 from penstock.infer.graph.branches import Branches
-from penstock.infer.graph.program_analysis import Reading
+from penstock.infer.graph.program_analysis import ProgramAnalysis
 from penstock.model.capture.export.traced_operations import Families, draws, written_by
 
 __all__ = ["compiled_part", "find_parts"]
 
-# arguments with which an operation neither draws nor changes anything: dropout, attention and batch norm in evaluation
+# arguments that switch off draws and changes: dropout, attention and batch norm in evaluation
 _QUIET = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,), "dropout": (0.0,)}
 
 
-def find_parts(reading: Reading, branches: Branches) -> list[tuple[int, ...]]:
-    """Return the nodes in pieces, in an order in which they can be given to a GPU; those that cannot be fused alone."""
-    place_of = {node: index for index, node in enumerate(reading.nodes)}
+def find_parts(analysis: ProgramAnalysis, branches: Branches) -> list[tuple[int, ...]]:
+    """Return the parts in launch order; nodes that cannot be fused form parts of their own."""
+    place_of = {node: index for index, node in enumerate(analysis.nodes)}
     part_of: dict[int, int] = {}
     parts: list[list[int]] = []
-    open_of: dict[int, int] = {}  # for each stream the part that goes on
-    for index, node in enumerate(reading.nodes):
+    open_of: dict[int, int] = {}  # for each stream, its open part
+    for index, node in enumerate(analysis.nodes):
         stream = branches.stream_of[index]
         needed = [part_of[place_of[a]] for a in node.all_input_nodes if a in place_of]
-        # a number is not waited for, but a part that comes later has not made it yet
+        # numbers need no wait, but a later part has not computed them yet
         if branches.waits[index] or stream not in open_of or max(needed, default=0) > open_of[stream]:
             open_of[stream] = len(parts)
             parts.append([])
@@ -45,10 +45,10 @@ def find_parts(reading: Reading, branches: Branches) -> list[tuple[int, ...]]:
         part_of[index] = open_of[stream]
         if index in branches.awaited:
             del open_of[stream]
-    changed = _changed([*reading.once, *reading.nodes])
+    changed = _changed([*analysis.once, *analysis.nodes])
     found: list[tuple[int, ...]] = []
     for part in parts:
-        can_be = _can_be_fused([reading.nodes[index] for index in part], changed)
+        can_be = _can_be_fused([analysis.nodes[index] for index in part], changed)
         found += [tuple(part)] if can_be else [(index,) for index in part]
     return found
 
@@ -57,14 +57,14 @@ def _can_be_fused(nodes: Sequence[fx.Node], changed: Mapping[fx.Node, Sequence[f
     """Return whether nodes can be compiled as one.
 
     Args:
-        nodes: of a part.
-        changed: for each node whose memory is changed in place all that share it.
+        nodes: the nodes of a part.
+        changed: for each node whose memory is changed in place, all nodes that share the memory.
     """
     inside = set(nodes)
     touched = [changed[a] for node in nodes for a in (node, *node.all_input_nodes) if a in changed]
     if len(nodes) < 2 or any(draws(node) and not _is_quiet(node) for node in nodes):
         return False
-    return all(inside.issuperset(family) and _is_used_up(family) for family in touched)
+    return all(inside.issuperset(family) and _is_private(family) for family in touched)
 
 
 def _changed(calls: Sequence[fx.Node]) -> dict[fx.Node, Sequence[fx.Node]]:
@@ -73,8 +73,8 @@ def _changed(calls: Sequence[fx.Node]) -> dict[fx.Node, Sequence[fx.Node]]:
     return {node: family for family in members for node in family}
 
 
-def _is_used_up(family: Sequence[fx.Node]) -> bool:
-    """Return whether each of those that share memory is changed into the next, and used by nobody else."""
+def _is_private(family: Sequence[fx.Node]) -> bool:
+    """Return whether each node that shares memory is changed into the next, and has no other user."""
     order = {node: at for at, node in enumerate(next(iter(family)).graph.nodes)}
     members = sorted(family, key=order.__getitem__)
     return all(
@@ -83,13 +83,13 @@ def _is_used_up(family: Sequence[fx.Node]) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """Return what a node changes in place; a batch norm in evaluation leaves its statistics as they are."""
+    """Return the nodes that a node changes in place; a batch norm in evaluation changes nothing."""
     is_norm = isinstance(node.target, torch._ops.OpOverload) and "batch_norm" in node.target._schema.name
     return [] if is_norm and _is_quiet(node) else written_by(node)
 
 
 def _is_quiet(node: fx.Node) -> bool:
-    """Return whether a node is told to do nothing but compute."""
+    """Return whether a node's arguments switch off draws and changes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     given = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
@@ -100,9 +100,9 @@ def _is_quiet(node: fx.Node) -> bool:
 
 
 def compiled_part(
-    nodes: Sequence[fx.Node], made: Sequence[fx.Node], reading: Reading, options: Options
+    nodes: Sequence[fx.Node], made: Sequence[fx.Node], analysis: ProgramAnalysis, options: Options
 ) -> Callable[[Mapping[fx.Node, Any]], Sequence[Any]]:
-    """Return what computes some values of a part from what is known, compiled when it first runs."""
+    """Return a function that computes the values `made` of a part; it is compiled at its first run."""
     body, copy_of = fx.Graph(), dict[fx.Node, fx.Node]()
     inside = set(nodes)
     given = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
@@ -112,8 +112,8 @@ def compiled_part(
     for node in (*(node for node in given if node.op == "get_attr"), *nodes):
         copy_of[node] = body.node_copy(node, copy_of.__getitem__)
     body.output(tuple(copy_of[node] for node in made))
-    # a module of its own for every shape: what torch compiles anew for too many of them it leaves as it is
-    run = compiled(fx.GraphModule(reading.root, body), options)
+    # a separate module per shape: torch stops compiling a module after too many shapes
+    run = compiled(fx.GraphModule(analysis.root, body), options)
 
     def compute(known: Mapping[fx.Node, Any]) -> Sequence[Any]:
         found: Sequence[Any] = run(*(known[node] for node in arguments))

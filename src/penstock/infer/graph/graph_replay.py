@@ -1,4 +1,4 @@
-"""Replay: a program as one CUDA graph for inputs of one shape, which have memory of their own, as the outputs have."""
+"""Graph replay: a program as one CUDA graph for inputs of one shape, with its own memory for inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from penstock.infer.graph.interpreter import Interpreter
 
 __all__ = ["Replay"]
 
-_WARM_RUNS = 3  # what libraries do at their first calls (choose kernels, take memory) may not be part of a capture
+_WARM_RUNS = 3  # first calls choose kernels and allocate, which must not happen in a capture
 
 
 class Replay:
-    """The graph of one shape.
+    """The CUDA graph of one shape.
 
-    All graphs of a model share one pool of memory, so they never run at the same time. What a graph returns stays as it
-    is until one of them runs again.
+    All graphs of a model share one memory pool, so they never run at the same time. Outputs are valid until one of the
+    graphs runs again.
 
     Args:
         interpreter: runs the program.
-        held: the parameters, buffers and constants that it uses. The graph reads them where they are now, so it keeps
-            hold of their memory; what is written there later it sees.
-        places: where in memory all that the model holds is.
-        changed: those of them that the program changes in place.
-        values: the inputs of a call, of any device.
-        batch_size: the samples in them.
-        device: where it runs.
-        maker: makes the graph.
-        streams: one for each branch; None on a CPU.
+        held: the parameters, buffers and constants of the program. The graph reads them at their current addresses, so
+            it keeps their memory alive; it sees later changes in place.
+        places: the addresses of all tensors of the model.
+        changed: the tensors in `held` that the program changes in place.
+        values: the inputs of a call, on any device.
+        batch_size: the number of samples in the inputs.
+        device: the device.
+        maker: captures the graph.
+        streams: one per branch; None on a CPU.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Replay:
         self.places = places
         self._load(values)
         arguments = [*self._held, *self._slots, batch_size]
-        with self._aside():
-            with self._unchanged(changed):
+        with self._on_first_stream():
+            with self._restored(changed):
                 self._once = interpreter.make_once(arguments)
                 for _ in range(_WARM_RUNS):
                     interpreter.run(arguments, self._once, streams)
@@ -63,13 +63,13 @@ class Replay:
         return self.outputs
 
     def _load(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy what is given to where the graph reads it; without gradients, as the caller is."""
+        """Copy the inputs to the graph's memory; the caller has switched gradients off."""
         for slot, value in zip(self._slots, values, strict=True):
             slot.copy_(value, non_blocking=True)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Work on the first stream of the graph: behind what the caller's has been given, and before what follows."""
+    def _on_first_stream(self) -> Iterator[None]:
+        """Work on the graph's first stream, after the caller's earlier work and before its later work."""
         if self._streams is None:
             yield
             return
@@ -82,8 +82,8 @@ class Replay:
             now.wait_stream(first)
 
     @contextmanager
-    def _unchanged(self, changed: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put back what runs change that only warm up: buffers, and how far random numbers have been drawn."""
+    def _restored(self, changed: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Restore what the warm-up runs change: buffers and the random state."""
         before = [tensor.clone() for tensor in changed]
         drawn = kind_of(self._device).random_state(self._device)
         try:

@@ -1,10 +1,9 @@
-"""Graph: a model in evaluation as one CUDA graph, in which parallel branches run at the same time."""
+"""Inference graph: a model in evaluation as one CUDA graph, in which parallel branches run at the same time."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,13 +15,13 @@ from penstock.devices.cuda_streams import Event, Stream, current_stream, new_str
 from penstock.devices.device_names import check_device, has_graphs
 from penstock.devices.graph_capture import Maker, make_graphs
 from penstock.devices.kinds import kind_of
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.infer.graph.branches import MOST_BRANCHES
-from penstock.infer.graph.call_context import Around
+from penstock.infer.graph.call_context import CallContext
 from penstock.infer.graph.graph_replay import Replay
 from penstock.infer.graph.inference_program import Form, Program, quick_name
-from penstock.infer.graph.shape_cache import Shapes
-from penstock.infer.graph.unchanged_model import Plain
+from penstock.infer.graph.shape_cache import ShapeCache
+from penstock.infer.graph.unchanged_model import UnchangedModel
 from penstock.model.capture.capture import plain_module
 from penstock.model.example import Call, read_example
 from penstock.model.parameters import main_device
@@ -30,40 +29,40 @@ from penstock.model.structure import flatten, rebuild
 
 __all__ = ["Graph"]
 
-_MOST_FORMS = 64  # of calls that are remembered
+_MOST_FORMS = 64  # maximum number of remembered call forms
 
 
 class Graph:
     """A model in evaluation as one CUDA graph, in which parallel branches run at the same time.
 
-    Called as the model is, it returns what the model returns, without gradients. The branches are found in the graph
-    that torch.export captures: two towers, as in CLIP, become two. Each batch size has a CUDA graph of its own,
-    captured when it first comes. On a CPU, and where a graph cannot be, the model runs as it is.
+    It is called like the model and returns what the model returns, without gradients. Penstock finds the branches in
+    the graph that torch.export captures: the two towers of CLIP become two branches. Each batch size gets its own CUDA
+    graph, captured at its first call. On a CPU, and if a CUDA graph is not possible, the model runs unchanged.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> graph = Graph(model, torch.zeros(1, 4))
     >>> graph(torch.zeros(3, 4)).shape
     torch.Size([3, 2])
 
-    Weights may be changed in place, as an optimizer or `load_state_dict` does; where they are put elsewhere, the graphs
-    are captured anew. One call runs at a time.
+    Weights may change in place, for example by an optimizer or `load_state_dict`. If weights move to other memory, the
+    graphs are captured again. Only one call runs at a time.
 
     Args:
-        model: any module, unchanged; in any mode. With `device`, it is moved there.
-        example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
-        branches: "auto", or the most there may be; 1 runs one operation after the other.
-        device: where it runs; by default where the model is.
-        compile: let Inductor compile the branches: fewer kernels, for the price of compiling for each batch size, and
-            of results that are rounded in another order. A dict of its options to compile with these.
-        clone: outputs are copies, which the caller may keep. False hands out the graph's own memory, which the next
-            call overwrites.
+        model: any module, unchanged and in any mode. With `device`, it is moved there.
+        example: an example call: a tensor, a tuple of arguments or a dict of keyword arguments.
+        branches: "auto", or the maximum number; 1 runs one operation after the other.
+        device: the device; by default that of the model.
+        compile: let Inductor compile the branches. This gives fewer kernels, but each batch size must be compiled, and
+            results are rounded in another order. Pass a dict to set Inductor's options.
+        clone: return copies of the outputs. With False, outputs are in the graph's own memory, which the next call
+            overwrites.
 
     Attributes:
-        device: where it runs.
-        obstacle: why there are no CUDA graphs; empty where there are.
+        device: the device.
+        obstacle: why there are no CUDA graphs; empty if there are.
 
     Raises:
-        UsageError: when an argument cannot be right.
+        UsageError: for an invalid argument.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Graph:
         device: torch.device | str | int | None = None, compile: Compile = False, clone: bool = True,  # noqa: A002
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model: give an nn.Module, not {model!r:.60}")
+            raise UsageError(f"model: expected an nn.Module; given: {model!r:.60}")
         self._most = _check_branches(branches)
         self.model = plain_module(model)
         call = read_example(example, self.model)
@@ -83,73 +82,75 @@ class Graph:
         self._example = call.map(lambda tensor: tensor.detach().to(self.device))
         self._clone, self._lock, self._has_warned = clone, threading.RLock(), False
         self._options = options_of(compile)
-        self._plain = Plain(self.model)
+        self._unchanged_model = UnchangedModel(self.model)
         self._program: Program | None = None
-        self._refusal = ""  # why torch.export could not take the model
+        self._refusal = ""  # why torch.export could not capture the model
         self._forms: dict[object, Form] = {}
-        self._replays: Shapes[Replay] = Shapes()
-        self._maker: Maker | None = None  # makes graphs with one pool of memory
+        self._replays: ShapeCache[Replay] = ShapeCache()
+        self._maker: Maker | None = None  # captures graphs with one shared memory pool
         self._streams: list[Stream] | None = None
-        self._done: Event | None = None  # behind the last call
-        self._last: int | None = None  # the stream that it was on, as CUDA numbers them
+        self._done: Event | None = None  # recorded after the last call
+        self._last: int | None = None  # the stream of the last call, as CUDA's number
         self.obstacle = "" if has_graphs(self.device) else f"CUDA graphs need a GPU, and the model is on {self.device}"
         if not self.obstacle:
             self._decide()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
-        """Return what the model returns for these arguments."""
-        with self._lock, Around(self.device):
-            return self._eagerly(args, kwargs) if self.obstacle else self._serve(args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's type
+        """Run the model with these arguments."""
+        with self._lock, CallContext(self.device):
+            return self._run_eagerly(args, kwargs) if self.obstacle else self._run(args, kwargs)
 
     def explain(self) -> str:
-        """Return in words how many branches there are, and the nodes and the share of the work on each."""
+        """Describe the branches as text: their number, nodes and share of the work."""
         with self._lock:
             program, name = self._find_program(), type(self.model).__name__
         if program is None:
-            return f"{name} runs as it is: {self._refusal}"
+            return f"{name} runs without a graph: {self._refusal}"
         if self.obstacle:
-            return f"{name} on {self.device} runs as it is: {self.obstacle}\nas a graph it would have {_told(program)}"
+            return f"{name} on {self.device} runs without a graph: {self.obstacle}\nas a graph: {_describe(program)}"
         how = "" if self._options is None else ", compiled"
-        return f"{name} on {self.device}{how}: {_told(program)}"
+        return f"{name} on {self.device}{how}: {_describe(program)}"
 
     def __repr__(self) -> str:
-        return f"Graph of {type(self.model).__name__} on {self.device}{self.obstacle and ', which runs as it is'}"
+        return (
+            f"Graph of {type(self.model).__name__} on {self.device}{self.obstacle and ', which runs without a graph'}"
+        )
 
-    # ---- once
+    # ---- capture
 
     def _find_program(self) -> Program | None:
-        """Capture the model and find its branches: once, and again when something was put in the place of a part."""
+        """Capture the model and find its branches, once and again after a part of the model was replaced."""
         if self._program is not None and not self._program.is_current():
             self._program = None
             self._forms.clear()
-            self._forget()
+            self._drop_graphs()
         if self._program is None and not self._refusal:
             try:
-                with torch.autocast(self.device.type, enabled=False):  # casts come with a call, not with the capture
+                with torch.autocast(self.device.type, enabled=False):  # casts belong to a call, not to the capture
                     self._program = Program(self.model, self._example, most=self._most)
             except Exception as error:
-                told = str(error) if isinstance(error, PenstockError) else _in_short(error)
-                self._refusal = f"torch.export cannot take it: {told}"
+                reason = str(error) if isinstance(error, PenstockError) else _summary(error)
+                self._refusal = f"torch.export cannot capture it: {reason}"
         return self._program
 
     def _decide(self) -> None:
-        """See whether there can be graphs, and make what they need."""
+        """Decide whether CUDA graphs are possible, and create what they need."""
         program = self._find_program()
         if program is None:
             self._give_up(self._refusal)
         elif program.reassigned:
-            self._give_up(f"the model puts other tensors in the place of buffers: {', '.join(program.reassigned[:3])}")
+            self._give_up(f"the model replaces buffers by other tensors: {', '.join(program.reassigned[:3])}")
         elif self.device.type == "cuda":
             self._done = kind_of(self.device).record_event(self.device)
             self._streams = [new_stream(self.device) for _ in range(program.branches.num_streams)]
 
     def _give_up(self, why: str) -> None:
         self.obstacle = why
-        self._forget()
-        warnings.warn(f"no CUDA graph: {why}. The model runs as it is", stacklevel=4)
+        self._drop_graphs()
+        warn_user(f"no CUDA graph: {why}. The model runs without one")
 
-    def _forget(self) -> None:
-        """Let all graphs go, when the GPU is done with them, and their pool: without any it cannot be used again."""
+    def _drop_graphs(self) -> None:
+        """Drop all graphs once the GPU has finished, and their pool: it cannot be reused without a graph."""
         if self._done is not None:
             self._done.synchronize()
         self._replays.clear()
@@ -157,41 +158,41 @@ class Graph:
 
     # ---- a call
 
-    def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the model
-        """Return what the model returns, by a graph if there is one, or can be."""
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the model's type
+        """Run the model, by a graph if possible."""
         assert self._program is not None
         form, given = self._form(args, kwargs)
         if form is None:
-            return self._eagerly(args, kwargs)
+            return self._run_eagerly(args, kwargs)
         tensors = [given[at] for at in form.order]
         shape = (form.shape, *self._autocast())
         replay = self._replays.get(shape)
         if replay is not None:
-            # looked at behind the launch, while the GPU works: the graph holds what it reads; but what changes
-            # something that stays may not be run twice
-            is_looked_at_first = bool(self._program.reading.changed)
-            if not is_looked_at_first or self._is_current(replay):
-                made = self._replayed(replay, tensors)
-                if is_looked_at_first or self._is_current(replay):
+            # Check after the launch, while the GPU works: the graph keeps the memory that it reads alive. But a graph
+            # that changes buffers must not run twice, so check it first.
+            is_checked_first = bool(self._program.analysis.changed)
+            if not is_checked_first or self._is_current(replay):
+                made = self._run_graph(replay, tensors)
+                if is_checked_first or self._is_current(replay):
                     return self._program.result(tensors, made)
-            self._forget()
+            self._drop_graphs()
         if not self._program.is_current():
             self._decide()
-            return self._eagerly(args, kwargs) if self.obstacle else self._serve(args, kwargs)
-        if not self._replays.has_room:
-            return self._eagerly(args, kwargs)
+            return self._run_eagerly(args, kwargs) if self.obstacle else self._run(args, kwargs)
+        if not self._replays.has_space:
+            return self._run_eagerly(args, kwargs)
         try:
             replay = self._compiled_or_not(form, tensors)
         except Exception as error:
-            self._forget()
-            result = self._eagerly(args, kwargs)  # where this fails as well, it is the call that is wrong
-            self._give_up(_in_short(error))
+            self._drop_graphs()
+            result = self._run_eagerly(args, kwargs)  # if this fails too, the call itself is wrong
+            self._give_up(_summary(error))
             return result
         self._replays.put(shape, replay)
-        return self._program.result(tensors, self._replayed(replay, tensors))
+        return self._program.result(tensors, self._run_graph(replay, tensors))
 
     def _form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Form | None, Sequence[torch.Tensor]]:
-        """Return what kind of call this is, and its tensors; None for one that is not like the example."""
+        """Return the form of a call and its tensors; None for a call that is not like the example."""
         assert self._program is not None
         name, given = quick_name(args, kwargs)
         known = self._forms.get(name)
@@ -201,7 +202,7 @@ class Graph:
             form, tensors = self._program.read(args, kwargs)
         except UsageError as error:
             if not self._has_warned:
-                warnings.warn(f"no CUDA graph for a call: {error}. The model runs it as it is", stacklevel=4)
+                warn_user(f"no CUDA graph for a call: {error}. The model runs without one")
                 self._has_warned = True
             return None, ()
         if name is not None:
@@ -211,23 +212,23 @@ class Graph:
         return form, tensors
 
     def _compiled_or_not(self, form: Form, tensors: Sequence[torch.Tensor]) -> Replay:
-        """Return the graph for calls of one form; not compiled, and from now on none is, where that cannot be."""
+        """Capture a graph for a form; if compilation fails, capture it uncompiled and stop compiling."""
         if self._options is None:
             return self._capture(form, tensors)
         try:
             return self._capture(form, tensors, options=self._options)
         except Exception as error:
-            replay = self._capture(form, tensors)  # where this fails as well, it is not the compiler's fault
+            replay = self._capture(form, tensors)  # if this fails too, the compiler is not the cause
             self._options = None
-            warnings.warn(f"not compiled: {_in_short(error)}. The graph is as it would be without", stacklevel=5)
+            warn_user(f"not compiled: {_summary(error)}. The graph runs uncompiled")
             return replay
 
     def _capture(self, form: Form, tensors: Sequence[torch.Tensor], *, options: Options | None = None) -> Replay:
-        """Return the graph for calls of one form."""
+        """Capture the graph for a form."""
         assert self._program is not None
         if self._done is not None:
             self._done.synchronize()
-        self._replays.make_room()
+        self._replays.evict()
         self._maker = self._maker or make_graphs()
         is_cast, dtype = self._autocast()
         with torch.autocast(self.device.type, enabled=is_cast, dtype=dtype, cache_enabled=False):
@@ -244,55 +245,55 @@ class Graph:
             )
 
     def _is_current(self, replay: Replay) -> bool:
-        """Return whether the model is still where and what it was when a graph was captured."""
+        """Return whether the model is unchanged since a graph was captured, including its addresses."""
         assert self._program is not None
         return self._program.places() == replay.places and self._program.is_current()
 
-    def _replayed(self, replay: Replay, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a graph on the caller's stream, behind the last run on whatever stream that was."""
+    def _run_graph(self, replay: Replay, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run a graph on the caller's stream, after the last run on any stream."""
         assert self._program is not None
         values = self._program.values(tensors)
         if self._done is None:
-            return self._handed_out(replay(values))
+            return self._outputs(replay(values))
         now = current_stream(self.device)
         if now.cuda_stream != self._last:
             now.wait_event(self._done)
             self._last = now.cuda_stream
-        made = self._handed_out(replay(values))
+        made = self._outputs(replay(values))
         self._done.record(now)
         return made
 
-    def _handed_out(self, made: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _outputs(self, made: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._clone or not made:
             return made
         copies = [torch.empty_like(tensor) for tensor in made]
         torch._foreach_copy_(copies, list(made))  # one kernel for many
         return copies
 
-    def _eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the model
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the model's type
         _, tensors = quick_name(args, kwargs)
         if tensors and all(tensor.device == self.device for tensor in tensors):
-            return self._plain(*args, **kwargs)
+            return self._unchanged_model(*args, **kwargs)
         found, template = flatten((args, dict(kwargs)))
         args, kwargs = rebuild(template, [tensor.to(self.device, non_blocking=True) for tensor in found])
-        return self._plain(*args, **kwargs)
+        return self._unchanged_model(*args, **kwargs)
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
 
 
 def _check_call(model: nn.Module, call: Call) -> None:
-    """Raise where a model cannot be called as in the example, as far as its signature tells.
+    """Check the example against the signature of the model.
 
     Raises:
-        UsageError: saying why.
+        UsageError: with the reason.
     """
     args, kwargs = call.arguments()
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"example: {type(model).__name__} cannot be called so: {error}") from None
-    except ValueError:  # it has none that could be read
+        raise UsageError(f"example: {type(model).__name__} cannot be called with it: {error}") from None
+    except ValueError:  # it has no readable signature
         pass
 
 
@@ -304,19 +305,21 @@ def _check_branches(branches: object) -> int:
     return branches
 
 
-def _told(program: Program) -> str:
+def _describe(program: Program) -> str:
     branches, count = program.branches, program.branches.num_streams
     lines = [f"{count} branches" if count > 1 else "1 branch", *branches.to_text().splitlines()]
-    lines.append(f"made once, for they are the same in every call: {len(program.reading.once)} nodes")
-    if program.reading.num_products:
-        lines.append(f"convolutions over patches, as products of matrices: {program.reading.num_products}")
-    if program.reading.num_fewer:
-        lines.append(f"operations that leave out rows which nobody asks for: {program.reading.num_fewer}")
+    lines.append(f"computed once, because they are the same in every call: {len(program.analysis.once)} nodes")
+    if program.analysis.num_products:
+        lines.append(f"convolutions over patches, computed as matrix products: {program.analysis.num_products}")
+    if program.analysis.num_fewer:
+        lines.append(f"operations that compute only the rows that are used: {program.analysis.num_fewer}")
     if count > 1:
         gain = branches.total_seconds / branches.seconds
-        lines.append(f"waits between them: {len(branches.awaited)}; by estimate {gain:.2f}× as fast as on one stream")
+        lines.append(
+            f"waits between them: {len(branches.awaited)}; estimated {gain:.2f} times as fast as on one stream"
+        )
     return "\n  ".join(lines)
 
 
-def _in_short(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -1,4 +1,4 @@
-"""Program: a model in evaluation as torch.export captures it, with its branches; and how calls of it are read."""
+"""Inference program: a model in evaluation as torch.export captures it, with its branches; reads the model's calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from penstock.compile.options import Options
 from penstock.infer.graph.branches import Branches, find_branches
 from penstock.infer.graph.interpreter import Interpreter
-from penstock.infer.graph.model_makeup import Makeup
-from penstock.infer.graph.program_analysis import read_program
+from penstock.infer.graph.model_parts import ModelParts
+from penstock.infer.graph.program_analysis import analyze_program
 from penstock.model.capture.capture import capture
 from penstock.model.capture.export.exported_stage import ExportProgram
 from penstock.model.example import Call
@@ -21,7 +21,7 @@ from penstock.model.structure import rebuild
 
 __all__ = ["Form", "Program", "quick_name"]
 
-_OTHER_SIZES = (1, 2, 3)  # of batches, to see what depends on that; in one sample a dimension may vanish
+_OTHER_SIZES = (1, 2, 3)  # other batch sizes, to see what depends on the size; with 1, a dimension may vanish
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -30,9 +30,9 @@ class Form:
     """What calls with arguments of the same kinds have in common.
 
     Attributes:
-        shape: of the tensors that the program uses; calls of one shape are served by one graph.
-        batch_size: the samples in them.
-        order: for each tensor of the example its place among those of the call: keywords may come in any order.
+        shape: the shapes and dtypes of the tensors that the program uses; one graph serves one shape.
+        batch_size: the number of samples.
+        order: for each tensor of the example, its index among those of the call: keywords may come in any order.
     """
 
     shape: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -44,17 +44,17 @@ class Program:
     """A captured model.
 
     Args:
-        model: in any mode.
-        example: how it is called, with tensors of the model's device.
-        most: branches.
+        model: the model, in any mode.
+        example: an example call, with tensors on the model's device.
+        most: the maximum number of branches.
 
     Raises:
-        CaptureError: when torch.export cannot take the model.
+        CaptureError: if torch.export cannot capture the model.
     """
 
     def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
         self._chain = capture(model, example, training=False, path="export").split(())
-        self._makeup = Makeup(model)
+        self._parts = ModelParts(model)
         stage = self._chain.stages[0].eval()
         program = stage.program
         assert isinstance(program, ExportProgram)
@@ -63,45 +63,45 @@ class Program:
         self._template, self._device = results.template, example.tensors[0].device
         self._names = names
         self._used = [names.index(name) for name in program.inputs]
-        # what the model hands on as it got it comes from the call itself, all else from the program
+        # inputs that the model returns unchanged come from the call, everything else from the program
         place_of = {name: -1 - at for at, name in enumerate(names)} | {n: at for at, n in enumerate(program.outputs)}
         self._sources = [place_of[name] for name in results.names]
         sizes = [size for size in _OTHER_SIZES if size != example.batch_size][:2]
         others = (self._arguments(example.resized(size)) for size in sizes)
-        self.reading = read_program(program, self._arguments(example), others=others)
-        self.branches: Branches = find_branches(self.reading.works, most=most)
-        self._interpreter = Interpreter(self.reading, self.branches)
+        self.analysis = analyze_program(program, self._arguments(example), others=others)
+        self.branches: Branches = find_branches(self.analysis.graph_nodes, most=most)
+        self._interpreter = Interpreter(self.analysis, self.branches)
 
     def interpreter(self, options: Options | None) -> Interpreter:
-        """Return what runs it; where that is compiled, a new one, for the shapes that it runs first."""
+        """Return the interpreter; with options, a new one, which compiles for the shapes of its first run."""
         if options is None:
             return self._interpreter
-        return Interpreter(self.reading, self.branches, options=options)
+        return Interpreter(self.analysis, self.branches, options=options)
 
     def _arguments(self, call: Call) -> list[Any]:
         return [*self.held(), *self.values(call.tensors), call.batch_size]
 
     def held(self) -> list[torch.Tensor]:
-        """Return the parameters, buffers and constants that the program uses, as they are now."""
+        """Return the current parameters, buffers and constants that the program uses."""
         return [self._held.get(name) for name in self._held_names]
 
     def places(self) -> list[int]:
-        """Return where in memory all that the model holds is."""
+        """Return the addresses of all tensors of the model."""
         return [tensor.data_ptr() for tensor in self._held.tensors()]
 
     def is_current(self) -> bool:
-        """Return whether the model is still made of what was captured, which may have changed in place."""
-        return self._makeup.is_there()
+        """Return whether the model still has the captured parts; changes in place are allowed."""
+        return self._parts.is_unchanged()
 
     def changed(self) -> list[torch.Tensor]:
-        """Return those of them that a run changes in place."""
-        return [self._held.get(name) for name in self.reading.changed]
+        """Return the tensors that a run changes in place."""
+        return [self._held.get(name) for name in self.analysis.changed]
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Form, tuple[torch.Tensor, ...]]:
-        """Return what kind of call this is, and its tensors.
+        """Return the form of a call and its tensors.
 
         Raises:
-            UsageError: when it is not like the example.
+            UsageError: if the call is not like the example.
         """
         call = self._chain.read(*args, **kwargs)
         place_of = {f"input:{name}": at for at, name in enumerate(call.names)}
@@ -110,21 +110,21 @@ class Program:
         return Form(tuple((tensor.shape, tensor.dtype) for tensor in used), call.batch_size, order), call.tensors
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those tensors of a call that the program uses."""
+        """Return the tensors of a call that the program uses."""
         return [tensors[at] for at in self._used]
 
     def result(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
-        """Return what the model returns, from the tensors of a call and what the program made of them."""
-        # what is handed on as it came may have come from the host
+        """Return the model's result, from the tensors of a call and the outputs of the program."""
+        # inputs that are returned unchanged may be in host memory
         found = [made[at] if at >= 0 else tensors[-1 - at].to(self._device) for at in self._sources]
         return rebuild(self._template(), found)
 
 
 def quick_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[object, list[torch.Tensor]]:
-    """Return what tells a call from calls of another form, in next to no time, and its tensors.
+    """Return a quick key that identifies the form of a call, and the tensors of the call.
 
     Returns:
-        None in place of the first for a call with lists and other things in it, which have to be taken apart.
+        None instead of the key for a call with nested arguments, such as lists.
     """
     tensors: list[torch.Tensor] = []
     kinds: list[object] = [len(args), tuple(kwargs)]

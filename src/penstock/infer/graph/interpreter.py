@@ -1,11 +1,11 @@
-"""Interpreter: runs a program piece by piece, each on its stream; on a CPU simply one after the other.
+"""Interpreter: runs a program part by part, each on its stream; on a CPU, one after the other.
 
-    stream 0   ─(1)── a ─── b ──────── e ─(3)──    (1) a side stream begins behind what stream 0 has been given
-                 │                  (2)    │       (2) where a value crosses, its user waits for it: e for d
-    stream 1     └─── c ─── d ────── ┴ ────┘       (3) stream 0 ends behind all the others
+    stream 0   ─(1)── a ─── b ──────── e ─(3)──    (1) side streams start after the earlier work of stream 0
+                 │                  (2)    │       (2) a value crosses: its user e waits for d
+    stream 1     └─── c ─── d ────── ┴ ────┘       (3) stream 0 ends after all other streams
 
-Within a capture all of this becomes edges of one CUDA graph, which a replay launches as a whole. A piece is one
-operation, or several that Inductor compiles as one.
+During a capture, this becomes the edges of one CUDA graph, which a replay launches as a whole. A part is one operation,
+or several operations that Inductor compiles as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.devices.cuda_streams import Event, OnStream, Stream
 from penstock.infer.graph.branches import Branches
 from penstock.infer.graph.compiled_parts import compiled_part, find_parts
 from penstock.infer.graph.node_execution import compute
-from penstock.infer.graph.program_analysis import Reading
+from penstock.infer.graph.program_analysis import ProgramAnalysis
 
 __all__ = ["Interpreter"]
 
@@ -32,16 +32,16 @@ Known = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Step:
-    """One piece.
+    """One part.
 
     Attributes:
-        last: the place of its last node among all.
-        made: the nodes whose values it makes known.
-        compute: from what is known to these values.
-        waits: the nodes of other streams to wait for.
-        is_awaited: another stream waits for its last node.
-        crossing: those of its values that are used on another stream.
-        last_used: nodes whose values nobody uses from here on.
+        last: the index of its last node.
+        made: the nodes whose values it provides.
+        compute: computes these values from known values.
+        waits: the nodes on other streams to wait for.
+        is_awaited: whether another stream waits for its last node.
+        crossing: the nodes whose values are used on another stream.
+        last_used: the nodes whose values are not used afterwards.
     """
 
     last: int
@@ -54,44 +54,46 @@ class _Step:
 
 
 class Interpreter:
-    """Runs a program on as many streams as it has branches.
+    """Runs a program on one stream per branch.
 
     Args:
-        reading: the program.
-        branches: the stream of each of its nodes.
-        options: of Inductor, to compile as few pieces as can be, for the shapes of the first run; None: one operation
-            after the other.
+        analysis: the program.
+        branches: the stream of each node.
+        options: Inductor's options, to compile as few parts as possible for the shapes of the first run; None runs one
+            operation after the other.
     """
 
-    def __init__(self, reading: Reading, branches: Branches, *, options: Options | None = None) -> None:
-        self.reading, self.branches, self._options = reading, branches, options
+    def __init__(self, analysis: ProgramAnalysis, branches: Branches, *, options: Options | None = None) -> None:
+        self.analysis, self.branches, self._options = analysis, branches, options
         parts = (
-            find_parts(reading, branches) if options is not None else [(index,) for index in range(len(reading.nodes))]
+            find_parts(analysis, branches)
+            if options is not None
+            else [(index,) for index in range(len(analysis.nodes))]
         )
         steps = self._steps(parts)
         self._runs = [(stream, list(run)) for stream, run in groupby(steps, lambda step: branches.stream_of[step.last])]
 
     def _steps(self, parts: Sequence[tuple[int, ...]]) -> list[_Step]:
-        reading, branches = self.reading, self.branches
-        nodes_of = [[reading.nodes[index] for index in part] for part in parts]
-        users: dict[fx.Node, set[int]] = {}  # the pieces that make or use a value
+        analysis, branches = self.analysis, self.branches
+        nodes_of = [[analysis.nodes[index] for index in part] for part in parts]
+        users: dict[fx.Node, set[int]] = {}  # the parts that make or use a value
         for at, nodes in enumerate(nodes_of):
             for node in nodes:
                 for value in (node, *node.all_input_nodes):
                     users.setdefault(value, set()).add(at)
-        stays = {*reading.outputs, *reading.arguments, *reading.once}
+        stays = {*analysis.outputs, *analysis.arguments, *analysis.once}
         is_known = {node for node, used in users.items() if len(used) > 1 or node in stays}
         last_used: dict[int, list[fx.Node]] = {}
         made_by = [tuple(node for node in nodes if len(nodes) == 1 or node in is_known) for nodes in nodes_of]
         for node in (node for made in made_by for node in made):
             if node not in stays:
                 last_used.setdefault(max(users[node]), []).append(node)
-        place_of = {node: index for index, node in enumerate(reading.nodes)}
+        place_of = {node: index for index, node in enumerate(analysis.nodes)}
         return [
             _Step(
                 part[-1],
                 made,
-                self._computing(nodes_of[at], made),
+                self._compute_function(nodes_of[at], made),
                 waits=branches.waits[part[0]],
                 is_awaited=part[-1] in branches.awaited,
                 crossing=tuple(node for node in made if place_of[node] in branches.crossing),
@@ -100,19 +102,19 @@ class Interpreter:
             for at, (part, made) in enumerate(zip(parts, made_by, strict=True))
         ]
 
-    def _computing(self, nodes: Sequence[fx.Node], made: Sequence[fx.Node]) -> Callable[[Known], Sequence[Any]]:
+    def _compute_function(self, nodes: Sequence[fx.Node], made: Sequence[fx.Node]) -> Callable[[Known], Sequence[Any]]:
         if len(nodes) > 1:
             assert self._options is not None
-            return compiled_part(nodes, made, self.reading, self._options)
-        (node,), root = nodes, self.reading.root
+            return compiled_part(nodes, made, self.analysis, self._options)
+        (node,), root = nodes, self.analysis.root
         return lambda known: (compute(node, known, root),)
 
     def make_once(self, arguments: Sequence[Any]) -> Known:
-        """Compute what is the same in every call with inputs of these shapes."""
-        known: Known = dict(zip(self.reading.arguments, arguments, strict=True))
-        for node in self.reading.once:
-            known[node] = compute(node, known, self.reading.root)
-        return {node: known[node] for node in self.reading.once}
+        """Compute the values that are the same in every call with inputs of these shapes."""
+        known: Known = dict(zip(self.analysis.arguments, arguments, strict=True))
+        for node in self.analysis.once:
+            known[node] = compute(node, known, self.analysis.root)
+        return {node: known[node] for node in self.analysis.once}
 
     def run(
         self, arguments: Sequence[Any], once: Mapping[fx.Node, Any], streams: Sequence[Stream] | None = None
@@ -120,17 +122,17 @@ class Interpreter:
         """Compute the outputs.
 
         Args:
-            arguments: what is held, the inputs, the batch size.
-            once: what `make_once` made.
-            streams: one for each branch, the first of which is the current one; None on a CPU.
+            arguments: the held tensors, the inputs and the batch size.
+            once: the result of `make_once`.
+            streams: one per branch, starting with the current one; None on a CPU.
         """
-        known: Known = {**dict(zip(self.reading.arguments, arguments, strict=True)), **once}
-        # The allocator gives memory of a stream again to the same stream, once nobody holds it. It knows nothing of
-        # other streams that may still read it: so what crosses is held until no more memory is asked for.
+        known: Known = {**dict(zip(self.analysis.arguments, arguments, strict=True)), **once}
+        # The allocator reuses freed memory of a stream on the same stream. It does not know that another stream may
+        # still read it, so values that cross streams are kept until nothing more is allocated.
         crossed: list[Any] = []
         events: dict[int, Event] = {}
-        for stream in _sides(streams):  # (1)
-            stream.wait_stream(streams[0])  # type: ignore[index]  # there are sides only where there are streams
+        for stream in _side_streams(streams):  # (1)
+            stream.wait_stream(streams[0])  # type: ignore[index]  # side streams exist only if there are streams
         for number, steps in self._runs:
             with _on(streams, number):
                 for step in steps:
@@ -142,13 +144,13 @@ class Interpreter:
                     crossed += [known[node] for node in step.crossing]
                     for node in step.last_used:
                         del known[node]
-        for stream in _sides(streams):  # (3)
+        for stream in _side_streams(streams):  # (3)
             streams[0].wait_stream(stream)  # type: ignore[index]
-        return tuple(known[node] for node in self.reading.outputs)
+        return tuple(known[node] for node in self.analysis.outputs)
 
 
-def _sides(streams: Sequence[Stream] | None) -> Iterator[Stream]:
-    """Yield the streams beside the first."""
+def _side_streams(streams: Sequence[Stream] | None) -> Iterator[Stream]:
+    """Yield all streams except the first."""
     yield from () if streams is None else streams[1:]
 
 

@@ -1,4 +1,4 @@
-"""Computing: run the nodes of a program one by one, also on tensors without memory, which have but shapes."""
+"""Node execution: run the nodes of a program one by one, with real or with fake tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.devices.sanitizer import unsanitized
 
-__all__ = ["compute", "shown_for", "without_memory"]
+__all__ = ["compute", "fake_tensors", "fake_values"]
 
 
 def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
-    """Compute one node from what is known."""
+    """Compute one node from known values."""
 
     def look_up(argument: fx.Node) -> Any:  # noqa: ANN401
         return getattr(root, str(argument.target)) if argument.op == "get_attr" else known[argument]
@@ -26,8 +26,8 @@ def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any
 
 
 @contextmanager
-def without_memory(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-    """Yield what is given as tensors without memory; what is computed with them meanwhile has none either."""
+def fake_tensors(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """Yield the given values with fake tensors; results of operations on them are fake too."""
     with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         yield {
             node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
@@ -35,12 +35,12 @@ def without_memory(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]
         }
 
 
-def shown_for(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any] | None:
-    """Return what each node makes of what is given, without memory; None where that cannot be done."""
+def fake_values(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any] | None:
+    """Return the fake value of each node; None if that is not possible."""
     try:
-        with without_memory(given) as known:
+        with fake_tensors(given) as known:
             for node in calls:
                 known[node] = compute(node, known, root)
-    except Exception:  # an operation that needs memory, or a number of samples that the model does not take
+    except Exception:  # an operation that needs real data, or a batch size that the model does not support
         return None
     return known

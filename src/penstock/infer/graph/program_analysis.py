@@ -1,12 +1,11 @@
-"""Reading: an exported program as plain work: what each operation comes after, what it takes, what is made only once.
+"""Program analysis: an exported program as plain data: dependencies, estimated times, and what is computed only once.
 
-What follows neither from an input nor from a weight (positions, masks) is the same in every call. It is made once for
-each shape, before a graph is captured. That saves its kernels, and lets in what a capture would refuse: a tensor that
-the model's code makes on the host.
-
-An operation comes after those whose values it uses. Where memory is changed in place that is not enough: the change
-must come after all that read the memory before it, and before all that read it after. On one stream the order of the
-model sees to that; between streams it has to be said.
+Values that depend neither on an input nor on a weight, such as positions and masks, are the same in every call. They
+are computed once per shape, before the graph is captured. That saves their kernels. It also allows operations that a
+capture would refuse, such as tensors that the model creates on the host.  An operation comes after those whose values
+it uses. If memory is changed in place, that is not enough: the change must come after all earlier reads of the memory,
+and before all later reads. On one stream, the order of the model guarantees this; between streams, it must be a
+dependency.
 """
 
 from __future__ import annotations
@@ -19,60 +18,62 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from penstock.infer.graph.branches import Work
-from penstock.infer.graph.node_execution import compute, shown_for, without_memory
-from penstock.infer.graph.patch_convolutions import as_products, is_convolution
-from penstock.infer.graph.row_selection import asks_for_rows, could_be_fewer, for_fewer_rows
+from penstock.infer.graph.branches import GraphNode
+from penstock.infer.graph.node_execution import compute, fake_tensors, fake_values
+from penstock.infer.graph.patch_convolutions import convolutions_as_products, is_convolution
+from penstock.infer.graph.row_selection import can_use_fewer_rows, reads_rows, use_fewer_rows
 from penstock.model.capture.export.exported_stage import ExportProgram
 from penstock.model.capture.export.traced_operations import Families, draws, op_name, written_by
 from penstock.model.profiling.device_rates import Rates
 from penstock.model.profiling.operation_counts import Tally
 
-__all__ = ["Reading", "read_program"]
+__all__ = ["ProgramAnalysis", "analyze_program"]
 
-_CONSTANT = "_constants."  # what the names of tensors in the model's code begin with
-_RATES = "h100"  # only relations count: of compute to memory, and of both to a launch
+_CONSTANT = "_constants."  # name prefix of tensors in the model's code
+_RATES = "h100"  # only the ratios of compute, memory and launch times matter
 
 
 @dataclass(frozen=True)
-class Reading:
-    """An exported program, read.
+class ProgramAnalysis:
+    """An analyzed program.
 
     Attributes:
-        root: where nested graphs are found.
-        arguments: the placeholders, in order: what is held, the inputs, the batch size.
-        once: the operations that are done once a shape, in order.
-        nodes: those that are done in every call, in order.
-        works: for each of these the plain data.
-        outputs: whose values the program returns.
-        changed: names of the parameters and buffers that it changes in place.
-        num_products: how many convolutions became products of matrices.
-        num_fewer: how many operations work on fewer rows than in the model, for nobody asks for the others.
+        root: the module with the nested graphs.
+        arguments: the placeholders in order: held tensors, inputs, batch size.
+        once: the operations that run once per shape, in order.
+        nodes: the operations that run in every call, in order.
+        graph_nodes: the plain data of these operations.
+        outputs: the nodes whose values the program returns.
+        changed: the names of the parameters and buffers that the program changes in place.
+        num_products: the number of convolutions that became matrix products.
+        num_fewer: the number of operations that compute only some of their rows.
     """
 
     root: nn.Module
     arguments: tuple[fx.Node, ...]
     once: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
-    works: tuple[Work, ...] = field(repr=False)
+    graph_nodes: tuple[GraphNode, ...] = field(repr=False)
     outputs: tuple[fx.Node, ...]
     changed: tuple[str, ...]
     num_products: int = 0
     num_fewer: int = 0
 
 
-def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: Iterable[Sequence[Any]] = ()) -> Reading:
-    """Read a program; convolutions over patches become products in it, and rows that nobody asks for are left out.
+def analyze_program(
+    program: ExportProgram, arguments: Sequence[Any], *, others: Iterable[Sequence[Any]] = ()
+) -> ProgramAnalysis:
+    """Analyze a program; patch convolutions become products, and unused rows are not computed.
 
     Args:
-        program: of the whole model, in evaluation.
-        arguments: what it is called with: what is held, the inputs, the batch size. They are looked at, not used.
-        others: the same for other numbers of samples: what is left out must be so for all.
+        program: the whole model, in evaluation.
+        arguments: the held tensors, the inputs and the batch size of the example. Only their metadata are used.
+        others: the same for other batch sizes: an optimization must be valid for all of them.
     """
     graph, root = program.module.graph, program.module
     placeholders = tuple(node for node in graph.nodes if node.op == "placeholder")
     given = dict(zip(placeholders, arguments, strict=True))
-    num_products, num_fewer = _improve(
+    num_products, num_fewer = _optimize(
         graph, root, given, (dict(zip(placeholders, other, strict=True)) for other in others)
     )
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -83,14 +84,14 @@ def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: It
     output = next(node for node in graph.nodes if node.op == "output")
     try:
         estimates = _estimate(calls, root, given)
-    except Exception:  # an operation that cannot be run without memory: then all count the same
+    except Exception:  # an operation that needs real data: give all the same time
         estimates = dict.fromkeys(calls, _Estimate(Rates.of(_RATES).launch_seconds, has_tensor=True))
-    return Reading(
+    return ProgramAnalysis(
         root=root,
         arguments=placeholders,
         once=tuple(node for node in calls if node in is_once),
         nodes=nodes,
-        works=tuple(_works(nodes, families, estimates)),
+        graph_nodes=tuple(_graph_nodes(nodes, families, estimates)),
         outputs=tuple(output.args[0]),
         changed=tuple(name for node, name in held.items() if families.is_changed(node)),
         num_products=num_products,
@@ -98,31 +99,31 @@ def read_program(program: ExportProgram, arguments: Sequence[Any], *, others: It
     )
 
 
-def _improve(
+def _optimize(
     graph: fx.Graph, root: nn.Module, given: Mapping[fx.Node, Any], others: Iterable[Mapping[fx.Node, Any]]
 ) -> tuple[int, int]:
-    """Change a graph to one that takes less time; return how many products there are now, and operations on less."""
+    """Optimize a graph; return the number of products, and of operations with fewer rows."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(is_convolution(node) or asks_for_rows(node) for node in calls):
+    if not any(is_convolution(node) or reads_rows(node) for node in calls):
         return 0, 0
-    shown = shown_for(calls, root, given)
-    if shown is None:
+    values = fake_values(calls, root, given)
+    if values is None:
         return 0, 0
     num_fewer = 0
-    if could_be_fewer(graph, shown):
-        several = [shown, *(shown_for(calls, root, other) for other in others)]
+    if can_use_fewer_rows(graph, values):
+        several = [values, *(fake_values(calls, root, other) for other in others)]
         known = [one for one in several if one is not None]
-        if len(known) == len(several):  # what is so for some numbers of samples only is not for all calls
-            num_fewer = for_fewer_rows(graph, known)
-    return as_products(graph, shown), num_fewer
+        if len(known) == len(several):  # an optimization must be valid for all batch sizes
+            num_fewer = use_fewer_rows(graph, known)
+    return convolutions_as_products(graph, values), num_fewer
 
 
 def _done_once(
     calls: Sequence[fx.Node], sizes: Iterable[fx.Node], held: Mapping[fx.Node, str], families: Families
 ) -> set[fx.Node]:
-    """Return the nodes that follow from the batch size and the model's code alone."""
+    """Return the nodes that depend only on the batch size and the model's code."""
     fixed = {*sizes, *(node for node, name in held.items() if name.startswith(_CONSTANT))}
-    # memory that a call leaves changed, and such that is made the same each time, and then changed by what is not
+    # memory that a call changes: held tensors, and constants that a non-constant operation changes
     barred = {member for node in held if families.is_changed(node) for member in families.of(node)}
     while True:
         once: set[fx.Node] = set()
@@ -145,9 +146,9 @@ class _Estimate:
 
 
 def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, _Estimate]:
-    """Return what each node takes, by its operations and bytes: the program is run on tensors without memory."""
+    """Estimate the time of each node from its operations and bytes, by a run with fake tensors."""
     rates, found = Rates.of(_RATES), dict[fx.Node, _Estimate]()
-    with without_memory(given) as known:
+    with fake_tensors(given) as known:
         for node in calls:
             with Tally(rates) as tally:
                 known[node] = compute(node, known, root)
@@ -156,21 +157,23 @@ def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node,
     return found
 
 
-def _works(nodes: Sequence[fx.Node], families: Families, estimates: Mapping[fx.Node, _Estimate]) -> Iterator[Work]:
+def _graph_nodes(
+    nodes: Sequence[fx.Node], families: Families, estimates: Mapping[fx.Node, _Estimate]
+) -> Iterator[GraphNode]:
     """Yield the plain data of each node."""
     place_of = {node: index for index, node in enumerate(nodes)}
     changes = _Changes(families)
     for index, node in enumerate(nodes):
         after = {place_of[a] for a in node.all_input_nodes if a in place_of and estimates[a].has_tensor}
         after |= changes.before(index, node)
-        # a number, such as a size, is known to the host at once, whatever the GPU does
+        # the host knows a number, such as a size, without waiting for the GPU
         is_number = not estimates[node].has_tensor and index not in changes.touched
         name = f"{node.name} ({op_name(node)})"
-        yield Work(name, () if is_number else tuple(sorted(after)), estimates[node].seconds)
+        yield GraphNode(name, () if is_number else tuple(sorted(after)), estimates[node].seconds)
 
 
 class _Changes:
-    """Keeps those apart that read and that change the same memory."""
+    """Orders reads and in-place changes of the same memory."""
 
     def __init__(self, families: Families) -> None:
         self._families = families
@@ -179,7 +182,7 @@ class _Changes:
         self.touched: set[int] = set()
 
     def before(self, index: int, node: fx.Node) -> set[int]:
-        """Return what a node comes after, because memory that it reads or changes is changed, by it or by others."""
+        """Return the nodes that must come first because of in-place changes to memory that this node uses."""
         written = {self._family(argument) for argument in written_by(node)}
         used = {self._family(n) for n in (node, *node.all_input_nodes) if self._families.is_changed(n)}
         found: set[int] = set()
@@ -195,5 +198,5 @@ class _Changes:
         return found
 
     def _family(self, node: fx.Node) -> fx.Node:
-        """Return the one that stands for all that share memory with a node."""
+        """Return the representative of all nodes that share memory with a node."""
         return self._families.of(node)[0]

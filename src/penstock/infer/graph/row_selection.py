@@ -1,11 +1,11 @@
-"""Rows: where a model asks for some rows of a result only, the others are not computed.
+"""Row selection: if a model reads only some rows of a result, the other rows are not computed.
 
     gelu(x @ w)[:, 0]   becomes   gelu(x[:, 0] @ w)
 
-A tower asks its last block for one token of many, a language model its head for the last word. What comes before and
-treats rows one by one (norms, products with weights, whatever goes number by number, attention for its queries) need
-not see the others. So a reader of rows moves up through the graph, as long as nobody reads the rest. What is computed
-is the same; products of other sizes may be rounded in another order.
+A tower reads one token of its last block, and a language model reads the last word of its head. The operations before
+it that treat rows independently (norms, products with weights, elementwise operations, attention with respect to its
+queries) need only these rows. So the operation that reads the rows moves up through the graph, as long as nothing else
+uses the other rows. The computation is the same, but products of other sizes may be rounded in another order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import fx
 
 from penstock.model.capture.export.traced_operations import Families, op_name
 
-__all__ = ["asks_for_rows", "could_be_fewer", "for_fewer_rows"]
+__all__ = ["can_use_fewer_rows", "reads_rows", "use_fewer_rows"]
 
 aten = torch.ops.aten
-_END = sys.maxsize  # as torch writes an end that is left out
-_MOST_SHARE = 0.5  # of rows: they lie apart in memory, and to gather nearly all of them is no gain
+_END = sys.maxsize  # torch's value for an omitted end
+_MOST_SHARE = 0.5  # share of rows: gathering nearly all of them gains nothing
 
 
 class Rows(NamedTuple):
-    """Which rows are read of a tensor: as in a slice of one of its dimensions, counted from the front."""
+    """The rows that are read of a tensor: a slice of one dimension, counted from the front."""
 
     dim: int
     start: int
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     step: int
 
     def num_of(self, size: int) -> int:
-        """Return how many these are of so many.
+        """Return the number of these rows in a dimension of this size.
 
         >>> Rows(1, -1, _END, 1).num_of(5), Rows(0, 0, _END, 2).num_of(5)
         (1, 3)
@@ -45,18 +45,12 @@ class Rows(NamedTuple):
         return len(range(*slice(self.start, self.end, self.step).indices(size)))
 
 
-Shapes = dict[fx.Node, tuple[torch.Size, ...]]  # of the plain tensor that a node makes, for each number of samples
+Shapes = dict[fx.Node, tuple[torch.Size, ...]]  # of each node's tensor, one for each batch size
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A node, and what is known of the tensors around it.
-
-    Attributes:
-        node: whose rows are asked for.
-        rows: which of them.
-        shapes: of all tensors.
-    """
+class _NodeRows:
+    """A node, the rows that are read of it, and the shapes of all tensors."""
 
     node: fx.Node
     rows: Rows
@@ -64,96 +58,96 @@ class _Seen:
 
     @property
     def num_dims(self) -> int:
-        """Of what the node makes."""
+        """The number of dimensions of the node's result."""
         return len(self.shapes[self.node][0])
 
-    def given(self, at: int, default: Any = None) -> Any:  # noqa: ANN401 - whatever operations take
-        """Return an argument by its place."""
+    def given(self, at: int, default: Any = None) -> Any:  # noqa: ANN401 - any argument
+        """Return an argument by its position."""
         return self.node.args[at] if at < len(self.node.args) else default
 
     def num_dims_of(self, at: int) -> int:
-        """Return how many dimensions an argument has."""
+        """Return the number of dimensions of an argument."""
         return len(self.shapes[self.given(at)][0])
 
 
-TrainerOptions = dict[int, int]  # by the place of an argument: the dimension of it that the rows are in
-Rule = Callable[[_Seen], TrainerOptions | None]  # None: all rows are needed, or nobody knows
+RowDims = dict[int, int]  # argument position -> the dimension of the rows in it
+Rule = Callable[[_NodeRows], RowDims | None]  # None: all rows are needed, or it is unknown
 
 
-def asks_for_rows(node: fx.Node) -> bool:
-    """Return whether a node reads rows of another, as a look at it tells."""
+def reads_rows(node: fx.Node) -> bool:
+    """Return whether a node reads rows of another."""
     return node.op == "call_function" and node.target in (aten.select.int, aten.slice.Tensor)
 
 
-def for_fewer_rows(graph: fx.Graph, shown: Sequence[dict[fx.Node, Any]]) -> int:
-    """Let operations work on the rows that are asked for; return how many do, those that only look not counted.
+def use_fewer_rows(graph: fx.Graph, values: Sequence[dict[fx.Node, Any]]) -> int:
+    """Make operations compute only the rows that are read; return their number, without views.
 
     Args:
-        graph: is changed.
-        shown: what each node makes, for several numbers of samples: only what is true for all of them is relied on.
-            What comes in the place of others is added.
+        graph: the graph to change.
+        values: the value of each node, one dict per batch size; only facts that hold for all are used. New nodes are
+            added.
     """
     count = 0
-    for node, rows, asked in _movable(graph, shown):
-        for old, new in _move_up(graph, node, rows, asked):
-            for one in shown:
-                if old in one:  # and not a reader that was put there
+    for node, rows, row_dims in _movable(graph, values):
+        for old, new in _move_up(graph, node, rows, row_dims):
+            for one in values:
+                if old in one:  # not if this change inserted it
                     one[new] = one[old]
-        count += node.target not in _LOOKS
+        count += node.target not in _VIEWS
     return count
 
 
-def could_be_fewer(graph: fx.Graph, shown: Mapping[fx.Node, Any]) -> bool:
-    """Return whether some operation could work on fewer rows, as far as one number of samples tells."""
-    return any(True for _ in _movable(graph, [shown]))
+def can_use_fewer_rows(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> bool:
+    """Return whether some operation could compute fewer rows, judged by one batch size."""
+    return any(True for _ in _movable(graph, [values]))
 
 
-def _movable(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Iterator[tuple[fx.Node, Rows, TrainerOptions]]:
-    """Yield each node that needs some rows only, which ones, and where they are in its arguments; the last node first.
+def _movable(graph: fx.Graph, values: Sequence[Mapping[fx.Node, Any]]) -> Iterator[tuple[fx.Node, Rows, RowDims]]:
+    """Yield each node that needs only some rows, the rows, and their dimensions in its arguments; the last node first.
 
-    Each is moved before the next is asked for.
+    The caller moves each node before it requests the next.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    if any(op_name(node).startswith("as_strided") for node in calls):  # which counts on where things are in memory
+    if any(op_name(node).startswith("as_strided") for node in calls):  # depends on the memory layout
         return
-    families, shapes = Families(calls), _shapes_in(graph, shown)
-    for node in reversed(calls):  # its users come first, and may have moved up to it
+    families, shapes = Families(calls), _shapes_in(graph, values)
+    for node in reversed(calls):  # users come first, and may have moved up to it
         rows = _rows_read(node, shapes)
         if rows is None or families.is_changed(node):
             continue
-        asked = _sources(_Seen(node, rows, shapes))
-        if asked is not None and _pays(node, rows, asked, shapes, families):
-            yield node, rows, asked
+        row_dims = _sources(_NodeRows(node, rows, shapes))
+        if row_dims is not None and _saves_work(node, rows, row_dims, shapes, families):
+            yield node, rows, row_dims
 
 
-def _pays(node: fx.Node, rows: Rows, asked: TrainerOptions, shapes: Shapes, families: Families) -> bool:
-    """Return whether less is computed: to look at less is no gain, but for what is computed before it."""
-    if node.target not in _LOOKS:
+def _saves_work(node: fx.Node, rows: Rows, row_dims: RowDims, shapes: Shapes, families: Families) -> bool:
+    """Return whether this saves computation: a view saves none itself, but the node before it may."""
+    if node.target not in _VIEWS:
         return True
-    ((at, dim),) = asked.items()
+    ((at, dim),) = row_dims.items()
     source, there = node.args[at], rows._replace(dim=dim)
     if not isinstance(source, fx.Node) or source.op != "call_function" or families.is_changed(source):
         return False
-    if not all(user is node or _would_read(user, source, shapes) == there for user in source.users):
+    if not all(user is node or _rows_after_move(user, source, shapes) == there for user in source.users):
         return False
-    further = _sources(_Seen(source, there, shapes))
-    return further is not None and _pays(source, there, further, shapes, families)
+    further = _sources(_NodeRows(source, there, shapes))
+    return further is not None and _saves_work(source, there, further, shapes, families)
 
 
-def _would_read(user: fx.Node, source: fx.Node, shapes: Shapes) -> Rows | None:
-    """Return which rows a user reads of its source, by itself or once its own readers have moved up to it."""
+def _rows_after_move(user: fx.Node, source: fx.Node, shapes: Shapes) -> Rows | None:
+    """Return the rows that a user reads of its source, now or after its own readers have moved up to it."""
     rows = _rows_read(user, shapes)
-    if rows is None or user.target not in _LOOKS:
+    if rows is None or user.target not in _VIEWS:
         return _rows_of(user, len(shapes[source][0]))
-    asked = _sources(_Seen(user, rows, shapes))
-    return None if asked is None else rows._replace(dim=asked[0])
+    row_dims = _sources(_NodeRows(user, rows, shapes))
+    return None if row_dims is None else rows._replace(dim=row_dims[0])
 
 
-def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shapes:
-    """Return the shapes of all that is a plain tensor, with as many dimensions for any number of samples."""
+def _shapes_in(graph: fx.Graph, values: Sequence[Mapping[fx.Node, Any]]) -> Shapes:
+    """Return the shapes of all dense tensors that have the same number of dimensions for all batch sizes."""
     found: Shapes = {}
     for node in graph.nodes:
-        made = [one.get(node) for one in shown]
+        made = [one.get(node) for one in values]
         if all(isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided for tensor in made):
             shapes = tuple(tensor.shape for tensor in made)  # type: ignore[union-attr]
             if len({len(shape) for shape in shapes}) == 1:
@@ -162,7 +156,7 @@ def _shapes_in(graph: fx.Graph, shown: Sequence[Mapping[fx.Node, Any]]) -> Shape
 
 
 def _rows_read(node: fx.Node, shapes: Shapes) -> Rows | None:
-    """Return which rows all users of a node read; None where they read others, or most, or none."""
+    """Return the rows that all users of a node read; None if they differ, or are most or none of the rows."""
     if node not in shapes or not node.users:
         return None
     found = {_rows_of(user, len(shapes[node][0])) for user in node.users}
@@ -175,8 +169,8 @@ def _rows_read(node: fx.Node, shapes: Shapes) -> Rows | None:
 
 
 def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:
-    """Return which rows of its first argument a node reads."""
-    if not asks_for_rows(node) or node.kwargs:
+    """Return the rows that a node reads of its first argument."""
+    if not reads_rows(node) or node.kwargs:
         return None
     given: list[Any] = list(node.args[1:])
     if node.target is aten.select.int:
@@ -187,33 +181,33 @@ def _rows_of(node: fx.Node, num_dims: int) -> Rows | None:
     return Rows(dim % num_dims, start, end, step) if is_known else None
 
 
-def _sources(seen: _Seen) -> TrainerOptions | None:
-    """Return in which arguments of a node, and where in them, the rows are; None where it needs more than these."""
-    target, node = seen.node.target, seen.node
+def _sources(info: _NodeRows) -> RowDims | None:
+    """Return the dimension of the rows in each argument that has them; None if the node needs other rows too."""
+    target, node = info.node.target, info.node
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return None
-    if not seen.shapes.keys() >= set(node.all_input_nodes):  # numbers, nested graphs, other kinds of tensors
+    if not info.shapes.keys() >= set(node.all_input_nodes):  # numbers, nested graphs, other tensor types
         return None
     if target in _RULES:
-        return _RULES[target](seen)
-    return _number_by_number(seen) if _goes_number_by_number(target) else None
+        return _RULES[target](info)
+    return _elementwise(info) if _is_elementwise(target) else None
 
 
-def _goes_number_by_number(target: object) -> bool:
+def _is_elementwise(target: object) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: TrainerOptions) -> list[tuple[fx.Node, fx.Node]]:
-    """Let a node work on some rows of its arguments; return its readers, and what comes in the place of each."""
+def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, row_dims: RowDims) -> list[tuple[fx.Node, fx.Node]]:
+    """Let a node compute only some rows; return the nodes that read them, with their replacements."""
     args = list(node.args)
     with graph.inserting_before(node):
-        for at, dim in asked.items():
+        for at, dim in row_dims.items():
             of: Any = node.args[at]
             args[at] = graph.call_function(aten.slice.Tensor, (of, dim, *rows[1:]))
         if node.target is aten.scaled_dot_product_attention.default and len(args) > _CAUSAL:
-            args[_CAUSAL] = False  # the last query sees everything
+            args[_CAUSAL] = False  # the last query sees all keys
         made = graph.call_function(node.target, tuple(args), node.kwargs)  # type: ignore[arg-type]
     replaced: list[tuple[fx.Node, fx.Node]] = []
     for reader in list(node.users):
@@ -231,109 +225,109 @@ def _move_up(graph: fx.Graph, node: fx.Node, rows: Rows, asked: TrainerOptions) 
 # ---- one rule for each kind of operation
 
 
-def _number_by_number(seen: _Seen) -> TrainerOptions | None:
-    """Tensors are broadcast against each other: rows are in those that have them."""
-    places = [at for at, value in enumerate(seen.node.args) if isinstance(value, fx.Node)]
-    if len({seen.node.args[at] for at in places}) < len(seen.node.all_input_nodes):  # others are in a list
+def _elementwise(info: _NodeRows) -> RowDims | None:
+    """Tensors are broadcast: the rows are in those that have this dimension."""
+    places = [at for at, value in enumerate(info.node.args) if isinstance(value, fx.Node)]
+    if len({info.node.args[at] for at in places}) < len(info.node.all_input_nodes):  # some arguments are in a list
         return None
-    shapes = {at: seen.shapes[seen.given(at)] for at in places}
-    for which, whole in enumerate(seen.shapes[seen.node]):
+    shapes = {at: info.shapes[info.given(at)] for at in places}
+    for which, whole in enumerate(info.shapes[info.node]):
         if torch.broadcast_shapes(*(shape[which] for shape in shapes.values())) != whole:  # type: ignore[no-untyped-call]
             return None
-    found: TrainerOptions = {}
+    found: RowDims = {}
     for at in places:
-        dim = seen.rows.dim - (seen.num_dims - seen.num_dims_of(at))
+        dim = info.rows.dim - (info.num_dims - info.num_dims_of(at))
         sizes = {shape[dim] for shape in shapes[at]} if dim >= 0 else {1}
         if sizes != {1}:
             found[at] = dim
     return found
 
 
-def _same(seen: _Seen) -> TrainerOptions:
-    return {0: seen.rows.dim}
+def _same(info: _NodeRows) -> RowDims:
+    return {0: info.rows.dim}
 
 
-def _norm(seen: _Seen) -> TrainerOptions | None:
-    return _same(seen) if seen.rows.dim < seen.num_dims - len(seen.given(1)) else None
+def _norm(info: _NodeRows) -> RowDims | None:
+    return _same(info) if info.rows.dim < info.num_dims - len(info.given(1)) else None
 
 
-def _linear(seen: _Seen) -> TrainerOptions | None:
-    if seen.given(2) is not None and seen.num_dims_of(2) > 1:  # a bias for each row
+def _linear(info: _NodeRows) -> RowDims | None:
+    if info.given(2) is not None and info.num_dims_of(2) > 1:  # one bias per row
         return None
-    return _same(seen) if seen.rows.dim < seen.num_dims - 1 else None
+    return _same(info) if info.rows.dim < info.num_dims - 1 else None
 
 
-def _product(seen: _Seen) -> TrainerOptions | None:
-    """A row of a product of matrices is a row of the first times the second."""
-    left, right = seen.num_dims_of(0), seen.num_dims_of(1)
+def _product(info: _NodeRows) -> RowDims | None:
+    """A row of a matrix product is a row of the first matrix times the second matrix."""
+    left, right = info.num_dims_of(0), info.num_dims_of(1)
     if left < 2 or right < 2:
         return None
-    if seen.rows.dim == seen.num_dims - 2:
+    if info.rows.dim == info.num_dims - 2:
         return {0: left - 2}
-    return _same(seen) if right == 2 and seen.rows.dim < seen.num_dims - 2 else None
+    return _same(info) if right == 2 and info.rows.dim < info.num_dims - 2 else None
 
 
-def _along(seen: _Seen) -> TrainerOptions | None:
-    """What works along one dimension, or several that stay, treats those beside it one by one."""
-    dims = seen.given(1)
-    if seen.node.target is not aten.softmax.int and seen.given(2) is not True:
+def _along(info: _NodeRows) -> RowDims | None:
+    """An operation along some dimensions treats the other dimensions independently."""
+    dims = info.given(1)
+    if info.node.target is not aten.softmax.int and info.given(2) is not True:
         return None
-    along = {dim % seen.num_dims for dim in ([dims] if isinstance(dims, int) else dims or range(seen.num_dims))}
-    return None if seen.rows.dim in along else _same(seen)
+    along = {dim % info.num_dims for dim in ([dims] if isinstance(dims, int) else dims or range(info.num_dims))}
+    return None if info.rows.dim in along else _same(info)
 
 
-def _attention(seen: _Seen) -> TrainerOptions | None:
-    """A query looks at all keys, and at no other query; one that looks back only, at all of them if it is the last."""
+def _attention(info: _NodeRows) -> RowDims | None:
+    """A query reads all keys and no other query; with a causal mask, only the last query reads all keys."""
     names = {"attn_mask": 3, "dropout_p": 4, "is_causal": _CAUSAL}
-    given = {name: seen.node.kwargs.get(name, seen.given(at)) for name, at in names.items()}
-    if seen.rows.dim != seen.num_dims - 2 or given["attn_mask"] is not None or given["dropout_p"]:
+    given = {name: info.node.kwargs.get(name, info.given(at)) for name, at in names.items()}
+    if info.rows.dim != info.num_dims - 2 or given["attn_mask"] is not None or given["dropout_p"]:
         return None
     if given["is_causal"]:
-        queries, keys = ([shape[-2] for shape in seen.shapes[seen.given(at)]] for at in (0, 1))
-        if seen.rows[1:] != (-1, _END, 1) or queries != keys or "is_causal" in seen.node.kwargs:
+        queries, keys = ([shape[-2] for shape in info.shapes[info.given(at)]] for at in (0, 1))
+        if info.rows[1:] != (-1, _END, 1) or queries != keys or "is_causal" in info.node.kwargs:
             return None
-    return {0: seen.num_dims_of(0) - 2}
+    return {0: info.num_dims_of(0) - 2}
 
 
-def _transpose(seen: _Seen) -> TrainerOptions:
-    first, second = (dim % seen.num_dims for dim in (seen.given(1), seen.given(2)))
-    return {0: {first: second, second: first}.get(seen.rows.dim, seen.rows.dim)}
+def _transpose(info: _NodeRows) -> RowDims:
+    first, second = (dim % info.num_dims for dim in (info.given(1), info.given(2)))
+    return {0: {first: second, second: first}.get(info.rows.dim, info.rows.dim)}
 
 
-def _permute(seen: _Seen) -> TrainerOptions:
-    return {0: seen.given(1)[seen.rows.dim] % seen.num_dims}
+def _permute(info: _NodeRows) -> RowDims:
+    return {0: info.given(1)[info.rows.dim] % info.num_dims}
 
 
-def _flatten(seen: _Seen) -> TrainerOptions | None:
-    num_dims = seen.num_dims_of(0)
+def _flatten(info: _NodeRows) -> RowDims | None:
+    num_dims = info.num_dims_of(0)
     if num_dims == 0:
         return None
-    first, last = (dim % num_dims for dim in (seen.given(1, 0), seen.given(2, -1)))
-    if seen.rows.dim == first and first != last:
+    first, last = (dim % num_dims for dim in (info.given(1, 0), info.given(2, -1)))
+    if info.rows.dim == first and first != last:
         return None
-    return {0: seen.rows.dim if seen.rows.dim <= first else seen.rows.dim + last - first}
+    return {0: info.rows.dim if info.rows.dim <= first else info.rows.dim + last - first}
 
 
-def _unsqueeze(seen: _Seen) -> TrainerOptions | None:
-    new = seen.given(1) % seen.num_dims
-    return None if seen.rows.dim == new else {0: seen.rows.dim - (seen.rows.dim > new)}
+def _unsqueeze(info: _NodeRows) -> RowDims | None:
+    new = info.given(1) % info.num_dims
+    return None if info.rows.dim == new else {0: info.rows.dim - (info.rows.dim > new)}
 
 
-def _slice(seen: _Seen) -> TrainerOptions | None:
-    other = _rows_of(seen.node, seen.num_dims)
-    return None if other is None or other.dim == seen.rows.dim else _same(seen)
+def _slice(info: _NodeRows) -> RowDims | None:
+    other = _rows_of(info.node, info.num_dims)
+    return None if other is None or other.dim == info.rows.dim else _same(info)
 
 
-def _select(seen: _Seen) -> TrainerOptions | None:
-    other = _rows_of(seen.node, seen.num_dims + 1)
-    return None if other is None else {0: seen.rows.dim + (seen.rows.dim >= other.dim)}
+def _select(info: _NodeRows) -> RowDims | None:
+    other = _rows_of(info.node, info.num_dims + 1)
+    return None if other is None else {0: info.rows.dim + (info.rows.dim >= other.dim)}
 
 
-def _dropout(seen: _Seen) -> TrainerOptions | None:
-    return _same(seen) if seen.given(2) is False else None
+def _dropout(info: _NodeRows) -> RowDims | None:
+    return _same(info) if info.given(2) is False else None
 
 
-_CAUSAL = 5  # the place of that argument
+_CAUSAL = 5  # its position
 _RULES: dict[object, Rule] = {
     aten.linear.default: _linear,
     aten.matmul.default: _product,
@@ -355,7 +349,7 @@ _RULES: dict[object, Rule] = {
     aten.contiguous.default: _same,
     aten.to.dtype: _same,
 }
-_LOOKS = frozenset(
+_VIEWS = frozenset(
     {
         aten.transpose.int,
         aten.permute.default,

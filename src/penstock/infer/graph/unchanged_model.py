@@ -1,4 +1,4 @@
-"""Plain: a model that runs as it is, in evaluation, whatever mode it is in."""
+"""Unchanged model: runs a model without a graph, in evaluation, whatever its mode is."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from torch import nn
 
 from penstock.model.preserve.modes import in_mode
 
-__all__ = ["Plain"]
+__all__ = ["UnchangedModel"]
 
-# of each module: to run it in evaluation is to change its mode for a while, whoever else does the same
+# one lock per module, because a run in evaluation changes the module's mode temporarily
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKING = threading.Lock()
 
 
-class Plain:
-    """A model as it is, in evaluation and without gradients; one call at a time.
+class UnchangedModel:
+    """A model in evaluation and without gradients; one call at a time.
 
-    A model that is in evaluation already is called, and that is all: to go through its modules takes longer than a
-    small model does.
+    A model that is already in evaluation is simply called: a pass over its modules takes longer than a small model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._locks = model, _locks_of(model)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
-        """Return what the model returns."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's type
+        """Run the model."""
         if len(self._locks) == 1:
             with self._locks[0]:
                 return self._run(args, kwargs)
-        with ExitStack() as around:
+        with ExitStack() as stack:
             for lock in self._locks:
-                around.enter_context(lock)
+                stack.enter_context(lock)
             return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as the model
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the model's type
         if not self.model.training:
             with torch.no_grad():
                 return self.model(*args, **kwargs)
@@ -48,7 +47,7 @@ class Plain:
 
 
 def _locks_of(model: nn.Module) -> list[threading.RLock]:
-    """Return the locks of a model's modules, in an order that is the same for all: modules may be in several models."""
+    """Return the locks of a model's modules, in a global order: models may share modules."""
     with _LOCKING:
         modules = list(model.modules())
         found = {id(lock): lock for module in modules if (lock := _LOCKS.get(module)) is not None}

@@ -1,8 +1,7 @@
-"""Pipeline: requests that stream through a model, prepared, copied, computed and finished at the same time."""
+"""Request pipeline: requests stream through a model; they are prepared, copied, computed and finished in parallel."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,11 +13,11 @@ import torch
 from torch import nn
 
 from penstock.devices.device_names import check_device
-from penstock.errors import UsageError
+from penstock.errors import UsageError, warn_user
 from penstock.infer.graph.inference_graph import Graph
-from penstock.infer.graph.unchanged_model import Plain
-from penstock.infer.stream.stage_runner import Arguments, Line, Parcel, arguments
-from penstock.infer.stream.stream_threads import CLOSED, Works
+from penstock.infer.graph.unchanged_model import UnchangedModel
+from penstock.infer.stream.stage_runner import Arguments, StageData, StageRunner, arguments
+from penstock.infer.stream.stream_threads import CLOSED, StreamThreads
 from penstock.runtime.exclusive_use import Use
 
 __all__ = ["Pipeline"]
@@ -28,9 +27,9 @@ Errors = Literal["raise", "return"]
 
 
 class Pipeline:
-    """Requests that stream through a model.
+    """Streams requests through a model.
 
-    While one request is computed, the next is copied to the device and others are prepared or finished:
+    While one request is computed, the next is copied to the device, and others are prepared or finished:
 
         preprocess ─► copy in ─► model ─► copy out ─► postprocess
 
@@ -38,22 +37,23 @@ class Pipeline:
     ...     list(pipe.map([[0.0] * 4, [1.0] * 4]))
     [(2,), (2,)]
 
-    Results come in the order of their requests. An error belongs to its request, the others go on.
+    Results come in the order of their requests. An error affects only its own request.
 
     Args:
-        model: a module, a `Graph`, or any function. It is called with what `preprocess` returns: a tuple is several
-            arguments, a dict keyword arguments, anything else one.
-        stages: in its place several of them, each called with what the one before returned (a tuple is several
-            arguments). Each has a thread and a stream of its own, on the device where it is.
-        preprocess: from a request to the model's arguments; by default they are the request itself.
-        postprocess: from what the model returns, in host memory, to the result; by default that is the result.
-        example: how the model is called. A module on a GPU then runs as a `Graph`, and else as it is.
-        device: where a module is moved to and a function runs; by default where the module is, and the CPU.
-        depth: how many requests are in flight at most.
-        workers: threads that preprocess, and as many that postprocess.
+        model: a module, a `Graph`, or any function. Its arguments are the result of `preprocess`: a tuple is several
+            arguments, a dict is keyword arguments, and anything else is one argument.
+        stages: instead of `model`, several of them; each is called with the result of the one before (a tuple is
+            several arguments). Each has its own thread and stream, on its own device.
+        preprocess: a function from a request to the model's arguments; by default, the request is the argument.
+        postprocess: a function from the model's output, in host memory, to the result; by default, the output is the
+            result.
+        example: an example call of the model. With it, a module on a GPU runs as a `Graph`.
+        device: the device of a module or a function; by default the module's own device, and the CPU for a function.
+        depth: the maximum number of requests in progress.
+        workers: the number of threads for `preprocess`, and again for `postprocess`.
 
     Raises:
-        UsageError: when an argument cannot be right.
+        UsageError: for an invalid argument.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pipeline:
         if (model is None) == (stages is None):
             raise UsageError("give either a model or stages=[...]")
         if stages is not None and not isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)):
-            raise UsageError(f"stages: give a list of them; given: {type(stages).__name__}")
+            raise UsageError(f"stages: expected a list of stages; given: {type(stages).__name__}")
         given = [model] if stages is None else list(stages)
         names = ["model"] if stages is None else [f"stage {at}" for at in range(len(given))]
         faults = [
@@ -73,64 +73,66 @@ class Pipeline:
             if not callable(stage)
         ]
         faults += [
-            f"{name}: {stage.__name__} is a class; give a module: {stage.__name__}(...)"
+            f"{name}: {stage.__name__} is a class; pass an instance: {stage.__name__}(...)"
             for name, stage in zip(names, given, strict=True)
             if isinstance(stage, type) and issubclass(stage, nn.Module)
         ]
         faults += [
-            f"{name}: give a function; given: {type(function).__name__}"
+            f"{name}: expected a function; given: {type(function).__name__}"
             for name, function in (("preprocess", preprocess), ("postprocess", postprocess))
             if function is not None and not callable(function)
         ]
         faults += [
-            f"{name}: {count!r} must be a whole number, 1 or more"
+            f"{name}: {count!r} must be a whole number of at least 1"
             for name, count in (("depth", depth), ("workers", workers))
             if isinstance(count, bool) or not isinstance(count, int) or count < 1
         ]
         if faults or not given:
-            raise UsageError("; ".join(faults) or "stages: none given")
+            raise UsageError("; ".join(faults) or "stages: the list is empty")
         self.depth, self._use = depth, Use()
         place = None if device is None else check_device(device)
-        self._works = Works(
-            _lines([stage for stage in given if stage is not None], example, place),
+        self._threads = StreamThreads(
+            _runners([stage for stage in given if stage is not None], example, place),
             preprocess=preprocess,
             postprocess=postprocess,
             depth=depth,
             workers=workers,
         )
-        weakref.finalize(self, self._works.let_go)
+        weakref.finalize(self, self._threads.finalize)
 
     def map(self, requests: Iterable[Any], *, errors: Errors = "raise") -> Iterator[Any]:
-        """Return the results of requests, in order, each as soon as it is there.
+        """Return the results of requests, in order, each as soon as it is ready.
 
-        Requests are read when results are asked for, and never more than `depth` ahead of them.
+        Requests are read when results are requested, at most `depth` ahead of them.
 
         Args:
-            requests: any iterable, which may have no end.
-            errors: "raise" raises the error of a request in its turn, after which the next result may be asked for;
-                "return" hands it out in the place of the result.
+            requests: any iterable, possibly endless.
+            errors: "raise" raises a request's error in place of its result; you can then request the next result.
+                "return" returns the error instead.
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors: {errors!r} is neither 'raise' nor 'return'")
-        if not any(hasattr(type(requests), name) for name in ("__iter__", "__getitem__")):  # as a Dataset of torch
-            raise UsageError(f"requests: give something to go through; given: {type(requests).__name__}")
+        if not any(
+            hasattr(type(requests), name) for name in ("__iter__", "__getitem__")
+        ):  # __getitem__: for example a torch Dataset
+            raise UsageError(f"requests: expected an iterable; given: {type(requests).__name__}")
         return _Results(self, requests, errors)
 
     def submit(self, request: object) -> Future[Any]:
-        """Take one request; waits while `depth` of them are in flight.
+        """Submit one request; wait while `depth` requests are in progress.
 
         Raises:
-            UsageError: when the pipeline is closed, or this is a fork of the process that made it.
+            UsageError: if the pipeline is closed, or this process is a fork of the one that made it.
         """
         self._use.check()
-        future = self._works.submit(request)
-        future._of = self  # type: ignore[attr-defined]  # a pipeline that nobody holds is closed, and cancels requests
+        future = self._threads.submit(request)
+        future._of = self  # type: ignore[attr-defined]  # keeps the pipeline alive: without references, it closes and cancels requests
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, finish what has, and end all threads."""
-        if self._use.is_here:  # a fork has none of the threads
-            self._works.close()
+        """Cancel requests that have not started, finish the others, and end all threads."""
+        if self._use.is_here:  # a fork has no threads
+            self._threads.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -142,7 +144,7 @@ class Pipeline:
 
 
 class _Results(Iterator[Any]):
-    """The results of requests, in order; goes on after an error, as a generator would not."""
+    """The results of requests, in order; unlike a generator, it continues after an error."""
 
     def __init__(self, pipe: Pipeline, requests: Iterable[Any], errors: Errors) -> None:
         self._waiting: deque[Future[Any]] = deque()
@@ -164,18 +166,18 @@ class _Results(Iterator[Any]):
             return future.result()
         if self._errors == "return":
             return error
-        if isinstance(error, StopIteration):  # for whoever asks here it would be the end
+        if isinstance(error, StopIteration):  # it would end the caller's loop
             raise RuntimeError("a request raised StopIteration") from error
         raise error
 
     def _fill(self) -> None:
-        """Read as many requests as may be in flight."""
+        """Read requests until `depth` are in progress."""
         while self._has_more and len(self._waiting) < self._pipe.depth:
             try:
                 self._waiting.append(self._pipe.submit(next(self._requests)))
             except StopIteration:
                 self._has_more = False
-            except Exception as error:  # raised in its turn: behind the results of what was read before
+            except Exception as error:  # raised after the results of earlier requests
                 self._has_more, self._failure = False, error
 
     def __del__(self) -> None:
@@ -183,35 +185,38 @@ class _Results(Iterator[Any]):
             future.cancel()
 
 
-def _lines(stages: Sequence[Stage], example: object, device: torch.device | None) -> list[Line]:
-    """Return what runs each stage; with an example modules on a GPU become graphs."""
-    lines: list[Line] = []
-    parcel = None if example is None else Parcel.of(arguments(example), is_apart=True)
+def _runners(stages: Sequence[Stage], example: object, device: torch.device | None) -> list[StageRunner]:
+    """Return the runner of each stage; with an example, modules on a GPU become graphs."""
+    runners: list[StageRunner] = []
+    data = None if example is None else StageData.of(arguments(example), is_apart=True)
     for at, stage in enumerate(stages):
-        line = _line(stage, None if parcel is None else parcel.open(), device)
-        lines.append(line)
-        if parcel is not None and at + 1 < len(stages):
-            with line.working():
-                parcel = line(parcel, is_last=False, is_apart=True)
-            if parcel.ready is not None:
-                parcel.ready.synchronize()
-    plain = [str(at) for at, line in enumerate(lines) if isinstance(line.run, Plain) and line.streams is not None]
+        runner = _runner(stage, None if data is None else data.open(), device)
+        runners.append(runner)
+        if data is not None and at + 1 < len(stages):
+            with runner.working():
+                data = runner(data, is_last=False, is_apart=True)
+            if data.ready is not None:
+                data.ready.synchronize()
+    plain = [
+        str(at)
+        for at, runner in enumerate(runners)
+        if isinstance(runner.run, UnchangedModel) and runner.streams is not None
+    ]
     if plain:
-        told = f"no example= was given. Stages that run as they are: {', '.join(plain)}"
-        warnings.warn(f"no CUDA graph: {told}", stacklevel=3)
-    return lines
+        warn_user(f"no CUDA graph: example= is missing, so these stages run without a graph: {', '.join(plain)}")
+    return runners
 
 
-def _line(stage: Stage, example: Arguments | None, device: torch.device | None) -> Line:
+def _runner(stage: Stage, example: Arguments | None, device: torch.device | None) -> StageRunner:
     if isinstance(stage, Graph):
         if device not in (None, stage.device):
             raise UsageError(f"device: {device}, but the graph is on {stage.device}; leave it out")
-        return Line(stage, stage.device)
+        return StageRunner(stage, stage.device)
     if not isinstance(stage, nn.Module):
-        return Line(stage, device or torch.device("cpu"))
+        return StageRunner(stage, device or torch.device("cpu"))
     if example is not None:
         args, kwargs = example
         graph = Graph(stage, kwargs or args, device=device)
-        return Line(graph, graph.device)
+        return StageRunner(graph, graph.device)
     held = next((tensor.device for tensor in (*stage.parameters(), *stage.buffers())), torch.device("cpu"))
-    return Line(Plain(stage if device is None else stage.to(device)), check_device(device or held))
+    return StageRunner(UnchangedModel(stage if device is None else stage.to(device)), check_device(device or held))

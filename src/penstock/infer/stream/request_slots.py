@@ -1,7 +1,7 @@
-"""Seats: memory that a request has to itself while it is in flight. As many as there are, so many are in flight.
+"""Request slots: the memory of a request in progress. The number of slots limits the requests in progress.
 
-On a GPU a seat holds pinned host memory for both ways, and memory on the first device; later requests use all of it
-again. A seat is free again when the GPU has done all for its request: nothing else has to keep requests apart.
+On a GPU, a slot has pinned host memory for both directions, and memory on the first device, which later requests reuse.
+A slot is free again when the GPU has finished its request, so no other synchronisation between requests is needed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["RequestSlot"]
 
 
 class RequestSlot:
-    """A place for one request; on a CPU that is all."""
+    """The slot of one request; on a CPU it holds no memory."""
 
     def __init__(self) -> None:
-        self._pinned_in, self._on_device, self._pinned_out = _Memory(), _Memory(), _Memory()
+        self._pinned_in, self._on_device, self._pinned_out = _TensorCache(), _TensorCache(), _TensorCache()
         self._done: Event | None = None
 
-    def bring(self, values: Sequence[torch.Tensor], streams: CudaStreams) -> tuple[list[torch.Tensor], Event]:
-        """Copy tensors to the first device, through pinned memory and beside the work there.
+    def copy_in(self, values: Sequence[torch.Tensor], streams: CudaStreams) -> tuple[list[torch.Tensor], Event]:
+        """Copy tensors to the first device, through pinned memory and in parallel with the work there.
 
         Args:
-            values: in host memory, or on a GPU, made on the current stream there.
-            streams: of the first stage.
+            values: tensors in host memory, or on a GPU, made on its current stream.
+            streams: the streams of the first stage.
 
         Returns:
-            The copies, and an event behind them. The values must be held until then.
+            The copies, and an event after them. The caller must keep the values alive until then.
         """
         staged: list[torch.Tensor] = []
         ready: Event | None = None
@@ -42,36 +42,36 @@ class RequestSlot:
             is_staged = value.device.type == "cpu" and not value.is_pinned()
             staged.append(self._pinned_in.like(at, value, is_pinned=True).copy_(value) if is_staged else value)
         with streams.running(streams.copies):
-            rooms = [self._on_device.like(at, value, device=streams.device) for at, value in enumerate(staged)]
-            found = streams.bring(staged, ready, lambda _: rooms)
+            buffers = [self._on_device.like(at, value, device=streams.device) for at, value in enumerate(staged)]
+            found = streams.bring(staged, ready, lambda _: buffers)
             return found, streams.mark()
 
-    def take(self, values: Sequence[torch.Tensor], ready: Event, stream: Stream) -> None:
-        """Copy tensors to pinned memory on a stream of their device, when they are ready."""
+    def copy_out(self, values: Sequence[torch.Tensor], ready: Event, stream: Stream) -> None:
+        """Copy tensors to pinned memory on a stream of their device when they are ready."""
         stream.wait_event(ready)
         with OnStream(stream):
             for at, value in enumerate(values):
                 self._pinned_out.like(at, value, is_pinned=True).copy_(value, non_blocking=True)
-        self.mark(stream)
+        self.mark_done(stream)
 
-    def mark(self, stream: Stream) -> None:
-        """Note that the GPU has done all for this request when it comes to here on a stream."""
-        # blocking: the thread that waits sleeps, and leaves the processor to those that prepare requests
+    def mark_done(self, stream: Stream) -> None:
+        """Record that the GPU has finished this request at this point of a stream."""
+        # a blocking event: the waiting thread sleeps and leaves the CPU to the other threads
         self._done = blocking_event(stream)
 
     def wait(self) -> None:
-        """Wait until the GPU has done what was marked."""
+        """Wait until the GPU has reached the mark."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None
 
-    def taken(self, count: int) -> list[torch.Tensor]:
-        """Return what was copied, in memory of its own: the seat's is used again."""
+    def outputs(self, count: int) -> list[torch.Tensor]:
+        """Return copies of the outputs, because the slot's memory is reused."""
         return [self._pinned_out[at].clone() for at in range(count)]
 
 
-class _Memory:
-    """Tensors that are used again while shapes stay the same."""
+class _TensorCache:
+    """Tensors that are reused while shapes stay the same."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}

@@ -1,11 +1,11 @@
-"""Works: the threads of an inference pipeline, and the way of a request through them.
+"""Stream threads: the threads of an inference pipeline, and the path of a request through them.
 
     submit ─► preprocess, copy in ─► stage 0 ─► stage 1 ─► … ─► copy out ─► wait, postprocess ─► its future
-              a few threads          a thread each, which only             a few threads
-                                     launch and never wait
+              a few threads          one thread each, which        a few threads
+                                     only launches and never waits
 
-A request that fails anywhere goes straight to the end, with its error. Each part ends when it is told to, after all
-that come before it have ended, so what was begun is finished.
+A request that fails goes directly to the end, with its error. On closing, each group of threads ends after all earlier
+groups have ended, so requests in progress are finished.
 """
 
 from __future__ import annotations
@@ -26,49 +26,51 @@ from penstock.devices.cuda_streams import Event, Stream, current_stream
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
 from penstock.infer.stream.request_slots import RequestSlot
-from penstock.infer.stream.stage_runner import Line, Parcel, arguments
+from penstock.infer.stream.stage_runner import StageData, StageRunner, arguments
 
-__all__ = ["CLOSED", "Works"]
+__all__ = ["CLOSED", "StreamThreads"]
 
 CLOSED = "the pipeline is closed; make another one"
-_SECONDS_AT_EXIT = 10.0  # that a process waits for requests whose results nobody waits for
+_EXIT_SECONDS = 10.0  # how long an ending process waits for requests in progress
 
 
 @dataclass
-class _Ticket:
-    """A request on its way.
+class _Job:
+    """A request in progress.
 
     Attributes:
-        number: the how-manieth it is.
-        future: of its result.
-        request: as it was given.
-        made: behind what makes the request on a GPU, if that is where it is, and on which.
-        seat: its memory.
-        parcel: how far it has come.
+        number: its number, counted from 0.
+        future: the future of its result.
+        request: the request as given.
+        made: if the request is on a GPU: the event after which it is ready, and the GPU.
+        slot: its memory.
+        data: its current data.
         kept: tensors that a copy may still read.
-        stream: the last one that was given work for it, where an error would leave some of it undone.
-        error: what went wrong.
+        stream: the last stream with work for it, in case an error leaves that work unfinished.
+        error: its error.
     """
 
     number: int
     future: Future[Any]
     request: Any
     made: tuple[Event, torch.device] | None
-    seat: RequestSlot
-    parcel: Parcel | None = None
+    slot: RequestSlot
+    data: StageData | None = None
     kept: Sequence[torch.Tensor] = ()
     stream: Stream | None = None
     error: BaseException | None = None
 
 
-class _Part:
-    """Threads that take tickets from one queue."""
+class _ThreadGroup:
+    """Threads that take jobs from one queue."""
 
-    def __init__(self, name: str, work: Callable[[_Ticket], None], *, count: int = 1, line: Line | None = None) -> None:
-        self.tickets: SimpleQueue[_Ticket | None] = SimpleQueue()
-        self._work, self._line = work, line
+    def __init__(
+        self, name: str, work: Callable[[_Job], None], *, count: int = 1, runner: StageRunner | None = None
+    ) -> None:
+        self.queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._work, self._runner = work, runner
         self.threads = [
-            # daemon: a request that hangs in the user's code must not keep the process alive
+            # daemon: user code that hangs must not keep the process alive
             threading.Thread(target=self._run, name=f"penstock-infer-{name}-{number}", daemon=True)
             for number in range(count)
         ]
@@ -76,186 +78,187 @@ class _Part:
             thread.start()
 
     def _run(self) -> None:
-        with nullcontext() if self._line is None else self._line.working():
-            while (ticket := self.tickets.get()) is not None:
-                self._work(ticket)
-                del ticket  # else the last request lives as long as the thread waits
+        with nullcontext() if self._runner is None else self._runner.working():
+            while (job := self.queue.get()) is not None:
+                self._work(job)
+                del job  # otherwise the last request would live while the thread waits
 
     def end(self, deadline: float) -> None:
-        """Let the threads finish what is there, and wait for them, until a moment of the monotonic clock."""
+        """Let the threads finish their queue, and wait for them until a deadline of the monotonic clock."""
         for _ in self.threads:
-            self.tickets.put(None)
+            self.queue.put(None)
         for thread in self.threads:
             left = deadline - time.monotonic()
             thread.join(None if math.isinf(left) else max(0.0, left))
 
 
-class Works:
+class StreamThreads:
     """The threads of one pipeline.
 
     Args:
-        lines: the stages.
-        preprocess: from a request to what the first stage is called with.
-        postprocess: from what the last one returns to the result.
-        depth: how many requests are in flight at most.
-        workers: threads that preprocess, and as many that postprocess.
+        runners: the stages.
+        preprocess: a function from a request to the arguments of the first stage.
+        postprocess: a function from the last stage's result to the result.
+        depth: the maximum number of requests in progress.
+        workers: the number of threads for preprocess, and again for postprocess.
     """
 
     def __init__(
-        self, lines: Sequence[Line], *, preprocess: Callable[[Any], Any] | None,
+        self, runners: Sequence[StageRunner], *, preprocess: Callable[[Any], Any] | None,
         postprocess: Callable[[Any], Any] | None, depth: int, workers: int,
     ) -> None:  # fmt: skip
-        self._lines, self._preprocess, self._postprocess = lines, preprocess, postprocess
-        self._is_apart = any(line.streams is not None for line in lines)
+        self._runners, self._preprocess, self._postprocess = runners, preprocess, postprocess
+        self._is_apart = any(runner.streams is not None for runner in runners)
         self._lock, self._is_closed, self._count = threading.Lock(), False, 0
         self._free: SimpleQueue[RequestSlot | None] = SimpleQueue()  # None: closed
         for _ in range(depth):
             self._free.put(RequestSlot())
-        self._before = _Part("preprocess", self._prepare, count=workers)
+        self._before = _ThreadGroup("preprocess", self._prepare, count=workers)
         self._stages = [
-            _Part(f"stage-{at}", lambda ticket, at=at: self._compute(ticket, at), line=line)  # type: ignore[misc]
-            for at, line in enumerate(lines)
+            _ThreadGroup(f"stage-{at}", lambda job, at=at: self._compute(job, at), runner=runner)  # type: ignore[misc]
+            for at, runner in enumerate(runners)
         ]
-        self._after = _Part("postprocess", self._finish, count=workers)
-        self._parts = [self._before, *self._stages, self._after]
+        self._after = _ThreadGroup("postprocess", self._finish, count=workers)
+        self._groups = [self._before, *self._stages, self._after]
 
     def submit(self, request: object) -> Future[Any]:
-        """Take a request; waits while as many are in flight as may be.
+        """Accept a request; wait while the maximum number is in progress.
 
         Raises:
-            UsageError: when the pipeline is closed.
+            UsageError: if the pipeline is closed.
         """
-        seat = self._free.get()
+        slot = self._free.get()
         with self._lock:
-            if seat is None or self._is_closed:
-                self._free.put(None)  # for the next one who waits
+            if slot is None or self._is_closed:
+                self._free.put(None)  # for the next waiting caller
                 raise UsageError(CLOSED)
-            ticket = _Ticket(self._count, Future(), request, _made_on_gpu(request) if self._is_apart else None, seat)
+            job = _Job(self._count, Future(), request, _made_on_gpu(request) if self._is_apart else None, slot)
             self._count += 1
-            self._before.tickets.put(ticket)
-        return ticket.future
+            self._before.queue.put(job)
+        return job.future
 
     def close(self, *, timeout: float = math.inf) -> None:
-        """Cancel what has not begun, finish what has, and end all threads; wait for them for some seconds at most."""
+        """Cancel requests that have not started, finish the others and end all threads; wait at most `timeout` s."""
         if self._is_own_thread():
-            raise UsageError("close: called by a thread of the pipeline itself, which would wait for its own end")
+            raise UsageError("close: called in a thread of the pipeline itself, which cannot wait for its own end")
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         while True:
             try:
-                ticket = self._before.tickets.get_nowait()
+                job = self._before.queue.get_nowait()
             except Empty:
                 break
-            if ticket is not None:
-                ticket.future.cancel()
-                ticket.future.set_running_or_notify_cancel()  # tells those who wait for it
+            if job is not None:
+                job.future.cancel()
+                job.future.set_running_or_notify_cancel()  # wakes the callers that wait for it
         self._free.put(None)
         deadline = time.monotonic() + timeout
-        for part in self._parts:
-            part.end(deadline)
+        for group in self._groups:
+            group.end(deadline)
 
-    def let_go(self) -> None:
-        """Close it, from whatever thread: when nobody holds it, or when the process ends.
+    def finalize(self) -> None:
+        """Close from any thread: after the last reference is gone, or when the process ends.
 
-        Nothing is under way then, or the process ends and what hangs in the user's code must not keep it.
+        In the first case, nothing is in progress. In the second case, user code that hangs must not keep the process
+        alive.
         """
         if self._is_own_thread():
             threading.Thread(target=self.close, name="penstock-infer-close", daemon=True).start()
         else:
-            self.close(timeout=_SECONDS_AT_EXIT)
+            self.close(timeout=_EXIT_SECONDS)
 
     def _is_own_thread(self) -> bool:
-        return any(threading.current_thread() in part.threads for part in self._parts)
+        return any(threading.current_thread() in group.threads for group in self._groups)
 
-    # ---- the way of a request
+    # ---- the path of a request
 
-    def _prepare(self, ticket: _Ticket) -> None:
-        if not ticket.future.set_running_or_notify_cancel():
-            self._free.put(ticket.seat)
+    def _prepare(self, job: _Job) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            self._free.put(job.slot)
             return
-        request, ticket.request = ticket.request, None
-        with _Guard(ticket, "preprocess"):
-            if ticket.made is not None:
-                event, device = ticket.made
+        request, job.request = job.request, None
+        with _Guard(job, "preprocess"):
+            if job.made is not None:
+                event, device = job.made
                 kind_of(device).wait_event(device, event)
             thing = request if self._preprocess is None else self._preprocess(request)
-            parcel = Parcel.of(arguments(thing), is_apart=self._is_apart)
-            first = self._lines[0].streams
+            data = StageData.of(arguments(thing), is_apart=self._is_apart)
+            first = self._runners[0].streams
             if first is not None:
-                ticket.kept, ticket.stream = parcel.tensors, first.copies
-                brought, arrived = ticket.seat.bring(parcel.tensors, first)
-                parcel = replace(parcel, tensors=brought, ready=arrived)
-            ticket.parcel = parcel
-        self._pass_on(ticket, self._stages[0])
+                job.kept, job.stream = data.tensors, first.copies
+                brought, arrived = job.slot.copy_in(data.tensors, first)
+                data = replace(data, tensors=brought, ready=arrived)
+            job.data = data
+        self._forward(job, self._stages[0])
 
-    def _compute(self, ticket: _Ticket, at: int) -> None:
-        line, is_last = self._lines[at], at == len(self._lines) - 1
-        with _Guard(ticket, f"stage {at}" if len(self._lines) > 1 else "the model"):
-            assert ticket.parcel is not None
-            if line.streams is not None:
-                ticket.stream = line.streams.compute
-            # what came stays until the end of the request: a GPU may still read it
-            ticket.kept = [*ticket.kept, *ticket.parcel.tensors]
-            made = ticket.parcel = line(ticket.parcel, is_last=is_last, is_apart=self._is_apart)
-            if is_last and made.ready is not None and line.out is not None:
-                ticket.stream = line.out
-                ticket.seat.take([tensor for tensor in made.tensors if tensor.is_cuda], made.ready, line.out)
-        self._pass_on(ticket, self._after if is_last else self._stages[at + 1])
+    def _compute(self, job: _Job, at: int) -> None:
+        runner, is_last = self._runners[at], at == len(self._runners) - 1
+        with _Guard(job, f"stage {at}" if len(self._runners) > 1 else "the model"):
+            assert job.data is not None
+            if runner.streams is not None:
+                job.stream = runner.streams.compute
+            # keep the inputs until the request ends: a GPU may still read them
+            job.kept = [*job.kept, *job.data.tensors]
+            made = job.data = runner(job.data, is_last=is_last, is_apart=self._is_apart)
+            if is_last and made.ready is not None and runner.out is not None:
+                job.stream = runner.out
+                job.slot.copy_out([tensor for tensor in made.tensors if tensor.is_cuda], made.ready, runner.out)
+        self._forward(job, self._after if is_last else self._stages[at + 1])
 
-    def _pass_on(self, ticket: _Ticket, part: _Part) -> None:
-        (part if ticket.error is None else self._after).tickets.put(ticket)
+    def _forward(self, job: _Job, group: _ThreadGroup) -> None:
+        (group if job.error is None else self._after).queue.put(job)
 
-    def _finish(self, ticket: _Ticket) -> None:
+    def _finish(self, job: _Job) -> None:
         result: Any = None
-        with _Guard(ticket, "the copy to the host"):
-            if ticket.error is not None and ticket.stream is not None:
-                ticket.seat.mark(ticket.stream)  # what was launched before it failed
-            ticket.seat.wait()
-            if ticket.error is None:
-                assert ticket.parcel is not None
-                result = self._taken(ticket.seat, ticket.parcel)
-        if ticket.error is None and self._postprocess is not None:
-            with _Guard(ticket, "postprocess"):
+        with _Guard(job, "the copy to the host"):
+            if job.error is not None and job.stream is not None:
+                job.slot.mark_done(job.stream)  # wait for the work launched before the error
+            job.slot.wait()
+            if job.error is None:
+                assert job.data is not None
+                result = self._outputs(job.slot, job.data)
+        if job.error is None and self._postprocess is not None:
+            with _Guard(job, "postprocess"):
                 result = self._postprocess(result)
-        ticket.parcel, ticket.kept = None, ()
-        future, error, seat = ticket.future, ticket.error, ticket.seat
-        ticket.error = None
-        self._free.put(seat)
+        job.data, job.kept = None, ()
+        future, error, slot = job.future, job.error, job.slot
+        job.error = None
+        self._free.put(slot)
         if error is not None:
             future.set_exception(error)
         else:
             future.set_result(result)
 
     @staticmethod
-    def _taken(seat: RequestSlot, parcel: Parcel) -> Any:  # noqa: ANN401 - whatever the last stage returned
-        """Return what the last stage returned, in host memory."""
-        on_gpu = [tensor.is_cuda for tensor in parcel.tensors]
-        taken = iter(seat.taken(sum(on_gpu)))
-        return parcel.open(
-            [next(taken) if is_taken else tensor for tensor, is_taken in zip(parcel.tensors, on_gpu, strict=True)]
+    def _outputs(slot: RequestSlot, data: StageData) -> Any:  # noqa: ANN401 - any result
+        """Return the result of the last stage, in host memory."""
+        on_gpu = [tensor.is_cuda for tensor in data.tensors]
+        taken = iter(slot.outputs(sum(on_gpu)))
+        return data.open(
+            [next(taken) if is_taken else tensor for tensor, is_taken in zip(data.tensors, on_gpu, strict=True)]
         )
 
 
 class _Guard:
-    """Lets an error belong to its request, with a note of where it happened."""
+    """Stores an exception in its job, with a note of where it happened."""
 
-    def __init__(self, ticket: _Ticket, place: str) -> None:
-        self._ticket, self._place = ticket, place
+    def __init__(self, job: _Job, place: str) -> None:
+        self._job, self._place = job, place
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is not None and self._ticket.error is None:
-            error.add_note(f"in {self._place}, for request {self._ticket.number} of an inference pipeline")
-            self._ticket.error = error
+        if error is not None and self._job.error is None:
+            error.add_note(f"in {self._place}, for request {self._job.number} of an inference pipeline")
+            self._job.error = error
         return error is not None
 
 
 def _made_on_gpu(request: object) -> tuple[Event, torch.device] | None:
-    """Return an event behind what makes a request that lies on a GPU, and which GPU that is."""
+    """If a request is on a GPU, return an event after which it is ready, and the GPU."""
     args, kwargs = arguments(request)
     on_gpu = (part for part in (*args, *kwargs.values()) if isinstance(part, torch.Tensor) and part.is_cuda)
     found = next(on_gpu, None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from penstock.errors import CaptureError, PenstockError, UsageError
+from penstock.errors import CaptureError, PenstockError, UsageError, warn_user
 from penstock.model.capture.export.exported_stage import cut_program
 from penstock.model.capture.export.exported_visit import visit_export
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
@@ -156,7 +155,7 @@ class Exported:
                 why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
             if not why:
                 if form.is_replayed:
-                    warnings.warn(_replayed_now(call, whys), stacklevel=5)
+                    warn_user(_replayed_now(call, whys))
                 return
             whys.append(why)
             self._forms.pop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.devices import cuda
-from penstock.errors import GraphError, PenstockError, UsageError, in_short
+from penstock.errors import GraphError, PenstockError, UsageError, in_short, warn_user
 from penstock.model.graph import Graph, Node
 from penstock.model.parameters import held_tensors
 from penstock.model.profiling.node_trial import Trial
@@ -114,7 +113,7 @@ def survey(
     if visitor.notes:
         more = f" (and {len(visitor.notes) - 3} more)" if len(visitor.notes) > 3 else ""
         shown = "; ".join(visitor.notes[:3])
-        warnings.warn(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}", stacklevel=3)
+        warn_user(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}")
     node_of, found, saved_bytes, pending_bytes = (list(column) for column in zip(*visitor.rows, strict=True))
     return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known), len(captured.graph.nodes))
 
@@ -150,7 +149,7 @@ def _fill_gaps(
     visitor.rows.sort(key=lambda row: row[0])
     if visitor.missing:
         names = ", ".join(graph.nodes[index].name for index in visitor.missing[:5])
-        warnings.warn(f"no profiling run called these nodes, their costs count as zero: {names}", stacklevel=4)
+        warn_user(f"no profiling run called these nodes, their costs count as zero: {names}")
 
 
 def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> None:
@@ -164,10 +163,9 @@ def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> N
         visitor.rows.append((index, visitor.examiner.guess(trial, seconds), 0.0, 0.0))
         visitor.seen.add(index)
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    warnings.warn(
+    warn_user(
         f"the model cannot be profiled: it does not run node by node ({type(error).__name__}: {reason}). Cuts follow "
-        "the sizes of its parameters; cuts=[...] sets them",
-        stacklevel=4,
+        "the sizes of its parameters; cuts=[...] sets them"
     )
 
 

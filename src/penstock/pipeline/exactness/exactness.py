@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.devices.kinds import kind_of
-from penstock.errors import UsageError
+from penstock.errors import UsageError, warn_user
 from penstock.model.example import Call, arguments_of
 from penstock.model.preserve.modes import RandomStates
 from penstock.model.stages import Chain
@@ -365,10 +364,9 @@ class Exactness:
                 "them. Change a weight in place (loss.weight.copy_), or make another pipeline"
             )
         if self._doubt:
-            warnings.warn(
+            warn_user(
                 f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is no mean over "
-                "samples, weight= says over what it averages; check=False turns this check off",
-                stacklevel=6,
+                "samples, weight= says over what it averages; check=False turns this check off"
             )
             self._doubt = ""
         if self.is_settled or not self._runs or self._loss is None:

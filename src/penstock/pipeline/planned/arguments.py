@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from penstock.errors import UsageError, nearest
+from penstock.errors import UsageError, nearest, warn_user
 from penstock.model.capture.capture import Captured
 from penstock.schedule.actions import Kind
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
@@ -105,8 +104,7 @@ def warn_of_cache(output: object, captured: Captured) -> None:
         return
     empty = [name for name in _CACHES if getattr(output, name, output) is None]
     if empty:
-        warnings.warn(
+        warn_user(
             f"the model is set to return a cache (use_cache=True), and a pipeline returns none: {empty[0]} is None in "
-            "its output. To generate, use the model without the pipeline; use_cache=False in its config says so",
-            stacklevel=4,
+            "its output. To generate, use the model without the pipeline; use_cache=False in its config says so"
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.deciding.plan import Plan
-from penstock.errors import UsageError
+from penstock.errors import UsageError, warn_user
 from penstock.schedule.json_format import to_json
 
 if TYPE_CHECKING:
@@ -74,4 +73,4 @@ def kept_plan(path: Path, asked: Mapping[str, Any], captured: Captured, first: S
 
 
 def _refuse(why: str) -> None:
-    warnings.warn(f"plan: {why}; cuts and schedule are decided anew", stacklevel=6)
+    warn_user(f"plan: {why}; cuts and schedule are decided anew")

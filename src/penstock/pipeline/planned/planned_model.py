@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,7 @@ from penstock._version import __version__
 from penstock.deciding.cut_request import CutRequest, ProfileSource, Progress, explanation_of, name_of
 from penstock.deciding.defaults import default_micro_batches
 from penstock.deciding.plan import Plan, plan_path
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.model.capture.capture import Captured, capture
 from penstock.model.capture.direct import Direct
 from penstock.model.capture.exported import Exported
@@ -221,7 +220,7 @@ def plan_model(
         first = ask.check()
         if request.split is not None:  # it was captured by one of several micro-batches
             captured = _captured(request, call, first)
-        warnings.warn(f"only one micro-batch a step is run, so that lanes take turns: {error}", stacklevel=3)
+        warn_user(f"only one micro-batch a step is run, so that lanes take turns: {error}")
     explainer = _Explainer(request, captured, ask, batch_size)
     asked = asked_of(request, captured, first)
 

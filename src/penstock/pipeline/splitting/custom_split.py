@@ -19,6 +19,7 @@ def samples_of(sizes: Sequence[int], targets: Sequence[tuple[Any, ...]]) -> list
 
     Without a target they are those of the batch's first argument, which may be tokens or patches.
 
+    >>> import torch
     >>> samples_of([5, 6], [(torch.zeros(2),), (torch.zeros(3),)]), samples_of([5, 6], [(), ()])
     ([2, 3], [5, 6])
     """

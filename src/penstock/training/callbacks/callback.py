@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import UsageError, error_in_short
+from penstock.errors import UsageError, error_in_short, warn_user
 
 if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading, Summary
@@ -97,8 +96,7 @@ class Callbacks:
         if (id(callback), name) in self._warned:
             return
         self._warned.add((id(callback), name))
-        warnings.warn(
+        warn_user(
             f"{type(callback).__name__}.{name} raised {error_in_short(error)}; training goes on. "
-            "It is told once; strict = True in the callback makes it end the training",
-            stacklevel=4,
+            "It is told once; strict = True in the callback makes it end the training"
         )

@@ -10,12 +10,12 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import warn_user
 from penstock.torchrun import attempt
 from penstock.training.callbacks.callback import Callback
 from penstock.training.callbacks.slow_lane_warning import Slowness
@@ -154,10 +154,9 @@ class Lines:
             self._num_lost += 1
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn_user(
                     f"{self._path}: cannot be written: {error.strerror}; training goes on, and lines are lost until it "
-                    "can be. It is told once",
-                    stacklevel=4,
+                    "can be. It is told once"
                 )
 
     def _add(self, data: bytes) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
+
+from penstock.errors import warn_user
 
 __all__ = ["Pages"]
 
@@ -35,7 +36,7 @@ class Pages:
             self._folder.mkdir(exist_ok=True)
             timeline.to_html(page, compare=self._predicted())
         except OSError as error:
-            warnings.warn(f"the timeline of step {step} was not written: {error}; training goes on", stacklevel=2)
+            warn_user(f"the timeline of step {step} was not written: {error}; training goes on")
             return None
         self.paths.append(page)
         return page

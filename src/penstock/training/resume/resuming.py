@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.misfit import MisfitError
-from penstock.errors import UsageError
+from penstock.errors import UsageError, warn_user
 from penstock.torchrun import attempt
 from penstock.training.resume.optimizer_settings import changes, settings_of
 
@@ -58,9 +57,8 @@ def resume(
             f"{error}. {folder} holds the run of another training: give another folder, or remove this one"
         ) from error
     if restored is not None and (changed := changes(before, settings_of(optimizers))):
-        warnings.warn(
+        warn_user(
             f"the optimizer goes on with the settings of the checkpoint: {'; '.join(changed)}. To change them, set "
-            "them in a callback's on_train_begin, or begin a new run",
-            stacklevel=4,
+            "them in a callback's on_train_begin, or begin a new run"
         )
     return restored

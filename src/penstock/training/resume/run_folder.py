@@ -9,14 +9,13 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from penstock.errors import OutputError, UsageError
+from penstock.errors import OutputError, UsageError, warn_user
 from penstock.torchrun import attempt
 
 __all__ = ["RunFolder"]
@@ -77,10 +76,9 @@ class RunFolder:
                 break
             except OSError as error:
                 if error.errno not in _TAKEN:
-                    warnings.warn(
+                    warn_user(
                         f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second "
-                        "training out",
-                        stacklevel=2,
+                        "training out"
                     )
                     break
                 if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Makeup: what a model is made of, to see whether something was put in the place of a part since."""
+"""Model parts: the parts of a model, to detect whether one was replaced."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Makeup"]
+__all__ = ["ModelParts"]
 
 
-class Makeup:
-    """The modules, parameters and buffers of a model, as they are when this is made.
+class ModelParts:
+    """The modules, parameters and buffers of a model at this moment.
 
     Args:
-        model: whose.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,6 +24,6 @@ class Makeup:
             for name, part in place.items()
         ]
 
-    def is_there(self) -> bool:
-        """Return whether each part is where it was; a change in place is none."""
+    def is_unchanged(self) -> bool:
+        """Return whether no part was replaced; changes in place do not count."""
         return all(place.get(name) is part for place, name, part in self._found)

@@ -66,9 +66,7 @@ def test_a_loader_without_the_generator_that_was_saved(tmp_path):
         feed = penstock.feed(shuffled(None), training.pipe)
         own = penstock.Checkpoints(tmp_path, training.pipe, optimizer=training.optimizers, data=feed)
         before = everything(training, feed)
-        with pytest.raises(
-            CheckpointError, match=r"checkpoint-000001: data: .* had 1 own generators and now has 0"
-        ):
+        with pytest.raises(CheckpointError, match=r"checkpoint-000001: data: .* had 1 own generators and now has 0"):
             own.restore()
         assert same(everything(training, feed), before)
 

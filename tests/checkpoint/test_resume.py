@@ -218,7 +218,11 @@ def test_arguments_that_cannot_be_right(tmp_path, options, message):
 
 @pytest.mark.parametrize(
     ("step", "notes", "message"),
-    [(-1, {}, "step: must be"), (1.5, {}, "step: must be"), (1, {"x": object()}, "notes.x: a checkpoint holds numbers")],
+    [
+        (-1, {}, "step: must be"),
+        (1.5, {}, "step: must be"),
+        (1, {"x": object()}, "notes.x: a checkpoint holds numbers"),
+    ],
 )
 def test_what_cannot_be_saved_is_said_at_once(tmp_path, step, notes, message):
     with Training(tmp_path) as training:

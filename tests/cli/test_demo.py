@@ -32,11 +32,11 @@ def test_it_trains_and_says_so_line_by_line(tmp_path):
         float(loss) for loss in re.findall(r"^step +\d+ of 12: loss ([\d.]+), [\d,]+ tokens/s, bubble", out, re.M)
     ]
     assert losses[-1] < losses[0] < 5
-    for words in ("over 2 lanes", "schedule 1f1b", "stage 1 on lane 1", "What it writes", PROMPT, "predicted: step"):
+    for words in ("on 2 lanes", "schedule 1f1b", "stage 1 on lane 1", "The model writes", PROMPT, "predicted: step"):
         assert words in out
     # the demo never said what the same batch takes without a pipeline
     said = re.search(
-        r"^The plain model takes .* a step with 2 threads; the pipeline takes .* with 1 thread per", out, re.M
+        r"^The plain model takes .* per step with 2 threads; the pipeline takes .* with 1 thread per", out, re.M
     )
     assert said is not None
     page = (tmp_path / "new" / "folder" / "timelines.html").read_text()
@@ -123,7 +123,7 @@ def test_it_still_compares_schedules(tmp_path):
         (["--schedule", "1f1bb"], "unknown schedule '1f1bb'"),
         (
             ["--simulate", "--steps", 3, "--schedule", "1f1b"],
-            "--steps and --schedule: with --simulate nothing is trained",
+            "--steps and --schedule: not allowed with --simulate",
         ),
         (["--schedule", "no.csv"], "no.csv: cannot be read"),
         (["--schedule", "dualpipe", "--lanes", 3], "must be even"),
@@ -141,14 +141,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = demo("--folder", tmp_path / "file" / "x")
     assert code == 2
-    assert "cannot be made" in err
+    assert "cannot be created" in err
 
 
 def test_a_terminal_sees_figures_lanes_and_a_bar(tmp_path):
     code, out = in_terminal("demo", "--steps", 12, "--folder", tmp_path)
     assert code == 0
     shown = plain(out)
-    for words in ("tokens/s", "lane 1 ", "forward", "/12 steps", "to go", "What it writes"):
+    for words in ("tokens/s", "lane 1 ", "forward", "/12 steps", "to go", "The model writes"):
         assert words in shown
     assert out.rindex("\033[?25h") > out.rindex("\033[?25l")  # the cursor is back
 

@@ -162,8 +162,8 @@ def test_a_script_that_is_no_python(script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.py"], "none.py: there is no such file"),
-        (["."], "this is a folder"),
+        (["none.py"], "none.py: no such file"),
+        (["."], "is a folder"),
     ],
 )
 def test_wrong_input_gets_one_message_and_exit_code_2(words, message, tmp_path, monkeypatch):

@@ -134,7 +134,7 @@ def test_options_reach_the_explanation(net, tmp_path):
         (["--keep", "hodl"], "Did you mean 'hold'"),
         (["--capture", "reply"], "Did you mean 'replay'"),
         (["--analytic", "h10"], "Did you mean 'h100'"),
-        (["--load", "x.json"], "--load and --analytic: times come from one of them"),
+        (["--load", "x.json"], "--load and --analytic: each of them defines the times"),
         (["--device", "cpu"], "--analytic and --device"),
         (["--analytic", "", "--device", "cuda:77"], "--device: nothing can be measured on 'cuda:77'"),
         (["--analytic", "", "--device", "toaster"], "--device: nothing can be measured on 'toaster'"),
@@ -142,15 +142,15 @@ def test_options_reach_the_explanation(net, tmp_path):
         (["--analytic", "", "--load", "none.json"], "none.json: cannot be read"),
         (["--memory-limit", "1KiB"], "no cuts fit the memory"),
         (["--memory-limit", "lots"], "--memory-limit: 'lots' is not a number"),
-        (["--memory-limit", "1GiB,1GiB"], "each of 4 lanes"),
+        (["--memory-limit", "1GiB,1GiB"], "one per lane; lanes: 4"),
         (["--bandwidth", "fast"], "--bandwidth: 'fast' is not a number"),
-        (["--bandwidth", "1,2"], "--bandwidth and --latency: give one number"),
+        (["--bandwidth", "1,2"], "--bandwidth and --latency: pass one number"),
         (["--latency", "-1"], "latency_seconds: -1.0"),
         (["--optimizer-bytes", "nan"], "optimizer_bytes: nan"),
         (["--cuts", "layers.9"], "no node or module 'layers.9'"),
         (["--cuts", "1,2,3,4"], "4 stages have 3"),
         (["--html", "/no/such/folder/x.html"], "cannot be written"),
-        (["--html", "x", "--save", "x"], "the same name"),
+        (["--html", "x", "--save", "x"], "the same path"),
     ],
 )
 def test_wrong_options_get_one_message_and_exit_code_2(net, words, message):
@@ -170,7 +170,7 @@ def test_wrong_options_get_one_message_and_exit_code_2(net, words, message):
         ("no_such_file.py:build", "no file no_such_file.py"),
         ("{file}:biuld", "Did you mean 'build'"),
         ("{file}:number", "not a function"),
-        ("{file}:bare", "gives no example"),
+        ("{file}:bare", "has no example"),
     ],
 )
 def test_wrong_models_get_one_message_and_exit_code_2(net, name, message):

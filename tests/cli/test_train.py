@@ -178,8 +178,8 @@ def test_it_trains_and_its_folder_tells_all(place, monkeypatch):
     # the resolved file is a configuration: with more steps it goes on
     code, out, _ = train("out/config.toml", "--steps", "6")
     assert code == 0
-    assert "goes on from the checkpoint of step 4" in out
-    assert "cuts as before, by out/plan.json" in out
+    assert "continues from the checkpoint of step 4" in out
+    assert "cuts from out/plan.json" in out
     assert json.loads((folder / "plan.json").read_text())["cuts"] == plan["cuts"]
     assert sorted(losses("out")) == [1, 2, 3, 4, 5, 6]
     # and the same in one go
@@ -256,7 +256,7 @@ def test_what_is_asked_for_instead(place):
     assert train("new.toml", "--print-config")[0] == 0
     code, _, err = train("--init", "new.toml")
     assert code == 2
-    assert "new.toml is there already" in err
+    assert "new.toml exists already" in err
     code, out, _ = train("--help")
     assert code == 0
     assert "--micro-batches" in out
@@ -290,7 +290,7 @@ def test_what_is_asked_for_instead(place):
         (("--model", "gtp2"), "no model 'gtp2': neither module:callable nor a model type of transformers. Did you"),
         (("--model", "gpt2", "--model-args", "n_layr=2"), "has no 'n_layr'. Did you mean 'n_layer'?"),
         (("--data-args", "length=0"), "length must be a whole number, 1 or more"),
-        (("--analytic", "h100"), "--analytic: is for --dry-run"),
+        (("--analytic", "h100"), "--analytic only applies to --dry-run"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_told_in_a_line(place, words, said):

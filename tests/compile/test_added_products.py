@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.compile import added_products
 from penstock.compile import passes as own_pass
-from penstock.runtime.backward.gradient_accumulation import added_together, reached_once
+from penstock.runtime.backward.gradient_accumulation import accumulated_together, reached_once
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own
 
@@ -195,7 +195,7 @@ def test_a_gradient_that_comes_unseen_is_not_lost_without_a_word(is_changed):
 
     def step():
         output = CompiledFunction.apply(rows, weight)
-        with added_together([weight], [output]):
+        with accumulated_together([weight], [output]):
             output.backward(given)
             if is_changed:  # as by a backward within a hook
                 weight.grad.add_(1)

@@ -16,9 +16,9 @@ from torch import nn
 import penstock
 import processes
 from penstock.errors import HangError, LostError, UsageError
-from penstock.runtime.wire.messages import Head, Known
+from penstock.runtime.wire.messages import Head, SentDescriptions
 from penstock.runtime.wire.process_transport import ABORT, DATA, ProcessTransport
-from penstock.runtime.wire.rendezvous import meet
+from penstock.runtime.wire.rendezvous import join_processes
 from penstock.runtime.wire.shared_memory import Outgoing, SharedMemory
 from penstock.runtime.wire.sockets import Frame, Links
 from penstock.runtime.wire.transport import Key
@@ -42,7 +42,7 @@ def meeting(monkeypatch, **environment):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
-        meet(1.0)
+        join_processes(1.0)
     return str(caught.value)
 
 
@@ -260,7 +260,7 @@ def test_a_late_message_does_not_free_memory_that_is_in_use_again():
         Quiet(), device=torch.device("cpu"), timeout_seconds=1.0, carrier=carrier, on_hang=AssertionError
     )
     sent = torch.arange(20_000.0)
-    number, description, _ = Known().number([sent])
+    number, description, _ = SentDescriptions().number([sent])
     transport._descriptions[0, number] = description
     outgoing = Outgoing()
     segment, _ = outgoing.take(description.num_bytes)
@@ -281,7 +281,7 @@ def test_a_late_message_does_not_free_memory_that_is_in_use_again():
     values = receive(2)
     for late in (1, 2):
         transport._take_data(0, head(late))  # once more
-    assert not transport._here
+    assert not transport._arrived
     assert not segment.is_free
     assert torch.equal(values[0], sent + 2)
     del values

@@ -268,7 +268,7 @@ def test_a_training_ends_where_splitting_is_no_help_or_is_not_wanted(tmp_path):
     noted, told, said, _ = train_in_scarcity(tmp_path / "small", 0, lanes=2)
     assert len(said) == 2  # 8 and 16
     assert "Expected more than 1 value per channel" in told  # what a batch norm says of one sample alone
-    assert "with 8 micro-batches memory ran out" in told
+    assert "memory ran out with 8 micro-batches" in told
     assert [one[0] for one in noted] == [1, 2, "out of memory", "out of memory", "error"]
     noted, told, said, _ = train_in_scarcity(tmp_path / "stop", 2, lanes=2, on_oom="stop")
     assert not said

@@ -34,7 +34,9 @@ def test_what_user_code_raises(tmp_path, keys, words, processes):
     if "callback" not in words[0]:  # one that is not strict is told of, and the training goes on
         assert launched.events(tmp_path / "run", "log") or "data" in words[0]
     if "loss" in words[0]:
-        assert told.count("Annoying.on_step_end raised ValueError: a mistake in the callback; training goes on") == 1
+        assert (
+            told.count("Annoying.on_step_end raised ValueError: a mistake in the callback; the training continues") == 1
+        )
 
 
 def test_data_that_ends_early(tmp_path):

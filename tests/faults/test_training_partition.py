@@ -192,6 +192,6 @@ def test_who_has_lost_the_folder_saves_nothing_more_and_stops(tmp_path):
         (tmp_path / "processes", processes.run(lose_the_folder, 2, tmp_path / "processes")),
     ):
         for told, steps in ends:
-            assert "another training has taken this folder since (process " in told
+            assert "another training has taken over this folder (process " in told
             assert steps == [1, 2, 3]
         assert newest(folder).name in ("checkpoint-000001", "checkpoint-000002")  # where 2 was not yet complete

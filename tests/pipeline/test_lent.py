@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.devices.streams import Lent
+from penstock.devices.streams import LentStream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -23,8 +23,8 @@ def data(step, batch=8):
 @pytest.fixture
 def lends(monkeypatch):
     """How often a stream was lent."""
-    found, enter = [], Lent.__enter__
-    monkeypatch.setattr(Lent, "__enter__", lambda self: (found.append(1), enter(self))[1])
+    found, enter = [], LentStream.__enter__
+    monkeypatch.setattr(LentStream, "__enter__", lambda self: (found.append(1), enter(self))[1])
     return found
 
 

@@ -367,14 +367,14 @@ def test_a_training_that_was_killed_leaves_the_folder_to_the_next(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"steps": 0}, "steps: must be a whole number, 1 or more"),
+        ({"steps": 0}, "steps: must be a whole number of at least 1"),
         ({"steps": 2.5}, "steps: must be"),
         ({"clip": -1.0}, "clip: must be a number above zero"),
         ({"on_nan": "stopp"}, "Did you mean 'stop'"),
         ({"on_oom": "splt"}, "Did you mean 'split'"),
         ({"log_every": 0, "checkpoint_every": -1}, "log_every: .*checkpoint_every: |checkpoint_every: .*log_every: "),
-        ({"resume": 3}, "resume: give"),
-        ({"callbacks": [3]}, "callbacks: give"),
+        ({"resume": 3}, "resume: must be"),
+        ({"callbacks": [3]}, "callbacks: expected"),
     ],
 )
 def test_wrong_arguments(tmp_path, wrong, message):

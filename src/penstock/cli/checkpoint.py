@@ -157,7 +157,7 @@ def import_(
     _show_moved(source, import_weights(source, folder, step=step, prefix=prefix, key=key), as_json=as_json)
 
 
-def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: ANN401 - its module would import torch
+def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: ANN401 - the type needs torch
     from penstock.report.units import printable, show_bytes
 
     if as_json:

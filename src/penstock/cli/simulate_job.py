@@ -150,7 +150,7 @@ class Job:
             raise refused[0]
         return min(found, key=lambda candidate: candidate[:2])[2]
 
-    def _build(self, name: str, per_lane: int | None, **options: Any) -> Schedule:  # noqa: ANN401 - auto's own
+    def _build(self, name: str, per_lane: int | None, **options: Any) -> Schedule:  # noqa: ANN401 - options of auto
         lanes = EXPLORED_LANES if self.lanes is None else self.lanes
         mbs = EXPLORED_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
         stages = _default_stages(name) if per_lane is None else per_lane

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
-    from penstock.launch.config.config_reader import Given
+    from penstock.launch.config.config_reader import LoadedConfig
     from penstock.planning.explain.explanation import Explanation
     from penstock.training.callbacks.callback import Callback
 
@@ -30,7 +30,7 @@ _STOPPED = 130  # the exit code of shells for Ctrl-C
 class TrainCommand(TyperCommand):
     """A command that accepts each key of the configuration as a flag, with dashes or underscores."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own context
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - the context of typer
         """Remove the flags of the configuration; the rest are options of the command."""
         from penstock.launch.config.config_reader import take_flags
 
@@ -39,8 +39,8 @@ class TrainCommand(TyperCommand):
         ctx.meta[_KEPT] = flags, faults
         return super().parse_args(ctx, rest)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own
-        """Show the keys, too."""
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - a formatter of click
+        """Add the keys of the configuration to the help."""
         super().format_help(ctx, formatter)
         _show_keys()
 
@@ -154,7 +154,7 @@ def _init(path: Path) -> None:
 # ---- training
 
 
-def _train(given: Given, *, quiet: bool, as_json: bool) -> int:
+def _train(given: LoadedConfig, *, quiet: bool, as_json: bool) -> int:
     from penstock.launch.processes.launcher import needs_processes, start_processes
 
     again = shlex.join(["penstock", "train", *sys.argv[2:]])
@@ -224,7 +224,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         progress("load torch", 0, 1)
         from penstock import explain
         from penstock.launch.build.trainer_builder import build_parts, lanes_of, threads_of
-        from penstock.launch.build.trial_batch import telling_bad_batches
+        from penstock.launch.build.trial_batch import explain_bad_batches
         from penstock.model.example import BatchLayout, read_example
         from penstock.pipeline.planned.placement import with_threads
         from penstock.schedules import load_csv
@@ -241,7 +241,7 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
         keep = POLICIES[config.keep].planned_as if isinstance(config.keep, str) else "hold"
         threads = threads_of(config, lanes if is_named else schedule.num_lanes)  # type: ignore[union-attr]
-        with with_threads(threads), telling_bad_batches(config, parts.model, parts.example):
+        with with_threads(threads), explain_bad_batches(config, parts.model, parts.example):
             return explain(
                 parts.model,
                 call,

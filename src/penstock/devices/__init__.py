@@ -1,1 +1,1 @@
-"""Devices: streams, events, CUDA graphs and the names of devices."""
+"""Devices: the names of devices, and their streams, events and CUDA graphs."""

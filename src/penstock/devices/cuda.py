@@ -1,4 +1,4 @@
-"""CUDA: GPUs of NVIDIA, or of AMD by ROCm, which torch names alike."""
+"""CUDA: GPUs of NVIDIA, and those of AMD through ROCm, which torch also calls "cuda"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cuda:
         return torch.cuda.get_device_name(device)
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the GPU has nothing left to do."""
+        """Wait until the GPU has finished all its work."""
         torch.cuda.synchronize(device)
 
     def record_event(self, device: torch.device, *, blocking: bool = False) -> Event:
@@ -33,20 +33,20 @@ class Cuda:
         return event
 
     def wait_event(self, device: torch.device, event: Event | None) -> None:
-        """Let the current stream wait; the host does not."""
+        """Let the current stream wait for an event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory until the current stream has come to here."""
+        """Keep a tensor's memory until the current stream has finished its work so far."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return how much memory tensors took at most."""
+        """Return the peak memory of all tensors."""
         return torch.cuda.max_memory_allocated(device)
 
     def release_memory(self) -> None:
-        """Give back memory that torch keeps for later."""
+        """Free the memory that torch caches for later tensors."""
         torch.cuda.empty_cache()
 
     def random_state(self, device: torch.device) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Cuda:
         return torch.cuda.get_rng_state(device)
 
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Go back to a state of the GPU's random generator."""
+        """Restore a state of the GPU's random generator."""
         torch.cuda.set_rng_state(state, device)
 
 
@@ -72,27 +72,27 @@ def num_gpus() -> int:
 
 
 def is_in_use() -> bool:
-    """Return whether this process has used a GPU; processes that are forked after that cannot."""
+    """Return whether this process has used a GPU; a process forked after that cannot use one."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def current_gpu() -> int:
-    """Return the number of the GPU that this thread works on."""
+    """Return the index of this thread's current GPU."""
     return torch.cuda.current_device()
 
 
 def on_gpu(device: torch.device | int) -> AbstractContextManager[Any]:
-    """Work on a GPU."""
+    """Make a GPU the current one."""
     return torch.cuda.device(device)
 
 
 def random_states() -> list[torch.Tensor]:
-    """Return the states of all GPUs' random generators; none if no GPU has been used."""
+    """Return the states of all GPUs' random generators; an empty list if no GPU has been used."""
     return torch.cuda.get_rng_state_all() if is_in_use() else []
 
 
 def set_random_states(states: list[torch.Tensor]) -> None:
-    """Go back to states of all GPUs' random generators."""
+    """Restore the states of all GPUs' random generators."""
     if states:
         torch.cuda.set_rng_state_all(states)
 
@@ -101,17 +101,17 @@ def set_random_states(states: list[torch.Tensor]) -> None:
 
 
 def timed_events() -> tuple[Event, Event]:
-    """Return two events that know how much time lies between them."""
+    """Return two events that measure the time between them."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def sleep(cycles: int) -> None:
-    """Let the GPU wait for some of its clock's cycles, so that the host can run ahead."""
+    """Let the GPU wait for a number of clock cycles, so that the host can run ahead."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def blocking_event(stream: Stream) -> Event:
-    """Return an event after all that a stream was given; a thread that waits for it sleeps."""
+    """Return an event recorded on a stream; a thread that waits for it sleeps."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
@@ -121,12 +121,12 @@ def blocking_event(stream: Stream) -> Event:
 
 
 def waiting_calls() -> list[tuple[Any, bool]]:
-    """Return what has a method `synchronize`, and whether nothing is left to do after it."""
+    """Return the objects that have a method `synchronize`, each with a flag: is all work done afterwards?"""
     return [(torch.cuda, True), (torch.accelerator, True), (torch.cuda.Stream, True), (torch.cuda.Event, False)]
 
 
 def has_nothing_to_do() -> bool:
-    """Return whether the current stream is idle, and nothing is being captured on it."""
+    """Return whether the current stream is idle and not capturing."""
     return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream().query()
 
 
@@ -136,5 +136,5 @@ def sync_mode() -> int:
 
 
 def set_sync_mode(mode: int | str) -> None:
-    """Let torch report calls that make the host wait."""
+    """Set how torch reports calls that make the host wait."""
     torch.cuda.set_sync_debug_mode(mode)

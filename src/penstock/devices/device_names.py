@@ -1,4 +1,4 @@
-"""Devices: what a user names as one, and whether there are CUDA graphs on it."""
+"""Device names: check the devices that a user names, and say which have CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["check_device", "has_graphs"]
 
 
 def check_device(given: torch.device | str | int, argument: str = "device") -> torch.device:
-    """Return a device, of a GPU with its index; `argument` is what the user calls it.
+    """Return the device; a GPU gets its index. `argument` is the name of the argument in error messages.
 
     Raises:
-        UsageError: when it does not exist, or nothing runs on it.
+        UsageError: if the device does not exist or cannot run anything.
     """
     try:
         device = torch.device(given)
@@ -21,12 +21,12 @@ def check_device(given: torch.device | str | int, argument: str = "device") -> t
     except (RuntimeError, TypeError, AssertionError) as error:
         raise UsageError(f"{argument}: {given!r} cannot be used: {str(error).splitlines()[0]}") from None
     if device.type == "meta":
-        raise UsageError(f"{argument}: nothing runs on meta")
+        raise UsageError(f"{argument}: the meta device cannot run anything")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether work on a device can be captured."""
+    """Return whether work on a device can be captured as a graph."""
     return device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Capturing: how one CUDA graph is made, and what is put right when that fails."""
+"""Graph capture: capture one CUDA graph, and clean up after a failed capture."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ Replay = Callable[[], None]
 
 
 class Maker(Protocol):
-    """Makes graphs of one lane."""
+    """Makes the graphs of one lane."""
 
     def capturing(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[Replay]:
-        """Make a graph of what is done inside; what is yielded replays it afterwards."""
+        """Capture the work inside; the yielded function replays it."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that take their memory from one pool."""
+    """CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[Replay]:
-        """Make a graph of what is done inside; what is yielded replays it afterwards."""
+        """Capture the work inside; the yielded function replays it."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         is_captured = False
         try:
-            with _disable_current_modes():  # it sets up torch's own generator, which is for no mode to see
+            with _disable_current_modes():  # it sets up torch's own generator; modes must not see that
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             yield graph.replay
             is_captured = True
         finally:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*Graph is empty")  # of an action with nothing to do
+                warnings.filterwarnings("ignore", message=".*Graph is empty")  # an action may have nothing to do
                 try:
                     graph.capture_end()
                 except Exception:
@@ -57,22 +57,22 @@ class CudaGraphs:
                         _free_generators(generators)
 
     def _end_allocating(self) -> None:
-        """Close the pool behind a capture that failed: else torch's allocator takes it to go on for ever.
+        """Close the pool after a failed capture; torch's allocator would otherwise treat the capture as still open.
 
-        Memory that was used on several streams is given again only while no capture goes on anywhere.
+        While any capture is open, the allocator does not reuse memory that several streams used.
         """
         with suppress(RuntimeError):  # it was closed already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
 def make_graphs() -> Maker:
-    """Return what makes graphs for a lane."""
+    """Return a graph maker for one lane."""
     return CudaGraphs()
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python from freeing what is on a GPU in the middle of a capture."""
+    """Keep Python's garbage collector from freeing GPU memory during a capture."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -84,6 +84,6 @@ def no_collection() -> Iterator[None]:
 
 
 def _free_generators(generators: Sequence[torch.Generator]) -> None:
-    """Let generators draw again: a capture that failed leaves them, and torch's own one, as if it still went on."""
+    """Make generators usable after a failed capture, which leaves them, and torch's default one, in capture mode."""
     for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *generators):
         generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""Kinds: what Penstock needs of a kind of device, beside the streams of lanes; a CPU side and a CUDA side."""
+"""Kinds of devices: the operations that Penstock needs beside lane streams, with a CPU side and a CUDA side."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ __all__ = ["DeviceKind", "kind_of"]
 
 
 class DeviceKind(Protocol):
-    """What one kind of device can do. Every verb works on a CPU too, where most have nothing to do."""
+    """What one kind of device can do. All methods work on a CPU too, where most of them do nothing."""
 
     def name(self, device: torch.device) -> str:
-        """Return the device as people name it."""
+        """Return a readable name of the device."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device has finished all its work."""
         ...
 
     def record_event(self, device: torch.device, *, blocking: bool = False) -> Event | None:
-        """Return an event after all that this thread gave the device; None if that is done already.
+        """Return an event after this thread's work so far; None if that work is done already.
 
         Args:
             device: the device.
-            blocking: a thread that waits for the event sleeps, instead of using its core.
+            blocking: a thread that waits for the event sleeps, and does not occupy its core.
         """
         ...
 
     def wait_event(self, device: torch.device, event: Event | None) -> None:
-        """Let what this thread gives the device from now on wait for an event."""
+        """Let this thread's later work on the device wait for an event."""
         ...
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory until what this thread gave its device has run."""
+        """Keep a tensor's memory until this thread's work so far has run."""
         ...
 
     def peak_bytes(self, device: torch.device) -> int | None:
-        """Return how much memory tensors took at most; None if the device does not count that."""
+        """Return the peak memory of all tensors; None if the device does not count it."""
         ...
 
     def release_memory(self) -> None:
-        """Give back memory that torch keeps for later."""
+        """Free the memory that torch caches for later tensors."""
         ...
 
     def random_state(self, device: torch.device) -> torch.Tensor:
@@ -54,7 +54,7 @@ class DeviceKind(Protocol):
         ...
 
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
-        """Go back to a state of the device's random generator."""
+        """Restore a state of the device's random generator."""
         ...
 
 
@@ -63,5 +63,5 @@ _KINDS: dict[str, DeviceKind] = {"cuda": Cuda()}
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """Return what a device can do."""
+    """Return the kind of a device."""
     return _KINDS.get(device.type, _CPU)

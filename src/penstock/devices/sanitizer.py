@@ -1,9 +1,11 @@
-"""Torch's sanitizer for races on a GPU (`TORCH_CUDA_SANITIZER=1`): let it see what it would miss, and leave the rest.
+"""Sanitizer: make torch's detector of GPU races (`TORCH_CUDA_SANITIZER=1`) work with lanes.
 
-It looks at every operation of the main thread. Lanes are threads, so they let it in themselves. A trace runs operations
-on tensors that have no memory: it asks for their addresses, and that ends the process. And it knows a tensor of no
-bytes by the number that Python gave the object, which Python soon gives to another. Within any mode of the kind that
-it is, torch compiles nothing, unless the mode says that it may.
+The detector is a dispatch mode that observes the operations of the main thread. It needs four corrections:
+
+- Lanes are threads, so each of them has to enter the mode itself.
+- A trace runs operations on tensors without memory. The detector reads their addresses, which ends the process.
+- It identifies a tensor of zero bytes by Python's object id, and Python soon reuses that id.
+- Inside such a mode torch compiles nothing, unless the mode allows it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["let_compile", "sanitized", "unsanitized"]
 
 @contextmanager
 def sanitized() -> Iterator[None]:
-    """Let the sanitizer, where it is on, see what this thread does."""
+    """Let the sanitizer, if it is on, observe this thread."""
     watch = _enabled()
     if watch is None or threading.current_thread() is threading.main_thread():
         yield
@@ -37,7 +39,7 @@ def sanitized() -> Iterator[None]:
 
 @contextmanager
 def unsanitized() -> Iterator[None]:
-    """Keep the sanitizer, where it is on, from tensors that have no memory."""
+    """Hide tensors without memory from the sanitizer, if it is on."""
     if _enabled() is None:
         yield
         return
@@ -46,12 +48,12 @@ def unsanitized() -> Iterator[None]:
 
 
 def let_compile() -> None:
-    """Let torch compile where the sanitizer is on: it is kept out meanwhile, and then sees what was compiled."""
+    """Let torch compile while the sanitizer is on: it pauses during compilation and then observes the compiled code."""
     watch = _enabled()
     if watch is None:
         return
     type(watch.dispatch).ignore_compile_internals = classmethod(lambda cls: True)
-    # torch asked when it was entered, in the main thread, and notes the answer
+    # torch cached the answer when the mode was entered in the main thread
     is_noted = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
     if is_noted and _get_current_dispatch_mode() is watch.dispatch:
         watch.disable()
@@ -64,14 +66,14 @@ def _enabled() -> Any:  # noqa: ANN401 - torch's own
     if module is None or watch is None or not watch.enabled:
         return None
     handler = watch.dispatch.event_handler
-    if "_handle_kernel_launch" not in vars(handler):  # it numbers what it sees, and two threads would take one number
+    if "_handle_kernel_launch" not in vars(handler):  # it counts what it observes: two threads would use one number
         handler._handle_kernel_launch = _one_at_a_time(handler._handle_kernel_launch)
         module.ArgumentHandler._handle_argument = _with_memory(module.ArgumentHandler._handle_argument)
     return watch
 
 
 def _with_memory(function: Callable[..., None]) -> Callable[..., None]:
-    """Return what handles an argument, for those that have memory."""
+    """Return a handler that skips arguments without memory."""
 
     def handle(self: object, value: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the function
         if isinstance(value, torch.Tensor) and value.is_cuda and value.data_ptr():

@@ -1,4 +1,4 @@
-"""Streams: where the work of a lane runs, and how values come to the lane. A CPU lane has nothing to order."""
+"""Streams: the order of a lane's work, and the copies of values to the lane."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Protocol
 import torch
 
 from penstock.devices import cuda_streams
-from penstock.devices.cuda_streams import CudaStreams, Event, Lent, Workspace
+from penstock.devices.cuda_streams import CudaStreams, Event, LentStream, Workspace
 
 __all__ = [
-    "Event", "HostStreams", "Stamp", "Streams", "Workspace", "after_callers", "around_step", "make_streams",
+    "Event", "HostStreams", "Stamp", "Streams", "Workspace", "after_callers", "make_streams", "ordered_step",
     "streams_of",
 ]  # fmt: skip
 
-Stamp = int | Event  # nanoseconds on the host's clock, or an event of a GPU that will know them
+Stamp = int | Event  # nanoseconds on the host's clock, or a GPU event that yields them later
 
 
 class Streams(Protocol):
-    """Where the work of one lane runs. `HostStreams` serves a CPU, `CudaStreams` a GPU."""
+    """The order of one lane's work. `HostStreams` serves a CPU, `CudaStreams` a GPU."""
 
     device: torch.device
 
@@ -34,24 +34,24 @@ class Streams(Protocol):
         ...
 
     def event(self) -> Event | None:
-        """Return a new event; None if work is done as soon as it is called."""
+        """Return a new event; None if the device needs none."""
         ...
 
     def mark(self) -> Event | None:
-        """Return an event after everything that the lane was given so far."""
+        """Return an event after all work queued for the lane so far."""
         ...
 
     def record(self, event: Event | None) -> None:
-        """Record an event after everything that the lane was given to compute."""
+        """Record an event after all compute work queued so far."""
         ...
 
     def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
         """Return values on the lane's device, in the memory that `into` returns if it is given.
 
         Args:
-            values: tensors on any device, each with its mark of whether it needs a gradient; others stay as they are.
-            ready: recorded after the work that makes the values; None if they are there.
-            into: returns for each value where it is to go; None means new memory.
+            values: tensors on any device; `requires_grad` is kept. Other values are returned as they are.
+            ready: the event after the work that makes the values; None if they are ready.
+            into: returns the target tensor of each value; None means new memory.
         """
         ...
 
@@ -60,51 +60,51 @@ class Streams(Protocol):
         ...
 
     def copy_after_compute(self) -> None:
-        """Let copies to the lane wait for everything that the lane was given to compute."""
+        """Let copies to the lane wait for all compute work queued so far."""
         ...
 
     def start_clock(self) -> None:
-        """Agree with the host's clock; waits until the device has nothing left to do."""
+        """Relate the device's clock to the host's; waits until the device has finished its work."""
         ...
 
     def stamp(self) -> Stamp:
-        """Return the moment at which the lane's work has come to here."""
+        """Return the time at which the lane's work reaches this point."""
         ...
 
     def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
-        """Return a stamp as nanoseconds on the host's clock; waits until they are known."""
+        """Return a stamp as nanoseconds on the host's clock; waits until the time is known."""
         ...
 
 
 class HostStreams:
-    """The work of a lane on a CPU: it is done when the call returns, so there is nothing to order."""
+    """The work of a lane on a CPU. It is done when the call returns, so nothing needs an order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def running(self) -> AbstractContextManager[None]:
         """Run the work of this thread as the lane's work."""
-        return _NOTHING
+        return _NO_CONTEXT
 
     capturing = running
 
     def event(self) -> None:
-        """There is nothing to wait for."""
+        """Return None: there is nothing to wait for."""
 
     mark = event
 
     def record(self, event: Event | None) -> None:
-        """There is nothing to record."""
+        """Do nothing: the work is done already."""
 
     copy_after = record
 
     def copy_after_compute(self) -> None:
-        """Copies are made when they are called."""
+        """Do nothing: a copy is done when the call returns."""
 
     start_clock = copy_after_compute
 
     def stamp(self) -> int:
-        """Return the host's clock."""
+        """Return the time on the host's clock."""
         return time.monotonic_ns()
 
     def nanoseconds(self, stamp: int) -> int:
@@ -112,7 +112,7 @@ class HostStreams:
         return stamp
 
     def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
-        """Return values in host memory; what comes from a GPU is waited for and copied."""
+        """Return values in host memory; values of a GPU are waited for and copied."""
         if ready is not None:
             ready.synchronize()
             values = [_on_host(value) for value in values]
@@ -125,7 +125,7 @@ class HostStreams:
         ]  # fmt: skip
 
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def _on_host(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a plain number
@@ -165,21 +165,21 @@ def _on_gpus(streams: Mapping[int, Streams]) -> list[CudaStreams]:
     return [own for own in streams.values() if isinstance(own, CudaStreams)]
 
 
-def around_step(streams: Mapping[int, Streams], *, may_lend: bool = False) -> AbstractContextManager[None]:
-    """Order a step of the lanes after the work on the caller's own streams, and that work after the step.
+def ordered_step(streams: Mapping[int, Streams], *, may_lend: bool = False) -> AbstractContextManager[None]:
+    """Order a step after the caller's earlier work, and the caller's later work after the step.
 
     Args:
-        streams: of the lanes that run here.
-        may_lend: a single lane may run the step on the caller's stream: the step launches no operations of torch.
+        streams: the streams of the lanes that run here.
+        may_lend: a single lane may run the step on the caller's stream, because the step launches no torch operations.
     """
     own = _on_gpus(streams)
     if not own:
-        return _NOTHING
+        return _NO_CONTEXT
     if may_lend and len(own) == 1 == len(streams) and own[0].device.index == torch.cuda.current_device():
-        return Lent(own[0])
-    return cuda_streams.joined(own)
+        return LentStream(own[0])
+    return cuda_streams.ordered_after_callers(own)
 
 
 def after_callers(streams: Mapping[int, Streams]) -> None:
-    """Order what the caller does next after the step before, whichever of the caller's streams requested that."""
-    cuda_streams.followed(_on_gpus(streams))
+    """Order the caller's later work after the last step, whichever of the caller's streams requested that step."""
+    cuda_streams.first_lane_streams(_on_gpus(streams))

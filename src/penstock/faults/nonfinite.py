@@ -14,7 +14,7 @@ from penstock.runtime.step import Step
 from penstock.schedule.actions import Action, Kind
 
 if TYPE_CHECKING:
-    from penstock.pipeline.past_steps import Ran
+    from penstock.pipeline.past_steps import PastStep
     from penstock.pipeline.pipeline import Pipeline
     from penstock.runtime.action_watch import Watch
     from penstock.runtime.lane_program import Instruction
@@ -98,7 +98,7 @@ def locate(pipe: Pipeline, batch: object, target: object = _NO_TARGET) -> Place 
         finder.check_inputs(step)
         step.watch = finder
 
-    pipe.internals.run_again(batch, given, watch)
+    pipe.internals.rerun_step(batch, given, watch)
     first = _first(finder.found, pipe.schedule.num_stages)
     everyone = pipe.internals.gather(None if first is None else asdict(first))
     return _first([Place(**fields) for fields in everyone if fields is not None], pipe.schedule.num_stages)
@@ -111,7 +111,7 @@ def _first(places: Sequence[Place], num_stages: int) -> Place | None:
 class _Finder:
     """Checks the results of all actions. A watch that the pipeline already had keeps working."""
 
-    def __init__(self, pipe: Pipeline, ran: Ran | None) -> None:
+    def __init__(self, pipe: Pipeline, ran: PastStep | None) -> None:
         self._pipe, self._ran = pipe, ran
         self._inner: Watch | None = pipe.watch
         self.found: list[Place] = []  # from all lanes of this process; append is thread-safe

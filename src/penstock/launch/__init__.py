@@ -1,1 +1,1 @@
-"""Launch: from a configuration, in a file or flags, to a training that runs, in threads or in processes."""
+"""Launching: run a training from a configuration file and flags, in threads or in processes."""

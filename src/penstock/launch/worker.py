@@ -1,4 +1,4 @@
-"""One process of a training: `torchrun -m penstock.launch.worker run.toml`."""
+"""Worker: one process of a training, `torchrun -m penstock.launch.worker run.toml`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""WHAT: what a stage costs in time and memory."""
+"""Model: the user's model as a graph, its stages, and their costs in time and memory."""

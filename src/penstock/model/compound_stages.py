@@ -1,4 +1,4 @@
-"""Compound stages: several pieces of a model as one stage, some of them to be run in a way of their own."""
+"""Compound stages: several pieces of a model as one stage, of which some run differently, as with recompute."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from penstock.compile.options import Options
 from penstock.errors import UsageError
-from penstock.model.stages import Chain, Held, Program, Stage
+from penstock.model.stages import Chain, HeldTensors, Program, Stage
 
 __all__ = ["compound_chain"]
 
-# runs one piece: given a function from values to values, and the values
+# runs one piece: takes a function from values to values, and the values
 RunPiece = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Sequence[Any]], Sequence[Any]]
 
 
 class _Compound:
-    """The programs of neighbouring pieces, run one after the other."""
+    """The programs of consecutive pieces, run in order."""
 
     reassigned: tuple[str, ...] = ()
 
@@ -35,11 +35,11 @@ class _Compound:
         self.is_fixed = all(getattr(piece.program, "is_fixed", False) for piece in pieces)
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
-        """Refuse."""
+        """Raise: a stage with recomputed parts cannot be compiled."""
         raise UsageError("compile: parts of stages are recomputed")
 
-    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:  # noqa: ARG002
-        """Compute the outputs from the inputs; each piece reads what it holds for itself."""
+    def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:  # noqa: ARG002
+        """Compute the outputs from the inputs; each piece uses its own held tensors."""
         known = dict(zip(self.inputs, values, strict=True))
         for piece, is_special in zip(self._pieces, self._is_special, strict=True):
             given = [known[name] for name in piece.inputs]
@@ -56,13 +56,13 @@ class _Compound:
 def compound_chain(
     chain: Chain, groups: Sequence[Sequence[int]], special: set[int], make_runner: Callable[[], RunPiece]
 ) -> Chain:
-    """Return a chain whose stages are groups of another's.
+    """Return a chain in which each stage is a group of another chain's stages.
 
     Args:
-        chain: of many small stages, which must all be of one kind that passes only values with names.
-        groups: which of them make up each stage, in order.
-        special: those to run by `run_piece`.
-        make_runner: makes what runs these, one a stage; the stage has it as `runner`.
+        chain: many small stages, which must all pass only named values.
+        groups: the numbers of the small stages of each stage, in order.
+        special: the numbers of the small stages that `runner` runs.
+        make_runner: makes a runner for each stage, which becomes its attribute `runner`.
     """
     stages: list[Stage] = []
     for index, group in enumerate(groups):
@@ -83,7 +83,7 @@ def compound_chain(
         tensors = {name: piece.held.get(name) for piece in pieces for name in piece.held}
         kept = {name for piece in pieces for name in piece.state_dict()}
         stage = Stage(index, tensors=tensors, program_of=_once(program_of, chain), unsaved=set(tensors) - kept)
-        stage.runner, stage.held.twins = runner, [piece.held for piece in pieces]
+        stage.runner, stage.held.pieces = runner, [piece.held for piece in pieces]
         stages.append(stage.train(chain.training))
     return chain.with_stages(stages)
 

@@ -1,4 +1,4 @@
-"""Costs: what a stage takes in time and memory. Plain numbers, from a profile or from the user's head."""
+"""Costs: the time and memory that each stage takes, as plain numbers from a profile or from the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import CostError
 
 __all__ = ["Costs", "StageCosts"]
 
-_MOST = 1e30  # seconds or bytes; sums of many stay far from what a float can hold
+_MOST = 1e30  # seconds or bytes; sums of many such numbers stay far below the float limit
 
 Floats = NDArray[np.float64]
 PerStage = float | Sequence[float] | Floats
@@ -20,7 +20,7 @@ PerStage = float | Sequence[float] | Floats
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes of each stage for one micro-batch: a number for all stages, or one a stage.
+    """Seconds and bytes of each stage for one micro-batch: one number for all stages, or one number per stage.
 
     >>> Costs(forward=1.0, backward=2.0).for_stages(2).weight_grad
     array([1., 1.])
@@ -29,13 +29,13 @@ class Costs:
         forward: seconds of F.
         backward: seconds of B; by default input_grad + weight_grad.
         input_grad: seconds of I; by default half of backward.
-        weight_grad: seconds of W; by default what is left of backward.
-        transfer: seconds from the end of an action to when another lane sees its value. Only latency:
-            for bandwidth and shared links give output_bytes and a `Cluster`.
-        saved_bytes: held from F to B, or to I.
-        pending_bytes: held from I to W; by default as much as saved_bytes.
-        output_bytes: what a stage sends on (and gets back as a gradient).
-        input_bytes: what a stage that recomputes holds instead of saved_bytes.
+        weight_grad: seconds of W; by default backward - input_grad.
+        transfer: seconds from the end of an action until another lane sees its value. This is latency only:
+            for bandwidth and shared links, give output_bytes and a `Cluster`.
+        saved_bytes: held from F to B, or from F to I.
+        pending_bytes: held from I to W; by default equal to saved_bytes.
+        output_bytes: the bytes that a stage sends to the next one (and receives back as a gradient).
+        input_bytes: the bytes that a recomputing stage holds instead of saved_bytes.
         recompute: seconds of RECOMPUTE; by default those of forward.
         overlapped: seconds of an overlapped forward and backward; by default their sum.
         update: seconds of U.
@@ -66,10 +66,10 @@ class Costs:
             raise CostError("; ".join(faults))
 
     def for_stages(self, num_stages: int) -> StageCosts:
-        """Return one number a stage for everything, defaults filled in.
+        """Return the costs with one number per stage in every field, and with all defaults filled in.
 
         Raises:
-            CostError: when a list is not as long as there are stages.
+            CostError: if the length of a list differs from the number of stages.
         """
         wrong = {
             f.name: len(v)
@@ -78,7 +78,7 @@ class Costs:
         }
         if wrong:
             given = ", ".join(f"{name}: {count}" for name, count in wrong.items())
-            raise CostError(f"costs must be one number or one for each of {num_stages} stages; given: {given}")
+            raise CostError(f"costs must be one number, or one per stage ({num_stages} stages); given: {given}")
 
         def column(value: PerStage | None, default: Floats | float) -> Floats:
             chosen = default if value is None else np.asarray(value, dtype=np.float64)
@@ -115,7 +115,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs with one number a stage in every field; `overlapped` is NaN where it is the sum of its parts."""
+    """Costs with one number per stage in every field; in `overlapped`, NaN stands for the sum of the two parts."""
 
     forward: Floats
     backward: Floats
@@ -131,7 +131,7 @@ class StageCosts:
     update: Floats
 
     def seconds_of(self, kind: str) -> Floats:
-        """Return what a kind of compute, given by its text, takes on each stage."""
+        """Return the seconds that a kind of compute, such as "F", takes on each stage."""
         return {
             "F": self.forward,
             "B": self.backward,
@@ -143,19 +143,19 @@ class StageCosts:
 
 
 def _contradictions(costs: Costs) -> list[str]:
-    """Say where a part is given as more than the whole."""
+    """Return a fault if a part of the backward takes longer than the whole backward."""
     if costs.backward is None or (costs.input_grad is not None and costs.weight_grad is not None):
-        return []  # a whole backward may well be cheaper than its two parts
+        return []  # a full backward may be cheaper than its two separate parts
     for name in ("input_grad", "weight_grad"):
         part = getattr(costs, name)
         if part is not None and (np.asarray(part) > np.asarray(costs.backward)).any():
-            return [f"{name}: {part} is more than backward: {costs.backward}; give both parts of it, or neither"]
+            return [f"{name}: {part} is more than backward: {costs.backward}; give both parts, or neither"]
     return []
 
 
 def _plain(value: object) -> object:
-    """Turn arrays and lists into tuples of Python numbers, so that costs stay frozen."""
-    if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
+    """Convert arrays and lists to tuples of Python numbers, so that costs are immutable."""
+    if hasattr(value, "tolist"):  # numpy arrays and numbers, torch tensors
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(item.tolist() if hasattr(item, "tolist") else item for item in value)
@@ -163,12 +163,12 @@ def _plain(value: object) -> object:
 
 
 def _fault(name: str, value: object, default: object) -> str:
-    """Say what is wrong with a field, or nothing; None is fine where it stands for something."""
+    """Return what is wrong with a field, or an empty string; None is allowed in fields whose default is None."""
     if value is None and default is None:
         return ""
     if isinstance(value, tuple):
         if not value:
-            return f"{name}: an empty list; give one number, or one a stage"
+            return f"{name}: an empty list; give one number, or one per stage"
         return next((fault for i, number in enumerate(value) if (fault := _number_fault(f"{name}[{i}]", number))), "")
     return _number_fault(name, value)
 

@@ -1,4 +1,4 @@
-"""Example: how a model is called, with which tensors, and which of their dimensions is the batch."""
+"""Example: a call of the model, with its tensors and their batch dimensions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["BatchLayout", "Call", "arguments_of", "array_hint", "parameter_names
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the user says the batch is.
+    """The batch dimensions, as the user gives them.
 
     Attributes:
-        dims: the batch dimension of all tensors, or one per argument; arguments left out have it first.
+        dims: the batch dimension of all tensors, or one per argument; the default for other arguments is 0.
         whole: arguments that every micro-batch gets whole.
     """
 
@@ -39,7 +39,7 @@ class BatchLayout:
             raise UsageError(f"whole: give a list of argument names; given: {self.whole!r:.60}")
 
     def dim_of(self, name: str) -> int | None:
-        """Return the batch dimension of a tensor as far as it is said; None for one that stays whole.
+        """Return the batch dimension of a tensor; None if it stays whole.
 
         >>> layout = BatchLayout({"x": 1}, whole=["mask"])
         >>> layout.dim_of("x"), layout.dim_of("x.0"), layout.dim_of("y"), layout.dim_of("mask")
@@ -53,14 +53,14 @@ class BatchLayout:
         return self.dims
 
     def check(self, arguments: Sequence[str]) -> None:
-        """Say which names are no arguments of the call.
+        """Check that all names are arguments of the call.
 
         Raises:
-            UsageError: when there are any.
+            UsageError: names those that are not.
         """
         known = {*arguments, *(name.split(".")[0] for name in arguments), "target"}
         faults = [
-            f"{option}: {name!r} is no argument with a tensor in the example ({', '.join(arguments)})"
+            f"{option}: {name!r} is not an argument with a tensor in the example ({', '.join(arguments)})"
             for option, names in (("batch_dim", self.dims), ("whole", self.whole))
             for name in (names if not isinstance(names, int) else ())
             if name not in known
@@ -74,13 +74,13 @@ class Call:
     """A call of a model: its tensors, and a template of everything around them.
 
     Attributes:
-        tensors: every tensor in it, once.
-        names: a name for each.
+        tensors: every tensor of the arguments.
+        names: one name per tensor.
         template: the positional and keyword arguments with slots for the tensors.
-        constants: for each argument the template of it.
-        batch_dims: for each tensor the dimension of the batch; None where it has none.
-        batch_size: how many samples.
-        batch_name: the name of the tensor whose batch dimension says so.
+        constants: the template of each argument.
+        batch_dims: the batch dimension of each tensor; None if it has none.
+        batch_size: the number of samples.
+        batch_name: the name of the tensor that gives the batch size.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def is_batched(self) -> tuple[bool, ...]:
-        """Which tensors have a batch."""
+        """Whether each tensor has a batch dimension."""
         return tuple(dim is not None for dim in self.batch_dims)
 
     @property
@@ -107,17 +107,17 @@ class Call:
         return args, kwargs
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return the call with each tensor changed."""
+        """Return the call with `change` applied to each tensor."""
         return replace(self, tensors=tuple(change(tensor) for tensor in self.tensors))
 
     def resized(self, batch_size: int) -> Call:
-        """Return the call for another number of samples, made by repeating those there are."""
+        """Return the call with another number of samples, by repeating or dropping samples."""
         if batch_size == self.batch_size:
             return self
         return self.rows([row % self.batch_size for row in range(batch_size)])
 
     def rows(self, rows: Sequence[int]) -> Call:
-        """Return the call for some of its samples."""
+        """Return the call with these samples only."""
 
         def take(tensor: torch.Tensor, dim: int) -> torch.Tensor:
             chosen = torch.tensor(rows, device=tensor.device)
@@ -129,7 +129,7 @@ class Call:
 
 
 def read_example(example: object, model: nn.Module | None = None, layout: BatchLayout | None = None) -> Call:
-    """Read how a model is called: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
+    """Read the call of a model from a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
 
     >>> call = read_example({"x": torch.zeros(4, 2), "scale": 2.0})
     >>> call.names, call.batch_size
@@ -137,11 +137,11 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
 
     Args:
         example: the arguments.
-        model: whose forward gives the positional ones their names.
-        layout: where the batch is; by default in the first dimension.
+        model: its forward names the positional arguments.
+        layout: the batch dimensions; by default the first.
 
     Raises:
-        UsageError: when there is no tensor in it, or none with a batch dimension.
+        UsageError: if no tensor has a batch dimension.
     """
     if isinstance(example, Call):
         return example
@@ -154,11 +154,11 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
 
 
 def _check_keywords(example: Mapping[Any, Any], model: nn.Module) -> None:
-    """Refuse a dict that a model takes as one argument."""
+    """Refuse a dict that the model expects as a single argument."""
     plain = getattr(model, "_orig_mod", model)
-    if plain._forward_pre_hooks_with_kwargs:  # they may take arguments away
+    if plain._forward_pre_hooks_with_kwargs:  # they may remove arguments
         return
-    try:  # of what is called: a decorator may take more than the function that it wraps
+    try:  # a decorator may accept more arguments than the function that it wraps
         parameters = inspect.signature(plain.forward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return
@@ -166,14 +166,14 @@ def _check_keywords(example: Mapping[Any, Any], model: nn.Module) -> None:
     unknown = [str(name) for name in example if name not in known]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise UsageError(
-            f"example: a dict holds keyword arguments, and forward has none named {', '.join(unknown[:4])}; it takes: "
-            f"{', '.join(known) or 'none'}. For a model that takes the dict itself give (batch,), here and to each step"
+            f"example: a dict holds keyword arguments, but forward has no argument {', '.join(unknown[:4])}; it takes: "
+            f"{', '.join(known) or 'none'}. If the model takes the dict itself, pass (batch,) here and in each step"
         )
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the positional parameters of a model's forward, as far as they can be known."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile was called with
+    """Return the names of the positional parameters of a model's forward; empty if there is no signature."""
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
@@ -192,14 +192,14 @@ def read_call(
     """Read the arguments of a call.
 
     Args:
-        args: the positional ones.
-        kwargs: the others.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
         names: of the positional parameters.
-        like: an earlier call, which says where the batch is in each tensor.
-        layout: where the batch is, where there is no earlier call. The first tensor with a batch gives its size.
+        like: an earlier call, which gives the batch dimensions.
+        layout: the batch dimensions, if there is no earlier call. The first tensor with a batch gives its size.
 
     Raises:
-        UsageError: when there is no tensor in them, or none with a batch dimension.
+        UsageError: if no tensor has a batch dimension.
     """
     positional = {names[i] if i < len(names) else f"input_{i}": arg for i, arg in enumerate(args)}
     tensors, template = flatten((args, dict(kwargs)), apart=True)
@@ -213,7 +213,7 @@ def read_call(
     first, dim = named.get(first_name), dims.get(first_name)
     if first is None or dim is None or first.dim() <= dim:
         what = "no tensor" if not tensors else "no tensor with a batch dimension"
-        raise UsageError(f"the example holds {what} to take the batch size from{array_hint((args, kwargs))}")
+        raise UsageError(f"the example holds {what}, so its batch size is unknown{array_hint((args, kwargs))}")
     size = int(first.shape[dim])
     if size == 0:
         raise UsageError(f"the example holds no samples: dimension {dim} of {first_name} is 0")
@@ -232,18 +232,18 @@ def read_call(
 
 
 def _said_dims(names: Sequence[str], like: Call | None, layout: BatchLayout) -> dict[str, int | None]:
-    """Return the batch dimension of each tensor: that of an earlier call, or that of a layout."""
+    """Return the batch dimension of each tensor, from an earlier call or from a layout."""
     if like is None:
         return {name: layout.dim_of(name) for name in names}
     known = dict(zip(like.names, like.batch_dims, strict=True))
-    return {name: known.get(name, 0) for name in names}  # an unknown one is refused by the reader of the batch
+    return {name: known.get(name, 0) for name in names}  # `Chain` refuses unknown names
 
 
 def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that a tensor, a tuple or a mapping stands for.
+    """Return the positional and keyword arguments of an example.
 
     Raises:
-        UsageError: when it is none of these.
+        UsageError: if it is not a tensor, a tuple, a list or a mapping.
     """
     if isinstance(example, torch.Tensor):
         return (example,), {}
@@ -258,15 +258,15 @@ def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...
 
 
 def array_hint(thing: object) -> str:
-    """Return what to do about a numpy array in a thing; nothing where there is none."""
+    """Return the advice for a numpy array in a structure; an empty string if there is none."""
     found = next((leaf for leaf in tree_leaves(thing) if isinstance(leaf, np.ndarray)), None)
     if found is None:
         return ""
-    return f"; a numpy array of {found.dtype}, shape {found.shape}, is no tensor: convert it with torch.as_tensor"
+    return f"; a numpy array ({found.dtype}, shape {found.shape}) is not a tensor: convert it with torch.as_tensor"
 
 
 def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:
-    """Name each tensor after the argument that it came in."""
+    """Yield a name for each tensor, after its argument."""
     for name, item in arguments.items():
         inside, template = flatten(item, apart=True)
         for index in range(len(inside)):

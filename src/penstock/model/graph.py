@@ -1,4 +1,4 @@
-"""Graph: a captured model as pure data: nodes in the order they run, values between them, parameters they use."""
+"""Graph: a captured model as pure data: the nodes in execution order, the values between them, and the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Graph", "Node", "Parameter", "Size", "Value", "graph_of"]
 
 @dataclass(frozen=True)
 class Size:
-    """One dimension of a value: so much, and so much more a sample of the batch.
+    """One dimension of a value: a fixed part, and a part per sample of the batch.
 
     >>> str(Size(0, 2)), Size(1, 2).at(4)
     ('2·batch', 9)
@@ -26,7 +26,7 @@ class Size:
 
     @classmethod
     def seen(cls, size: int, with_one_more: int, batch_size: int) -> Size:
-        """Return the size that was seen for a batch, and for a batch of one sample more.
+        """Return the size of a dimension, from its length for a batch and for a batch with one more sample.
 
         >>> Size.seen(9, 11, batch_size=4)
         Size(fixed=1, per_sample=2)
@@ -34,7 +34,7 @@ class Size:
         return cls(size - (with_one_more - size) * batch_size, with_one_more - size)
 
     def at(self, batch_size: int) -> int:
-        """Return how long the dimension is for a batch."""
+        """Return the length of the dimension for a batch size."""
         return self.fixed + self.per_sample * batch_size
 
     def __str__(self) -> str:
@@ -52,10 +52,10 @@ class Value:
         name: unique in its graph.
         producer: the index of the node that makes it; -1 for an input of the model.
         shape: each dimension as a function of the batch size.
-        dtype: as torch writes it, without the `torch.`.
+        dtype: torch's name without the prefix `torch.`.
         item_bytes: of one element.
         has_grad: a gradient flows back through it.
-        is_dynamic: its shape depends on data, or is no such function; `shape` is then what was seen.
+        is_dynamic: its shape depends on data, or is no such function; `shape` is then that of the capture.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Value:
     is_dynamic: bool = False
 
     def bytes_at(self, batch_size: int) -> int:
-        """Return how many bytes it takes for a batch."""
+        """Return its bytes for a batch size."""
         count = self.item_bytes
         for size in self.shape:
             count *= max(0, size.at(batch_size))
@@ -83,10 +83,10 @@ class Parameter:
 
     Attributes:
         name: the first of its names.
-        num_bytes: all of it.
-        is_trainable: it gets a gradient; never so for a buffer.
+        num_bytes: of the whole tensor.
+        is_trainable: it gets a gradient; False for a buffer.
         is_buffer: it is a buffer.
-        aliases: its other names, where modules share it.
+        aliases: its other names, if modules share it.
     """
 
     name: str
@@ -98,18 +98,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Node:
-    """One thing the model does: an operation, or the call of a module.
+    """One thing that the model does: an operation, or the call of a module.
 
     Attributes:
         name: unique in its graph.
         op: the operation or the module's class.
-        module: the path of the module that it happens in; "" for the model itself.
-        inputs: indices of the values it uses.
-        outputs: indices of the values it makes.
-        parameters: names of the parameters and buffers it uses.
-        signature: two nodes of the same signature, with inputs of the same shapes, do the same work.
-        is_free: it costs next to nothing and follows from the inputs alone (masks, positions): each stage that needs it
-            makes it for itself, so that it never crosses a cut.
+        module: the path of the module that contains it; "" for the model itself.
+        inputs: indices of the values that it uses.
+        outputs: indices of the values that it makes.
+        parameters: names of the parameters and buffers that it uses.
+        signature: two nodes with the same signature and inputs of the same shapes do the same work.
+        is_free: it costs almost nothing and depends on the inputs alone (masks, positions). Each stage that needs it
+            computes it, so its values never cross a cut.
         source: file and line in the user's model, if known.
     """
 
@@ -129,13 +129,14 @@ class Graph:
     """A captured model. A cut at `c` divides it between node c - 1 and node c.
 
     Attributes:
-        nodes: in the order they run.
-        values: what the nodes and the caller make.
+        nodes: in execution order.
+        values: made by the nodes or given by the caller.
         inputs: indices of the values that the model is called with.
         outputs: indices of the values that it returns.
         parameters: all parameters and buffers, by name.
-        batch_size: of the example that it was captured with.
-        uncuttable: where no cut may lie, because an operation in place changes several values that would cross.
+        batch_size: of the captured example.
+        uncuttable: positions where no cut may lie, for example because an in-place operation changes several values
+            that would cross.
     """
 
     nodes: tuple[Node, ...]
@@ -153,7 +154,7 @@ class Graph:
 
     @cached_property
     def last_use_of(self) -> tuple[int, ...]:
-        """For each value the last node that uses it; the number of nodes for an output of the model; -1 if none."""
+        """For each value, the last node that uses it; the number of nodes for a model output; -1 if unused."""
         last = [-1] * len(self.values)
         for index, node in enumerate(self.nodes):
             for value in node.inputs:
@@ -164,7 +165,7 @@ class Graph:
 
     @cached_property
     def users_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the nodes that use it, in order."""
+        """For each value, the nodes that use it, in order."""
         users: list[list[int]] = [[] for _ in self.values]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.inputs):
@@ -172,12 +173,12 @@ class Graph:
         return tuple(tuple(nodes) for nodes in users)
 
     def is_free(self, value: int) -> bool:
-        """Return whether each stage can make a value for itself, or gets it from the caller."""
+        """Return whether each stage computes a value itself or gets it from the caller."""
         producer = self.values[value].producer
         return producer < 0 or self.nodes[producer].is_free
 
     def crossing(self, cut: int) -> tuple[int, ...]:
-        """Return the values that are made before a cut and used after it, those that skip a stage too."""
+        """Return the values that are made before a cut and used after it, including those that skip stages."""
         return tuple(
             index
             for index, value in enumerate(self.values)
@@ -185,7 +186,7 @@ class Graph:
         )
 
     def crossing_bytes(self, batch_size: int | None = None) -> tuple[int, ...]:
-        """Return for each cut, from 0 to the number of nodes, how many bytes cross it; outputs cross to the end."""
+        """Return the bytes that cross each cut, from 0 to the number of nodes; model outputs cross all later cuts."""
         change = [0] * (len(self.nodes) + 2)
         size = self.batch_size if batch_size is None else batch_size
         for index, value in enumerate(self.values):
@@ -199,16 +200,16 @@ class Graph:
         """Return the nodes of each stage.
 
         Raises:
-            GraphError: when cuts are not in order, or lie where none may.
+            GraphError: as in `check_cuts`.
         """
         self.check_cuts(cuts)
         return [range(a, b) for a, b in pairwise([0, *cuts, len(self.nodes)])]
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Raise if cuts are not in order, leave a stage without nodes, or lie where none may.
+        """Check that cuts are in order, leave no stage empty, and lie only where cuts are allowed.
 
         Raises:
-            GraphError: with all that is wrong.
+            GraphError: with all faults.
         """
         faults = [f"cut {c} lies outside of the {len(self.nodes)} nodes" for c in cuts if not 0 < c < len(self.nodes)]
         faults += [f"cut {b} does not come after cut {a}" for a, b in pairwise(cuts) if b <= a]
@@ -221,12 +222,12 @@ class Graph:
             raise GraphError("; ".join(faults))
 
     def parameters_of(self, nodes: Iterable[int]) -> tuple[str, ...]:
-        """Return the names of the parameters and buffers that some nodes use, each once, in order."""
+        """Return the names of the parameters and buffers that these nodes use, each once, in order."""
         return tuple(dict.fromkeys(name for index in nodes for name in self.nodes[index].parameters))
 
 
 def graph_of(plain: Mapping[str, Any]) -> Graph:
-    """Return the graph that `dataclasses.asdict` has made plain data of, also after JSON has made lists of tuples."""
+    """Return the graph from the result of `dataclasses.asdict`, also after a round trip through JSON."""
 
     def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
@@ -258,12 +259,12 @@ def _faults(graph: Graph) -> Iterable[str]:
         yield "two nodes have the same name"
     for index, node in enumerate(graph.nodes):
         if any(not 0 <= value < len(graph.values) for value in (*node.inputs, *node.outputs)):
-            yield f"node {node.name} names values that do not exist"
+            yield f"node {node.name} refers to values that do not exist"
             continue
         if any(graph.values[value].producer >= index for value in node.inputs):
             yield f"node {node.name} uses a value before it is made"
         if any(graph.values[value].producer != index for value in node.outputs):
-            yield f"node {node.name} makes a value that says otherwise"
+            yield f"node {node.name} makes a value that names another producer"
         unknown = [name for name in node.parameters if name not in graph.parameters]
         if unknown:
             yield f"node {node.name} uses unknown parameters: {', '.join(unknown)}"

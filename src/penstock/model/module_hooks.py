@@ -1,4 +1,4 @@
-"""Hooks: which modules have hooks, and which of these are the user's and not part of what the model does."""
+"""Module hooks: the modules that have hooks, and which of these hooks belong to the model's own library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def hooks_in(model: nn.Module) -> str:
-    """Say which module has hooks of the user's on its forward or backward: a trace would forget them."""
+    """Return which module has hooks of the user, which a trace would drop; an empty string if none has."""
     for name, module in model.named_modules():
         for kind in HOOKS:
             if any(not is_of_library(hook, module) for hook in (getattr(module, kind, None) or {}).values()):
@@ -21,7 +21,7 @@ def hooks_in(model: nn.Module) -> str:
 
 
 def is_of_library(hook: object, module: nn.Module) -> bool:
-    """Return whether the library that a module comes from has set a hook itself: it is part of what the model does."""
+    """Return whether the library that defines a module has set a hook; such a hook is part of the model."""
     package = type(module).__module__.partition(".")[0]
     is_installed = "-packages" in (getattr(sys.modules.get(package), "__file__", None) or "")
     return is_installed and str(getattr(hook, "__module__", "")).partition(".")[0] == package

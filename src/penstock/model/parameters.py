@@ -1,4 +1,4 @@
-"""Parameters: what a model holds, each tensor once, under the first of its names."""
+"""Parameters: the parameters and buffers of a model, each tensor once, under its first name."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = [
     "held_tensors",
     "main_device",
     "module_signature",
+    "new_tensors_on_meta",
     "read_parameters",
-    "tensors_at_home",
     "unsaved_names",
 ]
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers under all of their names, shared ones more than once."""
+    """Return all parameters and buffers under all of their names; a shared tensor appears several times."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
 def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """Return the parameters and buffers by their first names, and for each name the first one."""
+    """Return the parameters and buffers by their first names, and the first name for each name."""
     names_of: dict[int, list[str]] = {}
     tensors = held_tensors(model)
     for name, tensor in tensors.items():
@@ -50,7 +50,7 @@ def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, s
 
 
 def buffer_places(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """Return where a model keeps each buffer, by its first name."""
+    """Return, by first name, the dicts and keys under which a model stores each buffer."""
     _, first_of = read_parameters(model)
     places: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for path, module in model.named_modules():
@@ -62,7 +62,7 @@ def buffer_places(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]
 
 
 def unsaved_names(model: nn.Module) -> set[str]:
-    """Return the buffers that are not part of a model's state."""
+    """Return the names of the non-persistent buffers."""
     return {
         f"{path}.{key}" if path else key
         for path, module in model.named_modules()
@@ -71,26 +71,26 @@ def unsaved_names(model: nn.Module) -> set[str]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Return for each name that is not the first of its tensor the one that is."""
+    """Return the first name of each tensor in the state dict, by its other names."""
     saved = set(model.state_dict(keep_vars=True))
     return {name: first for name, first in read_parameters(model)[1].items() if name != first and name in saved}
 
 
 def module_signature(module: nn.Module) -> str:
-    """Return a text that is the same for modules that do the same work on inputs of the same shapes."""
+    """Return a text that is equal for modules that do the same work on inputs of the same shapes."""
     shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
     return f"{type(module).__qualname__}({module.extra_repr()}){shapes}"
 
 
-def tensors_at_home(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:
-    """Let tensors that a model on meta makes out of nothing, such as random numbers, be on meta, too.
+def new_tensors_on_meta(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which factory functions of a model on meta, such as `torch.rand(n)`, use meta too.
 
-    There the model's own `torch.rand(n)` would be on the CPU, which no lane is when it runs.
+    Otherwise their results would be on the CPU, which is not the device of the lanes.
     """
-    home = main_device(model, call)
-    return home if home.type == "meta" else contextlib.nullcontext()
+    device = main_device(model, call)
+    return device if device.type == "meta" else contextlib.nullcontext()
 
 
 def main_device(model: nn.Module, call: Call) -> torch.device:
-    """Return the device that a model is on; where it holds nothing, that of its example."""
+    """Return the device of a model; of its example, if the model has no parameters or buffers."""
     return next((tensor.device for tensor in held_tensors(model).values()), call.tensors[0].device)

@@ -1,4 +1,4 @@
-"""Profile: what each node of a graph takes, in seconds and bytes, for a micro-batch. Pure data; measured elsewhere."""
+"""Profile: the seconds and bytes that each node of a graph takes for one micro-batch, as pure data."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _FORMAT = "penstock profile 1"
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What each node of a graph takes; one number a node in every array.
+    """The costs of each node of a graph; every array has one number per node.
 
     Attributes:
-        graph: whose nodes these are.
-        batch_size: the samples of the micro-batch that was measured.
+        graph: of these nodes.
+        batch_size: the samples of the measured micro-batch.
         forward: seconds.
         input_grad: seconds of the gradient of the inputs.
         weight_grad: seconds of the gradient of the parameters.
-        saved_bytes: what the forward keeps for the backward.
-        pending_bytes: what the input gradient leaves for the weight gradient.
-        optimizer_bytes: optimizer state for each byte of a trainable parameter (2.0 for Adam in the same precision).
-        device: what was measured, in words.
+        saved_bytes: memory that the forward keeps for the backward.
+        pending_bytes: memory that the input gradient keeps for the weight gradient.
+        optimizer_bytes: optimizer state per byte of a trainable parameter (2.0 for Adam in the same precision).
+        device: a description of the measured device.
         method: "measured" or "analytic".
     """
 
@@ -63,7 +63,7 @@ class Profile:
             try:
                 column = np.array(getattr(self, name), dtype=np.float64)
             except (TypeError, ValueError):
-                faults.append(f"{name}: give one number for each node")
+                faults.append(f"{name}: give one number per node")
                 continue
             column.flags.writeable = False
             object.__setattr__(self, name, column)
@@ -81,12 +81,12 @@ class Profile:
 
     @cached_property
     def crossing_bytes(self) -> Floats:
-        """How many bytes cross each cut, from 0 to the number of nodes, on the way forward."""
+        """The bytes that cross each cut in the forward, from 0 to the number of nodes."""
         return np.array(self.graph.crossing_bytes(self.batch_size), dtype=np.float64)
 
     @cached_property
     def crossing_grad_bytes(self) -> Floats:
-        """How many bytes of gradients cross each cut on the way back: as many as the values that have one."""
+        """The bytes of gradients that cross each cut in the backward; only values with a gradient count."""
         graph, change = self.graph, np.zeros(len(self.graph.nodes) + 2)
         for index, value in enumerate(graph.values):
             last = graph.last_use_of[index]
@@ -96,10 +96,10 @@ class Profile:
         return np.cumsum(change)[: len(graph.nodes) + 1]
 
     def costs(self, cuts: Sequence[int]) -> Costs:
-        """Return what each stage takes between cuts, for `simulate` and the schedules.
+        """Return the costs of the stages between cuts, for `simulate` and the schedules.
 
         Raises:
-            GraphError: when the graph has no such cuts.
+            GraphError: if the graph cannot be cut there.
         """
         self.graph.check_cuts(cuts)
         ends = [0, *cuts, len(self.graph.nodes)]
@@ -120,30 +120,30 @@ class Profile:
         )
 
     def weight_bytes(self, nodes: Iterable[int]) -> float:
-        """Return the bytes of the parameters and buffers that some nodes use, each once."""
+        """Return the bytes of the parameters and buffers that these nodes use, each once."""
         return float(sum(self.graph.parameters[name].num_bytes for name in self.graph.parameters_of(nodes)))
 
     def grad_bytes(self, nodes: Iterable[int]) -> float:
-        """Return the bytes of the gradients of the parameters that some nodes use: only trainable ones have any."""
+        """Return the bytes of the gradients of the trainable parameters that these nodes use."""
         used = (self.graph.parameters[name] for name in self.graph.parameters_of(nodes))
         return float(sum(parameter.num_bytes for parameter in used if parameter.is_trainable))
 
     def state_bytes(self, nodes: Iterable[int]) -> float:
-        """Return what the parameters that some nodes use take: weights, gradients and optimizer state."""
+        """Return the bytes of the weights, gradients and optimizer state of these nodes."""
         chosen = list(nodes)
         return self.weight_bytes(chosen) + (1 + self.optimizer_bytes) * self.grad_bytes(chosen)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the profile as JSON, whole or not at all; the graph itself is not in it.
+        """Write the profile, without the graph, as JSON; a failed write leaves no partial file.
 
         Raises:
-            OutputError: when the file cannot be written.
+            OutputError: if the file cannot be written.
         """
         content = {"format": _FORMAT, "graph": _fingerprint(self.graph), **self.to_plain()}
         write_whole(path, json.dumps(content, indent=1) + "\n")
 
     def to_plain(self) -> dict[str, Any]:
-        """Return all but the graph as data that JSON can hold."""
+        """Return everything except the graph as JSON-compatible data."""
         return {
             "batch_size": int(self.batch_size),
             "optimizer_bytes": float(self.optimizer_bytes),
@@ -154,7 +154,7 @@ class Profile:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], graph: Graph) -> Profile:
-        """Return the profile of a graph that `to_plain` has written."""
+        """Return the profile of a graph from the data of `to_plain`."""
         return cls(graph=graph, **{name: plain[name] for name in _PLAIN})
 
     @classmethod
@@ -162,7 +162,7 @@ class Profile:
         """Read a profile that was saved for the same graph.
 
         Raises:
-            CostError: when the file cannot be read, is no profile, or is one of another graph.
+            CostError: if the file cannot be read, is not a profile, or belongs to another graph.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ class Profile:
             raise CostError(f"{path!s}: cannot be read as a profile: {error}") from error
         wanted = {"graph", *_PLAIN}
         if not isinstance(content, dict) or content.get("format") != _FORMAT or not wanted <= set(content):
-            raise CostError(f"{path!s}: is not a profile that this version of Penstock wrote")
+            raise CostError(f"{path!s}: is not a profile of this version of Penstock")
         if content["graph"] != _fingerprint(graph):
             raise CostError(
                 f"{path!s}: was measured for another graph; nodes there: {len(content['forward'])}, "
@@ -181,7 +181,7 @@ class Profile:
 
 def _column_faults(name: str, column: Floats, graph: Graph) -> list[str]:
     if column.shape != (len(graph.nodes),):
-        return [f"{name}: give one number for each of {len(graph.nodes)} nodes; given: {column.size}"]
+        return [f"{name}: give one number per node ({len(graph.nodes)} nodes); given: {column.size}"]
     wrong = np.flatnonzero(~(np.isfinite(column) & (column >= 0)))
     if not wrong.size:
         return []
@@ -191,6 +191,6 @@ def _column_faults(name: str, column: Floats, graph: Graph) -> list[str]:
 
 
 def _fingerprint(graph: Graph) -> str:
-    """Return a short name for the nodes of a graph and how they hang together."""
+    """Return a hash of the nodes of a graph and their connections."""
     text = json.dumps([[n.name, n.op, n.inputs, n.outputs, n.parameters] for n in graph.nodes])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

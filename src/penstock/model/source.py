@@ -1,4 +1,4 @@
-"""Source: the line of the user's model that an error or a node came from."""
+"""Source lines: the line of the user's model that an error or a node came from."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _folder(path: str | Path) -> str:
 
 
 def _torch_folder() -> str:
-    """Return the folder of torch; found without an import, which takes seconds."""
+    """Return the folder of torch without importing it, because the import takes seconds."""
     found = find_spec("torch")
     return _folder(Path(found.origin).parent) if found is not None and found.origin is not None else "no torch"
 
 
-# The real folders: an installed Penstock lies in site-packages, as libraries of the user's do, and links are followed.
+# Real paths, with links resolved. An installed Penstock lies in site-packages, like the user's libraries.
 _TORCH = _torch_folder()
 _INSIDE = (_folder(Path(__file__).parent.parent), _TORCH)
 _PYTHON = _folder(sysconfig.get_path("stdlib"))
@@ -36,7 +36,7 @@ _PYTHON = _folder(sysconfig.get_path("stdlib"))
 
 @cache
 def _is_inside(file: str) -> bool:
-    """Return whether a file is part of torch, of Python or of Penstock: nothing a user would look at."""
+    """Return whether a file is part of torch, Python or Penstock, and so not part of the user's model."""
     if file.startswith("<"):
         return True
     path = os.path.realpath(file)
@@ -46,7 +46,7 @@ def _is_inside(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """Return a file as a reader would name it: within its package, or from where they are."""
+    """Return the short path of a file: within its package, or relative to the working directory."""
     if "-packages/" in file:
         return file.rpartition("-packages/")[2]
     here = f"{Path.cwd()}/"
@@ -54,7 +54,7 @@ def _short(file: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return "at file:line" for the innermost line of the user's model on the way to an error, or nothing."""
+    """Return "at file:line" for the innermost line of the user's model in an error's traceback, or an empty string."""
     found = ""
     seen: set[int] = set()
     chain: BaseException | None = error
@@ -72,14 +72,14 @@ def _last_user_line(traceback: TracebackType | None) -> str:
         file = frame.f_code.co_filename
         if not _is_inside(file):
             found = f"{_short(file)}:{line}"
-        elif file.startswith("<eval_with_key>"):  # code that torch.fx made of a trace
+        elif file.startswith("<eval_with_key>"):  # code that torch.fx generated from a trace
             found = _traced_line(frame, line) or found
         traceback = traceback.tb_next
     return found
 
 
 def _traced_line(frame: FrameType, line: int) -> str:
-    """Return the line of the user's model that a line of a traced graph's generated code stands for, or nothing."""
+    """Return the line of the user's model for a line of code generated from a trace, or an empty string."""
     graph = getattr(frame.f_locals.get("self"), "graph", None)
     made = re.match(r"\s*(\w+)", linecache.getline(frame.f_code.co_filename, line))  # each line begins with its node
     if graph is None or made is None:
@@ -89,7 +89,7 @@ def _traced_line(frame: FrameType, line: int) -> str:
 
 
 def line_of_trace(text: str) -> str:
-    """Return "at file:line" for the innermost line of the user's model in a stack written as text, or nothing."""
+    """Return "at file:line" for the innermost line of the user's model in a formatted stack, or an empty string."""
     lines = [
         f"{_short(file)}:{line}"
         for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)
@@ -99,12 +99,12 @@ def line_of_trace(text: str) -> str:
 
 
 def is_called_by_torch() -> bool:
-    """Return whether the function that asks was called by torch itself."""
+    """Return whether torch itself called the calling function."""
     return os.path.realpath(sys._getframe(2).f_code.co_filename).startswith(_TORCH)
 
 
 def line_of_stack() -> str:
-    """Return "file:line" of the innermost line of the user's model that is running now, or nothing."""
+    """Return "file:line" of the innermost running line of the user's model, or an empty string."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if line := line_of_frame(frame):
@@ -114,6 +114,6 @@ def line_of_stack() -> str:
 
 
 def line_of_frame(frame: FrameType) -> str:
-    """Return "file:line" where a call is in the user's model, else nothing."""
+    """Return "file:line" of a frame if it is in the user's model, else an empty string."""
     file = frame.f_code.co_filename
     return "" if _is_inside(file) else f"{_short(file)}:{frame.f_lineno}"

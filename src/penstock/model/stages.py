@@ -1,4 +1,4 @@
-"""Stages: pieces of a model as modules under the model's own parameter names, and the chain that runs them in order."""
+"""Stages: the pieces of a model as modules with the model's own parameter names, and the chain that runs them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from penstock.model.example import Call, array_hint, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
 
-__all__ = ["Chain", "Forms", "Held", "Program", "Results", "Stage", "make_chain"]
+__all__ = ["Chain", "Forms", "HeldTensors", "Program", "Results", "Stage", "make_chain"]
 
 
-class Held:
-    """Tensors kept under dotted names in a tree of plain modules, so that state dicts carry the model's own names."""
+class HeldTensors:
+    """The tensors that a stage holds, in a tree of plain modules, so that state dicts have the model's own names."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self._place_of: dict[str, tuple[dict[str, Any], str]] = {}
         self.shared: Mapping[str, list[tuple[dict[str, Any], str]]] = {}
-        self.twins: list[Held] = []  # of the pieces that a stage is made of
+        self.pieces: list[HeldTensors] = []  # of a compound stage: the tensors of its pieces
 
     def add(self, name: str, tensor: torch.Tensor, *, is_persistent: bool = True) -> None:
-        """Put a parameter or a buffer into its place, and make the modules on the way to it."""
+        """Add a parameter or a buffer, and create the modules on its path."""
         *path, last = name.split(".")
         module = self.root
         for part in path:
@@ -45,31 +45,31 @@ class Held:
             self.shared[name].append((place, last))
 
     def get(self, name: str) -> torch.Tensor:
-        """Return what is there under a name now: moving a module to a device may have put another tensor there."""
+        """Return the current tensor of a name; moving a module to a device may have replaced it."""
         place, last = self._place_of[name]
         tensor: torch.Tensor = place[last]
         return tensor
 
     def set(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor in its place, and in that of all who share it: other stages, and the model itself."""
+        """Replace a tensor here and everywhere it is shared: in other stages, and in the model itself."""
         place, last = self._place_of[name]
         old, place[last] = place[last], tensor
         for other, key in self.shared.get(name, ()):
             if other.get(key) is old:
                 other[key] = tensor
-        for twin in self.twins:
-            if name in twin:
-                twin.set(name, tensor)
+        for piece in self.pieces:
+            if name in piece:
+                piece.set(name, tensor)
 
     def share(self, shared: Mapping[str, list[tuple[dict[str, Any], str]]]) -> None:
-        """Learn who else holds the same buffers."""
+        """Register these tensors in the table of all places that hold the same buffers."""
         self.shared = shared
         for name, place in self._place_of.items():
             if name in shared:
                 shared[name].append(place)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all that is there now."""
+        """Return all current tensors."""
         return [place[last] for place, last in self._place_of.values()]
 
     def __contains__(self, name: str) -> bool:
@@ -80,13 +80,13 @@ class Held:
 
 
 class Program(Protocol):
-    """What a stage runs, in training or in evaluation.
+    """The code that a stage runs, in training or in evaluation.
 
     Attributes:
-        inputs: the names of the values it needs.
-        outputs: the names of the values it makes for later stages, or for the caller.
+        inputs: the names of the values that it needs.
+        outputs: the names of the values that it makes for later stages or for the caller.
         held_names: the parameters and buffers that it uses.
-        reassigned: the buffers that it gives another tensor.
+        reassigned: the buffers that it replaces by a new tensor.
     """
 
     held_names: tuple[str, ...]
@@ -94,15 +94,15 @@ class Program(Protocol):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+    def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs from the inputs."""
         ...
 
     def compile(self, options: Options) -> None:
-        """Let Inductor compile it, when it runs first.
+        """Let Inductor compile the program at its first run.
 
         Raises:
-            UsageError: where it cannot be compiled.
+            UsageError: if it cannot be compiled.
         """
         ...
 
@@ -110,8 +110,8 @@ class Program(Protocol):
 class Stage(nn.Module):
     """A piece of a model between two cuts.
 
-    Its parameters and buffers are the model's own, under the model's own names. `stage(*values)` takes the values
-    named in `inputs` and returns those named in `outputs`; both may differ between training and evaluation.
+    Its parameters and buffers are those of the model, under the same names. `stage(*values)` takes the values that
+    `inputs` names and returns the values that `outputs` names. Both can differ between training and evaluation.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        self.held = Held(self)
-        self.runner: Any = None  # of a stage of several pieces: what runs those that are run in a way of their own
+        self.held = HeldTensors(self)
+        self.runner: Any = None  # of a compound stage: runs its special pieces
         self._program_of = program_of
-        self._options: Options | None = None  # that programs are compiled with; None: they are not
+        self._options: Options | None = None  # compile options of the programs; None: not compiled
         self._compiled: set[Program] = set()
         hidden = set(unsaved)
         for name, tensor in tensors.items():
@@ -135,7 +135,7 @@ class Stage(nn.Module):
 
     @property
     def program(self) -> Program:
-        """What it runs in the mode that it is in."""
+        """The program of the current mode."""
         program = self._program_of(self.training)
         if self._options is not None and program not in self._compiled:
             self._compiled.add(program)
@@ -143,31 +143,31 @@ class Stage(nn.Module):
         return program
 
     def compile_programs(self, options: Options | None) -> None:
-        """Let Inductor compile what it runs, with its options; None: leave it as it is."""
+        """Let Inductor compile the programs with these options; None leaves them uncompiled."""
         self._options = options
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the values it needs."""
+        """The names of the values that it needs."""
         return self.program.inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the values it makes."""
+        """The names of the values that it makes."""
         return self.program.outputs
 
     def forward(self, *values: Any, batch_size: int) -> tuple[Any, ...]:  # noqa: ANN401 - tensors, mostly
-        """Compute the outputs of a micro-batch of so many samples."""
+        """Compute the outputs of a micro-batch of `batch_size` samples."""
         return self.program.run(self.held, values, batch_size)
 
 
 @dataclass(frozen=True)
 class Forms:
-    """The programs of stages for several shapes of batches.
+    """The forms of the stages: one set of programs for each group of batch shapes.
 
     Attributes:
-        now: returns the number of the form that stages run.
-        choose: lets stages run the form that holds for a call, in a mode; captures it if need be.
+        now: returns the number of the form that the stages run.
+        choose: selects the form for the shapes of a call in a mode, and captures it if there is none yet.
     """
 
     now: Callable[[], int] = lambda: 0
@@ -175,7 +175,7 @@ class Forms:
 
 
 class Chain:
-    """All stages, run one after the other: called as the model is, it returns what the model returns."""
+    """All stages in order. It takes the same arguments as the model and returns the same result."""
 
     def __init__(
         self, stages: Sequence[Stage], *, example: Call, parameter_names: Sequence[str],
@@ -192,7 +192,7 @@ class Chain:
 
     @property
     def form(self) -> int:
-        """The number of the programs that stages run: other shapes of batches may need others."""
+        """The number of the form that the stages run; other batch shapes can need another form."""
         return self._forms.now()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
@@ -201,7 +201,7 @@ class Chain:
         return self.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
 
     def compile_stages(self, options: Options | None) -> None:
-        """Let Inductor compile what the stages run, with its options; None: leave it as it is."""
+        """Let Inductor compile the programs of all stages; None leaves them uncompiled."""
         for stage in self.stages:
             stage.compile_programs(options)
 
@@ -218,11 +218,11 @@ class Chain:
         )
 
     def results(self, training: bool) -> Results:
-        """Return what the model returns in a mode."""
+        """Return the description of the model's result in training or evaluation."""
         return self._results_of(training)
 
     def train(self, mode: bool = True) -> Chain:
-        """Put all stages into training."""
+        """Put all stages into training, or into evaluation if `mode` is False."""
         self.training = mode
         for stage in self.stages:
             stage.train(mode)
@@ -233,7 +233,7 @@ class Chain:
         return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what all stages hold, under the model's own names: all of them, where modules share a tensor."""
+        """Return the tensors of all stages under the model's names; a shared tensor appears under each of its names."""
         held = {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
         return held | {alias: held[name] for alias, name in self.aliases.items() if name in held}
 
@@ -241,23 +241,23 @@ class Chain:
         """Read a batch.
 
         Raises:
-            UsageError: when it does not have the example's tensors, other plain values than the example had, or other
-                shapes than were captured.
+            UsageError: if it has other tensors or other plain values than the example, or other shapes than those
+                captured.
         """
         return self._read(args, kwargs, has_fixed_shapes=self.has_fixed_shapes)
 
     def read_any(self, *args: Any, **kwargs: Any) -> Call:  # noqa: ANN401 - as the model
-        """Read a batch of any shapes, and let the stages run the programs for these.
+        """Read a batch of any shapes, and select the form for them.
 
         Raises:
-            UsageError: as `read`, but only for shapes that no path can capture.
+            UsageError: as in `read`, but other shapes are an error only if no capture path accepts them.
         """
         call = self._read(args, kwargs, has_fixed_shapes=False)
         self.choose(call)
         return call
 
     def choose(self, call: Call) -> None:
-        """Let the stages run the programs for a call's shapes, in the mode that they are in."""
+        """Select the form for the shapes of a call, in the current mode."""
         if self.has_fixed_shapes:
             place_of = {name: place for place, name in enumerate(call.names)}
             tensors = tuple(call.tensors[place_of[name]] for name in self.example.names)
@@ -276,7 +276,7 @@ class Chain:
         return call
 
     def _faults(self, call: Call, *, has_fixed_shapes: bool) -> Iterator[str]:
-        """Yield in what a batch differs from the example so that stages would not compute what the model does."""
+        """Yield each difference between a batch and the example that would make the stages compute a wrong result."""
         example = self.example
         missing = [name for name in example.names if name not in call.names]
         unknown = [name for name in call.names if name not in example.names]
@@ -284,13 +284,13 @@ class Chain:
             if missing:
                 yield f"it lacks {', '.join(missing)}, which the example had"
             if unknown:
-                yield f"it has {', '.join(unknown)}, which the example had not as a tensor: make the pipeline with one"
+                yield f"it has {', '.join(unknown)}, which was not a tensor in the example: include it in the example"
             return
         for name in sorted(example.constants.keys() | call.constants.keys()):
             one, other = example.constants.get(name), call.constants.get(name)
             places = differing_constants(one, other, name)
             for place in places:
-                hint = array_hint(other) or " (give it as a tensor, or leave it out where the model does not read it)"
+                hint = array_hint(other) or " (pass it as a tensor, or leave it out if the model does not read it)"
                 yield f"another plain value of {place}{hint}"
         tensor_of = dict(zip(call.names, call.tensors, strict=True))
         for name, tensor, dim in zip(example.names, example.tensors, example.batch_dims, strict=True):
@@ -303,7 +303,7 @@ class Chain:
                 yield f"{name}: {given.dtype} {tuple(given.shape)}, captured as {tensor.dtype} {tuple(tensor.shape)}"
 
     def run(self, call: Call, run_stage: Callable[[Stage, list[Any]], Sequence[Any]]) -> Any:  # noqa: ANN401
-        """Run all stages in order, each by `run_stage`, and return what the model would."""
+        """Run all stages in order, each through `run_stage`, and return the model's result."""
         values: dict[str, Any] = {
             f"input:{name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)
         }
@@ -327,15 +327,15 @@ def make_chain(
     model: nn.Module, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results],
     forward_of: nn.Module | None = None, has_fixed_shapes: bool = False, forms: Forms | None = None,
 ) -> Chain:  # fmt: skip
-    """Return the chain of a model's stages; buffers that one of them replaces are replaced everywhere.
+    """Return the chain of a model's stages; a buffer that one stage replaces is replaced in all of them.
 
     Args:
-        model: whose stages these are.
+        model: the user's.
         stages: in order.
         example: the call that was captured.
-        results_of: for training or evaluation, what the model returns.
+        results_of: returns the description of the model's result in training (True) or evaluation.
         forward_of: the module whose forward names the arguments; by default the model.
-        has_fixed_shapes: programs hold for the example's shapes, but for the batch itself.
+        has_fixed_shapes: the programs hold only for the example's shapes, with any batch size.
         forms: the programs for other shapes.
     """
     shared = buffer_places(model)
@@ -353,9 +353,9 @@ def make_chain(
 
 
 class Results:
-    """What the model returns: a template, as it is after a run, and the names of the values that go into it.
+    """The model's result: its template after a run, and the names of the values that fill it.
 
-    With `takes_all` it is all that the last stage makes, which may be more or less than when the model was captured.
+    With `takes_all`, all outputs of the last stage fill it; their number can differ from that of the capture.
     """
 
     def __init__(self, template: Callable[[], object], names: Sequence[str], *, takes_all: bool = False) -> None:

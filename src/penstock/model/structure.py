@@ -1,4 +1,4 @@
-"""Structure: take the tensors out of whatever a model is called with or returns, and put others in their place."""
+"""Structures: take the tensors out of the arguments or the result of a model, and put other tensors in their place."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 __all__ = ["Slot", "differing_constants", "flatten", "plain_values", "rebuild"]
 
-_DEEPEST = 12  # levels of nesting; what lies deeper is kept as it is
+_DEEPEST = 12  # levels of nesting; deeper parts stay as they are
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where the `index`-th tensor stood."""
+    """The place of the tensor with this index."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Built:
-    """A container taken apart: its parts, and how to put them together again."""
+    """A container taken apart: its parts, and the function that builds it from parts."""
 
     parts: tuple[Any, ...]
     build: Callable[[list[Any]], Any]
@@ -35,19 +35,19 @@ class _Built:
 def flatten(
     thing: object, *, drop: Callable[[object], bool] | None = None, apart: bool = False
 ) -> tuple[list[torch.Tensor], object]:
-    """Return the tensors in a thing, each once, and a template with slots in their place.
+    """Return the tensors in a structure, each once, and a template with slots in their place.
 
-    Lists, tuples, named tuples, mappings, dataclasses (the outputs of transformers among them) and plain objects that
-    hold tensors are taken apart; everything else stays in the template as it is.
+    Lists, tuples, named tuples, mappings, dataclasses (such as the outputs of transformers) and plain objects that
+    hold tensors are taken apart. Everything else stays in the template as it is.
 
     >>> tensors, template = flatten({"a": torch.ones(1), "b": (None, 2)})
     >>> rebuild(template, [t + 1 for t in tensors])
     {'a': tensor([2.]), 'b': (None, 2)}
 
     Args:
-        thing: what to take apart.
-        drop: says of an object that it is to be left out: None stands in its place.
-        apart: count a tensor that is there twice as two.
+        thing: the structure.
+        drop: returns whether to replace an object by None.
+        apart: give each occurrence of a tensor its own slot.
     """
     walker = _Walker(drop, apart=apart)
     template = walker.walk(thing, 0)
@@ -55,7 +55,7 @@ def flatten(
 
 
 class _Walker:
-    """Walks through a thing; not a function in a function, which would refer to itself and so keep the tensors."""
+    """Walks through a structure. A nested recursive function would be a reference cycle and keep the tensors alive."""
 
     def __init__(self, drop: Callable[[object], bool] | None, *, apart: bool) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -84,12 +84,12 @@ class _Walker:
         walked = tuple(self.walk(part, depth + 1) for part in parts)
         self._open_now.discard(id(item))
         if all(new is old for new, old in zip(walked, parts, strict=True)) and before == (len(slot_of), len(tensors)):
-            return item  # nothing to put in anywhere below
+            return item  # no slots below
         return _Built(walked, build)
 
 
 def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever was taken apart
-    """Return the thing that a template was made from, with other tensors (or anything else) in the slots."""
+    """Return the structure of a template, with these tensors (or other objects) in the slots."""
     if isinstance(template, Slot):
         return tensors[template.index]
     if isinstance(template, _Built):
@@ -98,7 +98,7 @@ def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - 
 
 
 def differing_constants(one: object, other: object, name: str = "") -> Iterator[str]:
-    """Yield where two templates hold different plain values, or are built differently."""
+    """Yield the places where two templates hold different plain values, or differ in structure."""
     if isinstance(one, _Built) and isinstance(other, _Built) and len(one.parts) == len(other.parts):
         for index, (a, b) in enumerate(zip(one.parts, other.parts, strict=True)):
             yield from differing_constants(a, b, f"{name}[{index}]")
@@ -112,12 +112,12 @@ def differing_constants(one: object, other: object, name: str = "") -> Iterator[
 def _are_equal(one: object, other: object) -> bool:
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # arrays and others that do not compare to one answer
+    except Exception:  # arrays and others whose comparison is not a single bool
         return False
 
 
 def plain_values(template: object) -> Iterator[object]:
-    """Yield what stands in a template as it is."""
+    """Yield the plain values in a template."""
     if isinstance(template, _Built):
         for part in template.parts:
             yield from plain_values(part)
@@ -126,7 +126,7 @@ def plain_values(template: object) -> Iterator[object]:
 
 
 def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401
-    """Return the parts of a container and how to build another one, or None for what is no container."""
+    """Return the parts of a container and a function that builds one from parts; None if the item is no container."""
     kind = type(item)
     if isinstance(item, tuple):
         build = _tuple_builder(kind)
@@ -144,7 +144,7 @@ def _take_apart(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
 
 
 def _take_attributes(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]] | None:  # noqa: ANN401
-    """Return the attributes of an object, and how to build another one; None where it has none that are known."""
+    """Return the attributes of an object and a function that builds one; None if its attributes are unknown."""
     if hasattr(item, "__dict__"):
         keys = list(vars(item))
         return tuple(vars(item).values()), lambda parts: _object(item, dict(zip(keys, parts, strict=True)))
@@ -152,7 +152,7 @@ def _take_attributes(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], 
 
 
 def _take_slots(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:  # noqa: ANN401
-    """Return the fields of a dataclass that has slots, and how to build another one."""
+    """Return the fields of a dataclass with slots, and a function that builds one."""
     names = [field.name for field in dataclasses.fields(item) if hasattr(item, field.name)]
 
     def build(parts: list[Any]) -> object:
@@ -165,9 +165,9 @@ def _take_slots(item: Any) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]
 
 
 def _tuple_builder(kind: Any) -> Callable[[list[Any]], Any] | None:  # noqa: ANN401
-    """Return how to build a tuple of a kind from its parts, or None for a kind that is not known."""
+    """Return a function that builds a tuple of this type from its parts; None if the type is unknown."""
     if hasattr(kind, "_fields"):
-        build: Callable[[list[Any]], Any] = kind._make  # no checks of its own: these tensors may be mere shapes
+        build: Callable[[list[Any]], Any] = kind._make  # skips checks in __new__: the tensors may be on meta
         return build
     if kind is tuple:
         return tuple
@@ -175,7 +175,7 @@ def _tuple_builder(kind: Any) -> Callable[[list[Any]], Any] | None:  # noqa: ANN
 
 
 def _mapping(like: Any, items: dict[Any, Any]) -> Any:  # noqa: ANN401
-    """Return a mapping of the same kind; transformers' outputs are mappings and dataclasses at once."""
+    """Return a mapping of the same type; outputs of transformers are both mappings and dataclasses."""
     kind: Any = type(like)
     if dataclasses.is_dataclass(like):
         return kind(**items)

@@ -1,4 +1,4 @@
-"""Visit: run a captured model once, node by node, and let someone look at each node as it runs."""
+"""Visits: one run of a captured model, node by node, which passes each node to a visitor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ RunNode = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.
 
 
 class Visitor(Protocol):
-    """Someone who is shown each node in its turn."""
+    """The object that receives each node in turn."""
 
     def __call__(
         self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
     ) -> list[torch.Tensor]:
-        """Return the node's outputs, as `run(inputs, parameters)` computes them; the visit goes on with these.
+        """Return the node's outputs, as `run(inputs, parameters)` computes them; the visit continues with these.
 
         Args:
             index: of the node in the graph.
-            run: computes the node's output values from its input values and its parameters and buffers; may be called
-                as often as one likes, with other tensors too.
+            run: computes the node's output values from its input values and its parameters and buffers. It may be
+                called several times, also with other tensors.
             inputs: the values that the node uses, in the order of `Node.inputs`.
             parameters: in the order of `Node.parameters`.
-            glue: for a torch function between two module calls, which belongs to the node of the call before it: its
-                name. `parameters` is then empty.
+            glue: the name of a torch function between two module calls. The function belongs to the node of the
+                previous call, and `parameters` is empty.
         """
         ...

@@ -67,7 +67,7 @@ class BatchReader:
         self._left_to_watch = _WATCHED_STEPS
         self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
 
-    def anew(self, num_mbs: int) -> BatchReader:
+    def with_micro_batches(self, num_mbs: int) -> BatchReader:
         """Return one that cuts into so many."""
         return BatchReader(self._chain, num_mbs, loss=self._loss, exactness=self._exactness, split=self._split)
 
@@ -107,7 +107,7 @@ class BatchReader:
         ] or [()] * len(sizes)
         if target is None:  # nothing is weighed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
-        if len(sizes) > 1 and (is_due or self._exactness.must_look(pieces, targets)):
+        if len(sizes) > 1 and (is_due or self._exactness.must_compare(pieces, targets)):
             self._exactness.learn(call, target, dim)
         total = self._total(pieces, targets, groups)
         if total is not None:
@@ -178,7 +178,7 @@ class BatchReader:
     def _key(self, batch: object, target: object, groups: object) -> object:
         """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
         is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
-        if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.rivals:
+        if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.alternatives:
             return None
         weight = self._exactness.weight
         if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # one alone counts all

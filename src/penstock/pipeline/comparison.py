@@ -10,9 +10,9 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.example import arguments_of
+from penstock.model.preserve.model_state import preserve_attributes
 from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.untouched import untouched
-from penstock.pipeline.state_snapshot import undisturbed
+from penstock.pipeline.state_snapshot import preserved_state
 from penstock.runtime.losses import find_loss
 from penstock.runtime.step import Mode
 
@@ -113,12 +113,12 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
         raise UsageError(
             f"check: {pipe.schedule.name} updates weights within the step, so no step equals the plain one"
         )
-    with undisturbed(pipe):
+    with preserved_state(pipe):
         loss, found = _run(pipe, pipe._steps.reader, batch, target)
         plain = _plain(pipe, batch, target)
         if plain is None:
             reference = "the whole batch as a single micro-batch of the pipeline"
-            whole_loss, wanted = _run(pipe, pipe._steps.reader.anew(1), batch, target)
+            whole_loss, wanted = _run(pipe, pipe._steps.reader.with_micro_batches(1), batch, target)
         else:
             reference = "the plain model on the whole batch"
             whole_loss, wanted = plain()
@@ -150,7 +150,11 @@ def _plain(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Callable[[
     def run() -> Found:
         _forget_gradients(pipe)
         args, kwargs = arguments_of(batch, "batch")
-        with in_mode(model, training=False), untouched(model), Mode(False, True, pipe._cast()).cast(pipe.devices[0]):
+        with (
+            in_mode(model, training=False),
+            preserve_attributes(model),
+            Mode(False, True, pipe._cast()).cast(pipe.devices[0]),
+        ):
             loss = find_loss(model(*args, **kwargs), pipe._steps.loss, target)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         return float(loss.detach()), _gradients(pipe)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.devices.streams import Streams
 from penstock.model.stages import Chain, Stage
-from penstock.runtime.backward.gradient_accumulation import Adding
+from penstock.runtime.backward.gradient_accumulation import GradientAccumulation
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.executor import Executor
 from penstock.runtime.keep.offload import HostPool
@@ -65,7 +65,7 @@ class ExecutorSetup:
         self._lowered: dict[tuple[bool, int], Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
         self._locks: dict[int, AbstractContextManager[Any]] = {}  # a recompute takes its own twice
-        self._adding = Adding()
+        self._accumulation = GradientAccumulation()
         for chain in self.chains[1:]:  # a buffer that one way replaces is replaced on the others
             for stage in chain.stages:
                 stage.held.share(self.chains[0].stages[0].held.shared)
@@ -86,10 +86,10 @@ class ExecutorSetup:
             for (index, lane), statistics in self._statistics.items():
                 lanes = sorted({way[index] for way in self.schedule.ways})
                 if not set(lanes) <= set(lane_group.lanes):
-                    letters = lane_group.values.exchange(_STATISTICS + index, statistics.letter(), lanes)
-                    for other, letter in zip(lanes, letters, strict=True):
+                    messages = lane_group.values.exchange(_STATISTICS + index, statistics.message(), lanes)
+                    for other, message in zip(lanes, messages, strict=True):
                         if other != lane:
-                            statistics.take(letter)
+                            statistics.add_message(message)
         of_stage: dict[int, list[DeferredStatistics]] = {}
         for (index, _), statistics in self._statistics.items():
             of_stage.setdefault(index, []).append(statistics)
@@ -152,7 +152,7 @@ class ExecutorSetup:
             lock=lock,
             statistics=self._statistics.get((stage.index, lane)),
             host=self._host[lane],
-            adding=self._adding if self.is_compiled and self.schedule.versions is None else None,
+            accumulation=self._accumulation if self.is_compiled and self.schedule.versions is None else None,
             is_alone=not self.is_compiled or self._is_alone(stage),
         )
 

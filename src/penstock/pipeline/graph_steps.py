@@ -26,7 +26,7 @@ from penstock.schedule.keep_policies import POLICIES
 if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
 
-__all__ = ["GraphSteps", "Wanted", "trained"]
+__all__ = ["GraphSteps", "GraphsOption", "trained_parameters"]
 
 
 class Run(Protocol):
@@ -37,11 +37,11 @@ class Run(Protocol):
         ...
 
 
-Wanted = bool | Literal["auto"]
+GraphsOption = bool | Literal["auto"]
 
 _MOST_SEEN = 256
 _MOST_SHAPES = 8  # of batches that graphs are kept for, the most frequent ones; others run eagerly
-_HOW_MUCH_OFTENER = 2  # a shape must come than one that has graphs, to take its place
+_MIN_FREQUENCY_RATIO = 2  # a shape must come than one that has graphs, to take its place
 
 
 class GraphSteps:
@@ -61,7 +61,7 @@ class GraphSteps:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: GraphsOption,
         setup: ExecutorSetup,
         lane_group: LaneGroup,
         *,
@@ -74,7 +74,7 @@ class GraphSteps:
         self._tapes: dict[object, dict[int, Tape]] = {}
         self._counts: Counter[object] = Counter()  # steps of each shape
         self._gradients = _Gradients()
-        self._ground: list[tuple[int, bool, bool]] = []
+        self._state: list[tuple[int, bool, bool]] = []
         on_gpu = all(map(has_graphs, setup.devices))
         if wanted is True and not on_gpu:
             raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or give devices=")
@@ -82,7 +82,7 @@ class GraphSteps:
         if self.is_on and (why := self._obstacle()):
             self._give_up(why)
 
-    def anew(self, setup: ExecutorSetup) -> GraphSteps:
+    def for_setup(self, setup: ExecutorSetup) -> GraphSteps:
         """Return the same for lanes that are set up anew; what was captured is let go."""
         self.forget()
         return GraphSteps(
@@ -121,12 +121,12 @@ class GraphSteps:
         if not self.is_on or step.measures_memory or step.watch is not None or not all(step.scales):
             run(step, is_recorded=True)
             return
-        ground, key = self._look(), _signature(step)
+        state, key = self._graph_state(), _signature(step)
         # lanes of several processes capture together or not at all
-        told = self._lane_group.control.agree(step, "ground", [ground != self._ground, key in self._counts])
+        told = self._lane_group.control.agree(step, "state", [state != self._state, key in self._counts])
         if any(has_changed for has_changed, _ in told):
             self.forget()
-            self._ground = ground
+            self._state = state
         elif key not in self._tapes and all(is_seen for _, is_seen in told) and self._has_room(key):
             self._capture(step, key, run)
         tapes = self._tapes.get(key)
@@ -154,7 +154,7 @@ class GraphSteps:
         if len(self._tapes) < _MOST_SHAPES:
             return True
         rarest = min(self._tapes, key=lambda other: self._counts[other])
-        if self._counts[key] < _HOW_MUCH_OFTENER * self._counts[rarest]:
+        if self._counts[key] < _MIN_FREQUENCY_RATIO * self._counts[rarest]:
             return False
         for tape in self._tapes.pop(rarest).values():
             tape.forget()
@@ -165,7 +165,7 @@ class GraphSteps:
         after_callers(self._setup.streams)
         self._gradients.prepare()
 
-    def _look(self) -> list[tuple[int, bool, bool]]:
+    def _graph_state(self) -> list[tuple[int, bool, bool]]:
         """Return what a captured graph relies on."""
         stages = [run.stage for executor in self._executors() for run in executor.stages.values()]
         return [(t.data_ptr(), t.requires_grad, _has_hooks(t)) for stage in stages for t in stage.held.tensors()]
@@ -175,7 +175,9 @@ class GraphSteps:
 
     def _capture(self, step: Step, key: object, run: Run) -> None:
         """Capture what a step like this one does; nothing of it is computed."""
-        told = [why for why in self._lane_group.control.agree(step, "by hand", self._changed_by_hand()) if why]
+        told = [
+            why for why in self._lane_group.control.agree(step, "capture obstacle", self._capture_obstacle()) if why
+        ]
         if told:
             self._give_up(told[0])
             return
@@ -196,9 +198,9 @@ class GraphSteps:
         gradients = [(parameter, parameter.grad) for parameter in self.parameters()]
         trial, is_captured, why = replace(step, tapes=captures, losses={}), False, ""
         try:
-            with no_collection(), _no_word_of_streams():
+            with no_collection(), _no_stream_warnings():
                 run(trial, is_recorded=False)
-            if self._look() != self._ground:
+            if self._graph_state() != self._state:
                 why = "the model puts new tensors in the place of buffers or parameters"
             elif strays := self._gradients.strays(self.parameters()):
                 why = f"{strays} parameters have a gradient that they had not before"
@@ -224,7 +226,7 @@ class GraphSteps:
             self._makers[lane] = make_graphs()
         return self._makers[lane]
 
-    def _changed_by_hand(self) -> str:
+    def _capture_obstacle(self) -> str:
         """Return what a replay would leave out, as far as it shows: code of the user's that runs with gradients."""
         if any(map(_has_hooks, self.parameters())):
             return "a parameter has hooks, which a replay would not call"
@@ -236,7 +238,9 @@ class GraphSteps:
         return ""
 
 
-def trained(parameters: Callable[[], Iterator[nn.Parameter]], loss: object) -> Callable[[], Iterator[nn.Parameter]]:
+def trained_parameters(
+    parameters: Callable[[], Iterator[nn.Parameter]], loss: object
+) -> Callable[[], Iterator[nn.Parameter]]:
     """Return what yields all parameters that a step may give a gradient: a loss may have some of its own."""
 
     def everything() -> Iterator[nn.Parameter]:
@@ -298,7 +302,7 @@ def _signature(step: Step) -> object:
 
 
 @contextmanager
-def _no_word_of_streams() -> Iterator[None]:
+def _no_stream_warnings() -> Iterator[None]:
     """Keep autograd from warning where lanes that hold the same parameter capture on streams of their own: it waits."""
     get = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
     put = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda on: None)

@@ -14,8 +14,8 @@ import torch
 
 from penstock.model.capture.capture import Captured
 from penstock.model.stages import Chain, Stage
-from penstock.pipeline.past_steps import Ran
-from penstock.pipeline.state_snapshot import undisturbed
+from penstock.pipeline.past_steps import PastStep
+from penstock.pipeline.state_snapshot import preserved_state
 from penstock.report.timeline import Timeline
 from penstock.runtime.executor import Executor
 from penstock.runtime.losses import LossFunction
@@ -113,11 +113,11 @@ class Internals:
         """Return what runs a training step on the lanes here."""
         return self._pipe._steps.setup.executors(training=True, has_backward=True)
 
-    def past_step(self, batch: object) -> Ran | None:
+    def past_step(self, batch: object) -> PastStep | None:
         """Return how a batch was run in one of the last training steps; None where it was not."""
         return self._pipe._steps.past.find(batch)
 
-    def run_again(self, batch: object, target: tuple[Any, ...], prepare: Callable[[Step], None]) -> None:
+    def rerun_step(self, batch: object, target: tuple[Any, ...], prepare: Callable[[Step], None]) -> None:
         """Run the training step of a batch once more, as it was run; nothing of the model or its gradients changes.
 
         Args:
@@ -125,14 +125,14 @@ class Internals:
             target: nothing, or one thing.
             prepare: called with the step before it is run, as to watch it.
         """
-        pipe, ran = self._pipe, self.past_step(batch)
+        pipe, past = self._pipe, self.past_step(batch)
         has_backward = pipe.schedule.versions is None
-        with undisturbed(pipe):
+        with preserved_state(pipe):
             steps = pipe._steps
             ready = steps.read(batch, target, adds_gradients=True)
-            mode = Mode(True, has_backward) if ran is None else replace(ran.mode, has_backward=has_backward)
+            mode = Mode(True, has_backward) if past is None else replace(past.mode, has_backward=has_backward)
             step = steps.begin(ready, mode)
-            if ran is not None:
-                step.seed, step.factor = ran.seed, ran.factor
+            if past is not None:
+                step.seed, step.factor = past.seed, past.factor
             prepare(step)
             steps.rehearse(step, gathers=False)

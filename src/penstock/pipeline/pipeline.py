@@ -26,7 +26,7 @@ from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.executor_setup import ExecutorSetup
 from penstock.pipeline.gradient_mode import without_gradients
-from penstock.pipeline.graph_steps import GraphSteps, Wanted, trained
+from penstock.pipeline.graph_steps import GraphsOption, GraphSteps, trained_parameters
 from penstock.pipeline.internals import Internals
 from penstock.pipeline.model_interface import ModelInterface
 from penstock.pipeline.planned.arguments import (
@@ -45,7 +45,7 @@ from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.step_runner import StepRunner
 from penstock.pipeline.weights import Weights
 from penstock.report.units import show_bytes
-from penstock.runtime.exclusive_use import Use
+from penstock.runtime.exclusive_use import ExclusiveUse
 from penstock.runtime.lanes.lane_group import LaneGroup, make_lane_group
 from penstock.runtime.losses import (
     LossFunction,
@@ -166,7 +166,7 @@ class Pipeline(ModelInterface):
         analytic: Rates | str | None = None,
         capture_path: str = "auto",
         transport: str = "auto",
-        graphs: Wanted = "auto",
+        graphs: GraphsOption = "auto",
         compile: Compile = False,  # noqa: A002 - as torch calls it
         timeout: float = 600.0,
         progress: Progress | None = None,
@@ -208,7 +208,7 @@ class Pipeline(ModelInterface):
             transport=transport,
         )  # fmt: skip
         weakref.finalize(self, self._lane_group.close)
-        self._use = Use()
+        self._use = ExclusiveUse()
         exactness = Exactness(loss, weight, over_batch=loss_over == "batch", is_compiled=options is not None)
 
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
@@ -228,7 +228,7 @@ class Pipeline(ModelInterface):
             self._chains, self.schedule, self.devices, self._lane_group, make_optimizer=optimizer,
             is_scaled=scaler is not None,
         )  # fmt: skip
-        self._lane_group.give_streams(self._weights.together())
+        self._lane_group.give_streams(self._weights.lanes_sharing_tensors())
         setup = ExecutorSetup(
             self._chains,
             self.schedule,
@@ -245,7 +245,11 @@ class Pipeline(ModelInterface):
         self._steps = StepRunner(
             self._chains[0], setup, self._lane_group, self._weights,
             GraphSteps(
-                graphs, setup, self._lane_group, parameters=trained(self._weights.parameters, loss), progress=progress
+                graphs,
+                setup,
+                self._lane_group,
+                parameters=trained_parameters(self._weights.parameters, loss),
+                progress=progress,
             ),
             BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split),
             compiled(loss, options), scaler, loss_over == "batch",
@@ -406,7 +410,7 @@ class Pipeline(ModelInterface):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._lane_group.wait_at_most(check_seconds(seconds))
+        self._lane_group.set_timeout(check_seconds(seconds))
         self._timeout = seconds
 
     @contextmanager

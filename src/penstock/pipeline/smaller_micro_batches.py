@@ -21,12 +21,12 @@ def split_finer(pipe: Pipeline) -> bool:
     before, last = pipe.schedule, pipe._steps.past.last
     if last is not None and max(last.sizes, default=1) == 1:
         return False
-    finer = None if before.versions is not None else pipe._planned.finer()
+    finer = None if before.versions is not None else pipe._planned.smaller_micro_batches()
     if finer is None or finer.plan.schedule.ways != before.ways:
         return False
     pipe._planned, pipe.schedule = finer, finer.plan.schedule
     steps = pipe._steps
     steps.setup = replace(steps.setup, schedule=pipe.schedule)
-    steps.graphs = steps.graphs.anew(steps.setup)
-    steps.reader = steps.reader.anew(pipe.schedule.num_mbs)
+    steps.graphs = steps.graphs.for_setup(steps.setup)
+    steps.reader = steps.reader.with_micro_batches(pipe.schedule.num_mbs)
     return True

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.put_back import is_alike, put_back
+from penstock.model.preserve.tensor_values import is_same_kind, restore_values
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["StateSnapshot", "loss_module", "undisturbed"]
+__all__ = ["StateSnapshot", "loss_module", "preserved_state"]
 
 
 class _Holder(Protocol):
@@ -48,7 +48,7 @@ class StateSnapshot:
         self._draws = RandomStates()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def take(self) -> None:
         """Copy all as it is now."""
         kept, again = {}, []
         for number, holder in enumerate(self._held):
@@ -57,7 +57,7 @@ class StateSnapshot:
                 if isinstance(tensor, nn.Parameter) or tensor.is_meta:
                     continue
                 before = self._kept.get((number, name))
-                if before is not None and _is_plain(tensor) and is_alike(tensor, before[1]):
+                if before is not None and _is_plain(tensor) and is_same_kind(tensor, before[1]):
                     kept[number, name] = (tensor, before[1])
                     again.append((before[1], tensor))
                 else:
@@ -67,7 +67,7 @@ class StateSnapshot:
         self._draws = RandomStates()
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make all what it was at the last `keep`."""
         for (number, name), (tensor, values) in self._kept.items():
             holder = self._held[number]
@@ -76,7 +76,7 @@ class StateSnapshot:
                 continue
             if holder.get(name) is not tensor:
                 holder.set(name, tensor)
-            put_back(tensor, values)
+            restore_values(tensor, values)
         self._draws.restore()
 
 
@@ -87,11 +87,11 @@ def loss_module(loss: object) -> nn.Module | None:
 
 
 @contextmanager
-def undisturbed(pipe: Pipeline) -> Iterator[None]:
+def preserved_state(pipe: Pipeline) -> Iterator[None]:
     """Run something inside; gradients, buffers and random states are afterwards as they were."""
     gradients = [(parameter, parameter.grad) for parameter in pipe._steps.graphs.parameters()]
     before = StateSnapshot(pipe)
-    before.keep()
+    before.take()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -99,7 +99,7 @@ def undisturbed(pipe: Pipeline) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        before.put_back()
+        before.restore()
 
 
 class _OfModule:

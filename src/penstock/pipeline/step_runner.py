@@ -164,7 +164,7 @@ class StepRunner:
         """Run a training step, as graphs if that works, and end it; `batch` is what the user gave."""
         is_done = False
         try:
-            with self.weights.gathering(is_scaled=self.scaler is not None):
+            with self.weights.summed_over_lanes(is_scaled=self.scaler is not None):
                 self.graphs.run(step, self.run)
             is_done = True
         finally:
@@ -179,7 +179,7 @@ class StepRunner:
             gathers: gradients of parameters that lanes share are summed.
         """
         try:
-            with self.weights.gathering(is_scaled=False) if gathers else nullcontext():
+            with self.weights.summed_over_lanes(is_scaled=False) if gathers else nullcontext():
                 self.run(step, is_recorded=False)
         finally:
             self._end(is_done=False)
@@ -190,7 +190,7 @@ class StepRunner:
         """End a training step: lanes agree on statistics and buffers if it counts, and forget statistics if not."""
         self.setup.end_step(self.lane_group, is_done=is_done)
         if is_done:
-            self.weights.agree_on_buffers()
+            self.weights.average_buffers()
 
     def total(self, step: Step, ready: Ready) -> torch.Tensor:
         """Return the loss of the batch; all lanes get it."""

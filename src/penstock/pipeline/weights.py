@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.preserve.homes import on_device
+from penstock.model.preserve.original_devices import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.pipeline.executor_setup import stage_on
 from penstock.runtime.lanes.lane_group import LaneGroup
@@ -50,13 +50,13 @@ class Weights:
         self._place()
         self._holders = self._find_holders(chains[0])
         self._number_of = {name: number for number, name in enumerate(self._holders)}
-        self._waits: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
+        self._unsummed: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
         self._is_synchronised = True
         # without values, unless a scaler is to see in its gradient that another lane overflowed
         self._stand_in = _make_stand_in(int(is_scaled), devices[lane_group.lanes[0]])
         self.optimizers = self._make_optimizers(make_optimizer)
         self.groups = _update_groups(schedule)
-        self._spread()
+        self._broadcast_values()
 
     # ---- where they are
 
@@ -85,7 +85,7 @@ class Weights:
                 lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
         return {name: tuple(sorted(lanes)) for name, lanes in lanes_of.items() if len(lanes) > 1}
 
-    def together(self) -> list[tuple[int, ...]]:
+    def lanes_sharing_tensors(self) -> list[tuple[int, ...]]:
         """Return groups of lanes here that hold tensors in common, and so may not work on them side by side."""
         lanes_of: dict[int, set[int]] = {}
         for (lane, _), stage in self._stages.items():
@@ -200,7 +200,7 @@ class Weights:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget all gradients."""
-        self._waits.clear()
+        self._unsummed.clear()
         for _, parameter in self.named_parameters():
             if set_to_none:
                 parameter.grad = None
@@ -219,16 +219,16 @@ class Weights:
             self._is_synchronised = before
 
     @contextmanager
-    def gathering(self, *, is_scaled: bool) -> Iterator[None]:
+    def summed_over_lanes(self, *, is_scaled: bool) -> Iterator[None]:
         """Run a step inside; then add up what lanes have of shared parameters, once.
 
         Only what the step adds is summed: what was there before is the same on all lanes already.
         """
-        shared = self._apart()
+        shared = self._separate_copies()
         before = {name: [p.grad for p in self._own(name)] for name in shared}
         for name in shared:
             for place, parameter in enumerate(self._own(name)):
-                parameter.grad = self._waits.get(f"{place}:{name}")
+                parameter.grad = self._unsummed.get(f"{place}:{name}")
         try:
             yield
         except BaseException:
@@ -238,17 +238,17 @@ class Weights:
             raise
         if self._is_synchronised:
             self._sum(shared)
-            self._waits.clear()
+            self._unsummed.clear()
         for name, gradients in before.items():
             for place, (parameter, gradient) in enumerate(zip(self._own(name), gradients, strict=True)):
                 new = parameter.grad
                 if not self._is_synchronised and new is not None:
-                    self._waits[f"{place}:{name}"], new = new, None
+                    self._unsummed[f"{place}:{name}"], new = new, None
                 parameter.grad = new if gradient is None else gradient if new is None else gradient + new
         if is_scaled and not self._is_whole:  # in one process the scaler sees all gradients itself
             self._share_overflow()
 
-    def _apart(self) -> list[str]:
+    def _separate_copies(self) -> list[str]:
         """Return the shared parameters whose holders are different tensors, of which this process has one."""
         mine = set(self._lane_group.lanes)
         return [
@@ -262,12 +262,12 @@ class Weights:
         mine = set(self._lane_group.lanes)
         for name in names:
             own, lanes = self._own(name), self._holders[name]
-            local = _added([p.grad for p in own], own[0].device)
+            local = _total([p.grad for p in own], own[0].device)
             parts = [local]
             if not set(lanes) <= mine:
                 given = self._lane_group.values.exchange(self._number_of[name], _as_plain(local), lanes)
                 parts = [_from_plain(one, own[0].shape) for one in given]
-            total = _added(parts, own[0].device)
+            total = _total(parts, own[0].device)
             for parameter in own:
                 parameter.grad = None if total is None else total.to(parameter.device)
 
@@ -285,7 +285,7 @@ class Weights:
                 parameter.grad.fill_(float("inf"))
                 return
 
-    def _spread(self) -> None:
+    def _broadcast_values(self) -> None:
         """Let all lanes start from the values of the first that holds a parameter."""
         mine = set(self._lane_group.lanes)
         with torch.no_grad():
@@ -296,7 +296,7 @@ class Weights:
                     for parameter in own:
                         parameter.copy_(first)
 
-    def agree_on_buffers(self) -> None:
+    def average_buffers(self) -> None:
         """Let lanes of several processes that run the same stage go on with the same buffers: the mean of theirs.
 
         Each has seen its own micro-batches only. In one process they share the tensors.
@@ -410,7 +410,7 @@ def _update_groups(schedule: Schedule) -> list[list[int]] | None:
     return [group for group in groups if group]
 
 
-def _added(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
+def _total(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
     there = sorted(
         (g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse
     )  # dense + sparse works

@@ -60,7 +60,7 @@ def summary(timeline: Timeline) -> str:
     ]
     if causes := timeline.causes:
         shares = (f"{cause.name} {show_share(getattr(causes, cause.field))}" for cause in CAUSES)
-        lines.append(f"causes: {', '.join(shares)}")
+        lines.append(f"of the makespan: {', '.join(shares)}")
     return "\n".join(lines)
 
 

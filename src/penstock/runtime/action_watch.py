@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from penstock.runtime.lane_program import Instruction
 
-__all__ = ["Watch", "apart_from"]
+__all__ = ["Watch", "new_tensors"]
 
 
 class Watch(Protocol):
@@ -32,7 +32,7 @@ class Watch(Protocol):
         ...
 
 
-def apart_from(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[torch.Tensor]:
+def new_tensors(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among what was found that do not lie in the memory of others, each memory once."""
     seen = {_memory(tensor) for tensor in known}
     made: dict[int, torch.Tensor] = {}

@@ -39,7 +39,7 @@ class BatchLoss:
         self._targets: dict[int, tuple[Any, ...]] = {}
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
 
-    def anew(self) -> BatchLoss:
+    def empty_copy(self) -> BatchLoss:
         """Return one for the same batch that has nothing yet."""
         return BatchLoss(self._sizes, self._dim, self._target_dims, self._loss_of)
 

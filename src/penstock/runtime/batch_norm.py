@@ -22,7 +22,7 @@ __all__ = ["DeferredStatistics"]
 Place = tuple[dict[str, torch.Tensor | None], str]
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 class DeferredStatistics(TorchFunctionMode):
@@ -85,7 +85,9 @@ class DeferredStatistics(TorchFunctionMode):
             torch._foreach_maximum_(self._peak, counters)
         torch._foreach_copy_(counters, self._start)
 
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Given | None = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Arguments | None = None
+    ) -> object:
         """Do a function; batch norm with statistics to keep in its own way."""
         names = _ARGUMENTS.get(func)
         if names is None:
@@ -97,7 +99,7 @@ class DeferredStatistics(TorchFunctionMode):
             return func(**given)
         return self._normalise(func, given, mean, variance)
 
-    def _normalise(self, func: Function, given: Given, mean: torch.Tensor, variance: torch.Tensor) -> object:
+    def _normalise(self, func: Function, given: Arguments, mean: torch.Tensor, variance: torch.Tensor) -> object:
         """Normalise as plain; with a momentum of 1, what should become running statistics is the micro-batch's own."""
         momentum = "momentum" if "momentum" in _ARGUMENTS[func] else "exponential_average_factor"
         own = [torch.zeros_like(mean), torch.zeros_like(variance)]
@@ -148,7 +150,7 @@ class DeferredStatistics(TorchFunctionMode):
                 torch._foreach_maximum_(counters, statistics._peak)
             statistics._forget()
 
-    def letter(self) -> list[Any]:
+    def message(self) -> list[Any]:
         """Return what was collected as names and tensors, to be sent to a lane in another process."""
         found: list[Any] = []
         for (name, call), one in self._sums.items():
@@ -156,10 +158,10 @@ class DeferredStatistics(TorchFunctionMode):
             found += [name, call, numbers, torch.stack(one.means), torch.stack(one.variances)]
         return found
 
-    def take(self, letter: list[Any]) -> None:
+    def add_message(self, message: list[Any]) -> None:
         """Add what the lane of another process collected for the same stage."""
-        for at in range(0, len(letter), 5):
-            name, call, numbers, means, variances = letter[at : at + 5]
+        for at in range(0, len(message), 5):
+            name, call, numbers, means, variances = message[at : at + 5]
             if (name, call) not in self._sums:
                 twin = f"{name.removesuffix('mean')}var"
                 self._sums[name, call] = _Sum(self._buffers[name], self._buffers[twin])

@@ -1,4 +1,4 @@
-"""Still: run a model without chance and without batch norm's coupling, so that parts of a batch can be compared."""
+"""Deterministic runs: switch off random numbers and batch statistics, so that parts of a batch can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Still"]
+__all__ = ["Deterministic"]
 
 Operation = torch._ops.OpOverload[..., Any]
 Args = tuple[Any, ...]
@@ -19,14 +19,14 @@ _aten = torch.ops.aten
 _DROPOUTS = ("dropout_p", "dropout")  # arguments that say how much an operation drops
 
 
-class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, random operations return their mean, and batch norm uses its running statistics.
 
     Attributes:
         is_random: an operation ran whose random numbers it cannot replace; results cannot be compared.
         left_out: for each mean over classes that ran, the label that it ignores and the weights of the classes.
 
-    >>> with Still():
+    >>> with Deterministic():
     ...     torch.nn.functional.dropout(torch.ones(2), p=0.5).tolist()
     [1.0, 1.0]
     """

@@ -7,10 +7,10 @@ import threading
 
 from penstock.errors import UsageError
 
-__all__ = ["Use"]
+__all__ = ["ExclusiveUse"]
 
 
-class Use:
+class ExclusiveUse:
     """The right to use a pipeline: `with use:` holds it."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ import torch
 from penstock.devices.streams import Stamp, Streams, Workspace
 from penstock.errors import LaneError, error_in_short
 from penstock.model.source import line_of
-from penstock.runtime.action_watch import Watch, apart_from
+from penstock.runtime.action_watch import Watch, new_tensors
 from penstock.runtime.lane_program import Instruction, LaneProgram
-from penstock.runtime.stage_run import Record, StageRun, odd_types
+from penstock.runtime.stage_run import Record, StageRun, dtype_hint
 from penstock.runtime.step import Step
 from penstock.runtime.weight_stash import Versions
 from penstock.runtime.wire.transport import Key, Stopped, Transport
@@ -29,12 +29,12 @@ _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.P
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
-Doing = list[tuple[Callable[..., None], Instruction]]  # what to do for each instruction
+Handlers = list[tuple[Callable[..., None], Instruction]]  # what to do for each instruction
 Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
 
 @contextmanager
-def _alone(kind: str) -> Iterator[None]:
+def _default_modes(kind: str) -> Iterator[None]:
     """Run as in a thread of one's own: what is around the user's call is not around backwards too."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
         yield
@@ -64,9 +64,9 @@ class Executor:
         self._kind = next(iter(stages.values())).device.type
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
         self._recomputing = {stage for stage, _ in program.recomputed}
-        self.doing: Doing = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
+        self.handlers: Handlers = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
         self._step: Any = None  # the one that runs, a Step
-        self._at_hand: Instruction | None = None  # for errors
+        self._current: Instruction | None = None  # for errors
         self._hint = ""  # for errors
         self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
         self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
@@ -91,19 +91,19 @@ class Executor:
         self._row[2] = step.number
         try:
             # a replay computes nothing that could be done in another way: what is around the call does not matter
-            modes = _NOTHING if tape is not None and tape.is_replay else _alone(self._kind)
+            modes = _NOTHING if tape is not None and tape.is_replay else _default_modes(self._kind)
             with modes, self.streams.running():
-                self._step, doing = (step, self.doing) if tape is None else tape.open(step)
+                self._step, handlers = (step, self.handlers) if tape is None else tape.open(step)
                 if step.watch is None:
-                    self._run(doing, self._step, spans)
+                    self._run(handlers, self._step, spans)
                 else:
-                    self._run([(partial(self._watched, step.watch, do), i) for do, i in doing], self._step, spans)
+                    self._run([(partial(self._watched, step.watch, do), i) for do, i in handlers], self._step, spans)
                 for run in self.stages.values():
                     run.end_step(step)
         except (Stopped, LaneError, KeyboardInterrupt):
             raise
         except Exception as error:
-            raise LaneError(self._message(self._at_hand, error)) from error
+            raise LaneError(self._message(self._current, error)) from error
         finally:
             self._clear()
             self._step = None  # and with it the user's batch
@@ -113,13 +113,13 @@ class Executor:
                 self.versions.end()
             self._row[0], self._row[1] = -1, time.monotonic_ns()
 
-    def _run(self, doing: Doing, step: Step, spans: Spans | None) -> None:
+    def _run(self, handlers: Handlers, step: Step, spans: Spans | None) -> None:
         row, clock, num_mbs = self._row, time.monotonic_ns, step.batch.num_mbs
         stamp = self.streams.stamp
-        for at, (do, instruction) in enumerate(doing):
+        for at, (do, instruction) in enumerate(handlers):
             if instruction.mb >= num_mbs and instruction.kind is not Kind.U:
                 continue
-            self._at_hand = instruction
+            self._current = instruction
             row[0], row[1] = at, clock()
             if spans is None:
                 do(instruction)
@@ -128,8 +128,8 @@ class Executor:
             do(instruction)
             spans.append((instruction.place, begin, stamp()))
             if step.measures_memory:
-                self._weigh(instruction)
-        self._at_hand = None
+                self._measure_memory(instruction)
+        self._current = None
 
     def _watched(self, watch: Watch, do: Callable[[Instruction], None], i: Instruction) -> None:
         """Do an action while somebody watches."""
@@ -154,7 +154,7 @@ class Executor:
             found += [] if record is None else [*record.made, record.loss]
             found += [self._step.losses.get(mb)] if run.is_last else []
             given = [*self._step.batch.inputs[mb].values(), *([] if record is None else record.arrived())]
-            return apart_from([*run.stage.held.tensors(), *given], found)
+            return new_tensors([*run.stage.held.tensors(), *given], found)
         if i.kind in (Kind.B, Kind.I):
             for edge in run.into:
                 key = Key("B", i.stage, edge.source, mb)
@@ -165,14 +165,14 @@ class Executor:
             found += self._arrived.get((i.peer, i.stage, mb), [])
         if i.kind is Kind.RECV_B:
             found += self._gradients.get((i.peer, i.stage, mb), [])
-        return apart_from((), found)
+        return new_tensors((), found)
 
     def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
         """Return spans in nanoseconds of the host's clock; on a GPU, waits for their end."""
         nanoseconds = self.streams.nanoseconds
         return [(place, nanoseconds(start), nanoseconds(end)) for place, start, end in spans]
 
-    def _weigh(self, i: Instruction) -> None:
+    def _measure_memory(self, i: Instruction) -> None:
         """Count what the lane holds after an action."""
         held = {key: record.held_bytes() for key, record in self._records.items()}
         self.held_bytes.append(sum(held.values()))
@@ -219,7 +219,7 @@ class Executor:
         try:
             record = run.forward(step, mb, arrived, is_split=key in self.program.split, recomputes=recomputes)
         except Exception:
-            self._hint = odd_types(arrived, run.stage)
+            self._hint = dtype_hint(arrived, run.stage)
             raise
         if run.is_last and record.loss is not None:
             step.losses[mb] = record.loss.detach()

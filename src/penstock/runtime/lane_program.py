@@ -68,7 +68,7 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
     made: list[Instruction] = []
     for place, (kind, stage, mb, peer) in enumerate(zip(*(c[begin:end].tolist() for c in columns), strict=True), begin):
         what = KINDS[kind]
-        version = next(versions) if what in _BUILT else 0
+        version = next(versions) if what in _COMPUTE else 0
         if not forward_only or what in _FORWARD:
             to_lane = schedule.home(peer, mb) if peer >= 0 else -1
             made.append(Instruction(place, what, stage, mb, peer, to_lane, version))
@@ -77,11 +77,11 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
         tuple(made),
         frozenset((i.stage, i.mb) for i in made if i.kind is Kind.W),
         frozenset((i.stage, i.mb) for i in made if i.kind is Kind.RECOMPUTE),
-        {(i.stage, i.version): at for at, i in enumerate(made) if i.kind in _BUILT},
+        {(i.stage, i.version): at for at, i in enumerate(made) if i.kind in _COMPUTE},
     )
 
 
-_BUILT = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 
 
 def _versions(lowered: Lowered, lane: int) -> list[int]:

@@ -13,8 +13,8 @@ from penstock.errors import UsageError
 from penstock.model.stages import Stage
 from penstock.randomness.draw_names import enter, here
 from penstock.randomness.draws import Seeded, mix
-from penstock.runtime.backward.gradient_accumulation import Adding, added_together
-from penstock.runtime.backward.split_backward import Deferring, Pending
+from penstock.runtime.backward.gradient_accumulation import GradientAccumulation, accumulated_together
+from penstock.runtime.backward.split_backward import DeferredWeightGradients, Pending
 from penstock.runtime.backward.weight_queue import num_holders
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.keep.offload import HostPool, Saved, StorageSet
@@ -24,7 +24,7 @@ from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
 from penstock.schedule.keep_policies import POLICIES, Keep
 
-__all__ = ["Record", "StageRun", "odd_types"]
+__all__ = ["Record", "StageRun", "dtype_hint"]
 
 Values = list[Any]
 
@@ -84,7 +84,7 @@ class StageRun:
         keep: what to do with saved values.
         lock: held while a forward runs, where two lanes share the stage's buffers; may be taken twice by one lane.
         statistics: of batch norm, where they are put off to the end of the step.
-        adding: whose gradients are added at the end of a backward; None: autograd adds them.
+        accumulation: whose gradients are added at the end of a backward; None: autograd adds them.
         is_alone: no other lane runs a stage with the same parameters.
 
     Attributes:
@@ -94,10 +94,10 @@ class StageRun:
     def __init__(
         self, stage: Stage, wiring: Wiring, *, device: torch.device, keep: Keep = "hold",
         lock: AbstractContextManager[Any] | None = None, statistics: DeferredStatistics | None = None,
-        host: HostPool | None = None, adding: Adding | None = None, is_alone: bool = True,
+        host: HostPool | None = None, accumulation: GradientAccumulation | None = None, is_alone: bool = True,
     ) -> None:  # fmt: skip
         self.stage, self.device, self.keep = stage, device, POLICIES[keep]
-        self._adding, self._is_alone = adding, is_alone
+        self._accumulation, self._is_alone = accumulation, is_alone
         self.index = stage.index
         self.is_last = self.index == len(wiring.feeds) - 1
         self.feeds, self.results = wiring.feeds[self.index], wiring.results
@@ -107,7 +107,7 @@ class StageRun:
         self._sends_rest = any(edge.has_rest for edge in self.out_of)
         self._num_named = {edge.source: len(edge.names) for edge in self.into}
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
-        self._again: Recomputed | None = stage.runner
+        self._recomputed: Recomputed | None = stage.runner
         self._random: Seeded | None = None
         self._is_drawing = False
         self.has_drawn = False
@@ -121,10 +121,10 @@ class StageRun:
         self, step: Step, mb: int, incoming: Mapping[int, Values], *, is_split: bool, recomputes: bool
     ) -> Record:
         """Run the forward of a micro-batch; what arrives is cut off from what made it."""
-        leaves = {source: [_cut_off(value, self.device) for value in values] for source, values in incoming.items()}
+        leaves = {source: [_as_leaf(value, self.device) for value in values] for source, values in incoming.items()}
         record = Record(leaves)
         given = step.batch.inputs[mb]
-        record.given = [_cut_off(given[feed.given], self.device) if feed.given else None for feed in self.feeds]
+        record.given = [_as_leaf(given[feed.given], self.device) if feed.given else None for feed in self.feeds]
         if not step.mode.has_backward:
             with torch.no_grad():
                 self._compute(step, mb, record)
@@ -151,7 +151,7 @@ class StageRun:
         if not batch.add(mb, self._results(step, mb, record), move_to(self.device, step.targets[mb])):
             return
         has_backward = step.mode.has_backward
-        with torch.set_grad_enabled(has_backward), self._around(step, mb), step.mode.cast(self.device):
+        with torch.set_grad_enabled(has_backward), self._forward_context(step, mb), step.mode.cast(self.device):
             enter("loss")
             loss, metrics = batch.compute()
         step.losses[mb] = loss.detach()
@@ -188,16 +188,16 @@ class StageRun:
         if not self.keep.offloads and not is_split and not step.measures_memory:
             self._compute(step, mb, record)
             return
-        with ExitStack() as around:
+        with ExitStack() as contexts:
             if self.keep.offloads or step.measures_memory:
                 # the batch is the user's own, and no micro-batch has its memory to itself; what arrived stays anyhow
                 given = [value for value in record.given if isinstance(value, torch.Tensor)]
                 stays = StorageSet([*self._own_tensors, *given, *record.arrived()])
                 record.saved = Saved(self._host, keep_storages=stays)
-                around.enter_context(record.saved.collecting())
+                contexts.enter_context(record.saved.collecting())
             if is_split:
                 record.pending = Pending()
-                around.enter_context(Deferring(record.pending, own_hooks=int(record.saved is not None)))
+                contexts.enter_context(DeferredWeightGradients(record.pending, own_hooks=int(record.saved is not None)))
             self._compute(step, mb, record)
 
     def _compute(self, step: Step, mb: int, record: Record) -> None:
@@ -207,9 +207,9 @@ class StageRun:
         ]
         if self._rest_from is not None:
             values += record.leaves[self._rest_from][self._num_named[self._rest_from] :]
-        if self._again is not None:
-            self._again.begin(partial(self._part, step, mb, record.pending))
-        with self._lock, self._around(step, mb), step.mode.cast(self.device):
+        if self._recomputed is not None:
+            self._recomputed.begin(partial(self._part, step, mb, record.pending))
+        with self._lock, self._forward_context(step, mb), step.mode.cast(self.device):
             record.made = self.stage(*values, batch_size=step.batch.sizes[mb])
             if self.is_last and step.over_batch is None:
                 enter("loss")
@@ -218,14 +218,14 @@ class StageRun:
                 if metrics:
                     step.metrics[mb] = metrics
 
-    def _around(self, step: Step, mb: int) -> AbstractContextManager[Any]:
+    def _forward_context(self, step: Step, mb: int) -> AbstractContextManager[Any]:
         """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""
         statistics = self._statistics if step.mode.is_training and step.mode.has_backward else None
         if step.mode.is_training and self._may_draw():
             return self._drawing(step, mb, statistics or _NOTHING)
         return statistics or _NOTHING
 
-    def draw_from(self, step: Step, mb: int) -> Sequence[torch.Generator]:
+    def reseed(self, step: Step, mb: int) -> Sequence[torch.Generator]:
         """Begin the random numbers of a forward anew; return what they will come from, as far as that is known."""
         if self._random is None:
             return ()
@@ -251,12 +251,12 @@ class StageRun:
     @contextmanager
     def _part(self, step: Step, mb: int, pending: Pending | None) -> Iterator[None]:
         """Run a part of the stage within the same things, now and when it is run again."""
-        with ExitStack() as around:
-            around.enter_context(step.mode.cast(self.device))
+        with ExitStack() as contexts:
+            contexts.enter_context(step.mode.cast(self.device))
             if pending is not None:
-                around.enter_context(Deferring(pending))
+                contexts.enter_context(DeferredWeightGradients(pending))
             if not self._is_drawing and self._may_draw():
-                around.enter_context(self._drawing(step, mb, _NOTHING))
+                contexts.enter_context(self._drawing(step, mb, _NOTHING))
             yield
 
     def _may_draw(self) -> bool:
@@ -264,7 +264,7 @@ class StageRun:
 
         A recompute must draw as its forward did, so there only operations that are known beforehand are trusted.
         """
-        runs_again = self.keep.recomputes or self._again is not None
+        runs_again = self.keep.recomputes or self._recomputed is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
         draws_python = getattr(self.stage.program, "draws_python_random", False)
         return self.has_drawn or not self._has_watched or not is_known or draws_python
@@ -275,7 +275,7 @@ class StageRun:
         found: Values = []
         for feed in self.results:
             if feed.given:
-                found.append(_cut_off(step.batch.inputs[mb][feed.given], self.device))
+                found.append(_as_leaf(step.batch.inputs[mb][feed.given], self.device))
             elif feed.source == self.index:
                 found.append(record.made[feed.place])
             else:
@@ -293,7 +293,7 @@ class StageRun:
         A forward that will be run again has no graph to tell: any value with a fraction may want a gradient.
         """
         may_want = recomputes and (self.index > 0 or any(p.requires_grad for p in self.stage.parameters()))
-        return [_marked(value, may_want=may_want) for value in self.made_for(record, edge)]
+        return [_outgoing_value(value, may_want=may_want) for value in self.made_for(record, edge)]
 
     # ---- backward
 
@@ -319,23 +319,23 @@ class StageRun:
                 if gradient is not None and value.requires_grad:
                     outputs.append(value)
                     seeds.append(gradient)
-        if self._adding is not None and record.loss is not None:
-            self._adding.look(record.loss, self.stage.parameters())
+        if self._accumulation is not None and record.loss is not None:
+            self._accumulation.observe(record.loss, self.stage.parameters())
         record.made, record.loss = (), None
         if outputs:
-            with self._adding_together(record, outputs):
+            with self._accumulating(record, outputs):
                 torch.autograd.backward(outputs, seeds)
         if record.saved is not None:
             record.saved.clear()
             record.saved = None
         return {source: [_gradient(leaf) for leaf in leaves] for source, leaves in record.leaves.items()}
 
-    def _adding_together(self, record: Record, outputs: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-        if self._adding is None or not self._is_alone or record.pending is not None:
+    def _accumulating(self, record: Record, outputs: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        if self._accumulation is None or not self._is_alone or record.pending is not None:
             return _NOTHING
-        together = self._adding.together(self.stage.parameters())
-        shown = outputs if self._again is None else ()  # parts that run again hide what they reach
-        return added_together(together, shown)
+        together = self._accumulation.eligible(self.stage.parameters())
+        shown = outputs if self._recomputed is None else ()  # parts that run again hide what they reach
+        return accumulated_together(together, shown)
 
     def end_step(self, step: Step) -> None:
         """Note that a step has run to its end.
@@ -349,9 +349,9 @@ class StageRun:
             raise UsageError("the loss does not depend on any parameter that requires a gradient")
 
     @property
-    def runs_parts_again(self) -> bool:
+    def recomputes_parts(self) -> bool:
         """Whether its backwards run parts of its forwards again."""
-        return self._again is not None
+        return self._recomputed is not None
 
     @property
     def draws_on_host(self) -> bool:
@@ -381,13 +381,13 @@ class StageRun:
             return
         with self._lock:  # no other lane runs a forward meanwhile
             present = {name: self.stage.held.get(name) for name in record.buffers}
-            self._put_buffers(record.buffers)
+            self._set_buffers(record.buffers)
             try:
                 yield
             finally:
-                self._put_buffers(present)
+                self._set_buffers(present)
 
-    def _put_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _set_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in buffers.items():
                 # never in place: the backward of another micro-batch may still need what is there
@@ -407,14 +407,14 @@ def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
     return step.seeds[mb].to(loss.dtype)
 
 
-def _marked(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+def _outgoing_value(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     if not isinstance(value, torch.Tensor):
         return value
     wants = value.requires_grad or (may_want and (value.is_floating_point() or value.is_complex()))
     return value.detach().requires_grad_(wants)
 
 
-def _cut_off(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+def _as_leaf(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     if not isinstance(value, torch.Tensor):
         return value
     leaf = value.detach()
@@ -423,7 +423,7 @@ def _cut_off(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tenso
     return leaf.requires_grad_(value.requires_grad)
 
 
-def odd_types(arrived: Mapping[int, Values], stage: Stage) -> str:
+def dtype_hint(arrived: Mapping[int, Values], stage: Stage) -> str:
     """Return, for an error, which stage handed on numbers of another type than all parameters here have; or nothing."""
     own = {parameter.dtype for parameter in stage.parameters()}
     if len(own) != 1:

@@ -1,4 +1,4 @@
-"""Training: a loop around a pipeline that saves, shows, and survives."""
+"""Training: a training loop around a pipeline that saves, reports and survives faults."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ __all__ = ["Callback", "Journal", "Reading", "Summary", "TensorBoard", "Trainer"
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
-    """Import what needs torch when it is first asked for: a configuration is checked without."""
+    """Import the trainer on first use: a configuration is checked without torch."""
     if name == "Trainer":
         from penstock.training.trainer import Trainer
 

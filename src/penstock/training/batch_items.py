@@ -1,4 +1,4 @@
-"""Items: what the data gives, as a pipeline takes it."""
+"""Batch items: turn the items of a data source into the arguments of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from penstock.feeding.tensor_destinations import is_pair
 
-__all__ = ["Items", "Split"]
+__all__ = ["ItemReader", "Split"]
 
 Split = Callable[[Any], tuple[Any, Any]]
 
 
-class Items:
-    """Reads items of the data.
+class ItemReader:
+    """Reads the items of a data source.
 
     Args:
-        split: from an item to (batch, target).
-        has_target: an item of two things is a batch and its target; else it is a batch, whatever it is.
+        split: a function from an item to (batch, target).
+        has_target: whether an item of two parts is (batch, target); otherwise every item is a batch.
     """
 
     def __init__(self, split: Split | None, *, has_target: bool) -> None:
         self._split, self._has_target = split, has_target or split is not None
 
-    def call(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
-        """Return what an item, split already if it is to be, gives `pipe.step`: a batch and its target, or a batch."""
+    def call(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any item
+        """Return the arguments of `pipe.step` for an item that is already split: a batch, or a batch and its target."""
         return tuple(item) if self._has_target and is_pair(item) else (item,)
 
-    def split(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what the data gives
-        """Return what an item that no feed has seen gives `pipe.evaluate`."""
+    def split(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any item
+        """Return the arguments of `pipe.evaluate` for an item that did not pass through a feed."""
         return self.call(item if self._split is None else self._split(item))

@@ -1,4 +1,4 @@
-"""DataWatch: a loader that does not answer ends the training as a lane that hangs does, and is named."""
+"""Data watch: if a data loader does not answer, the training ends with an error that names the loader."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 __all__ = ["DataWatch"]
 
-# one that nobody else uses: it gets the thread that waits out of what it waits in
+# an otherwise unused signal, which interrupts the waiting thread
 _SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else 0
-_LOOK_SECONDS = 0.5
-_GRACE_SECONDS = 5.0  # for the thread that waits to raise
+_CHECK_SECONDS = 0.5
+_GRACE_SECONDS = 5.0  # time for the waiting thread to raise
 
 
 class DataWatch:
-    """Watches waits for data, from a thread of its own while it is open.
+    """Watches waits for data, in its own thread, while it is open.
 
-    A wait that is longer than a lane of the pipeline may wait raises a HangError where it is. The other processes are
-    told. Code that cannot be interrupted is left to `on_stuck`.
+    If a wait takes longer than the pipeline's timeout, the waiting thread raises a HangError and the other processes
+    are notified. If the waiting code cannot be interrupted, `on_stuck` is called.
 
     Args:
-        pipe: the pipeline that the data is for.
+        pipe: the pipeline that uses the data.
 
     Attributes:
-        on_stuck: called with an error that could not be raised; by default prints it on stderr.
+        on_stuck: called with the error if it could not be raised; by default it prints the error to stderr.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -45,35 +45,35 @@ class DataWatch:
         self._source: Iterable[Any] = ()
         self._error: HangError | None = None
         self._waiter = 0  # the thread that waits
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_signal = False
-        self.on_stuck: Callable[[HangError], None] = _say
+        self.on_stuck: Callable[[HangError], None] = _print_error
 
     def __enter__(self) -> DataWatch:
-        self._over.clear()
+        self._closed.clear()
         self._since = self._error = None
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             signal.signal(_SIGNAL, self._raise)
             self._has_signal = True
-        self._thread = threading.Thread(target=self._look, name="penstock-data-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="penstock-data-watch", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._closed.set()
         if self._thread is not None:
             self._thread.join()
         if self._has_signal:
             signal.signal(_SIGNAL, signal.SIG_DFL)
             self._has_signal = False
 
-    def over(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Yield what data gives.
+    def watched(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of the data.
 
         Raises:
-            HangError: when it gives nothing for longer than a lane may wait.
+            HangError: if no item comes within the pipeline's timeout.
         """
         iterator: Iterator[Any] | None = None
         while True:
@@ -85,43 +85,43 @@ class DataWatch:
                 return
             finally:
                 self._end()
-            if self._error is not None:  # the others have been told
+            if self._error is not None:  # the other processes already know
                 raise self._error
             yield item
-            del item  # else it lives as long as the next one takes
+            del item  # otherwise it would live until the next item is ready
 
     def _begin(self, source: Iterable[Any]) -> None:
         self._source, self._waiter = source, threading.get_ident()
-        self._show(DATA)
+        self._set_status(DATA)
         self._since = time.monotonic()
 
     def _end(self) -> None:
         self._since = None
-        self._show(IDLE)
+        self._set_status(IDLE)
 
-    def _show(self, at: int) -> None:
-        """Let the other lanes see what this one does."""
+    def _set_status(self, at: int) -> None:
+        """Set the status of this process's lanes, which other lanes can see."""
         now = time.monotonic_ns()
         for lane in self._pipe.lanes:
             row = self._pipe.internals.status_rows[lane]
             row[0], row[1] = at, now
 
-    # ---- the thread that watches
+    # ---- in the watching thread
 
-    def _look(self) -> None:
-        signs, seen = 0, 0.0  # and when they last changed
-        while not self._over.wait(min(_LOOK_SECONDS, self._pipe.timeout / 4)):
+    def _watch(self) -> None:
+        signs, seen = 0, 0.0  # and the time of the last change
+        while not self._closed.wait(min(_CHECK_SECONDS, self._pipe.timeout / 4)):
             since, now = self._since, time.monotonic()
             if since is None:
                 continue
-            if (latest := self._signs()) != signs:  # it passes over what was trained on before
+            if (latest := self._signs()) != signs:  # it is skipping batches that were used before
                 signs, seen = latest, now
             elif now - max(since, seen) >= self._pipe.timeout:
                 self._stop(self._hang(now - max(since, seen)))
                 return
 
     def _signs(self) -> int:
-        """Return a number that changes as long as a loader that has not answered yet goes on."""
+        """Return a number that changes while a loader skips batches."""
         return self._source.num_passed if isinstance(self._source, Feed) else 0
 
     def _hang(self, seconds: float) -> HangError:
@@ -140,14 +140,14 @@ class DataWatch:
         self._pipe.internals.fail(error)
         if self._has_signal:
             signal.pthread_kill(self._waiter, _SIGNAL)
-        if not self._over.wait(_GRACE_SECONDS) and self._since is not None:
+        if not self._closed.wait(_GRACE_SECONDS) and self._since is not None:
             self.on_stuck(error)
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as handlers are called
+    def _raise(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a signal handler
         if self._since is not None and self._error is not None:
             raise self._error
 
 
-def _say(error: HangError) -> None:
+def _print_error(error: HangError) -> None:
     sys.stderr.write("\n".join([f"Error: {error}", *getattr(error, "__notes__", ())]) + "\n")
     sys.stderr.flush()

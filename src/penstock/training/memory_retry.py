@@ -1,4 +1,4 @@
-"""MemoryRetry: an update for which memory does not suffice is run again, with smaller micro-batches."""
+"""Memory retry: if memory runs out in an update, run it again with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -13,72 +13,74 @@ from penstock.pipeline.smaller_micro_batches import split_finer
 from penstock.pipeline.state_snapshot import StateSnapshot
 
 if TYPE_CHECKING:
-    from penstock.training.fault_handling import Faults
-    from penstock.training.stepper import Made
+    from penstock.training.fault_handling import FaultHandler
+    from penstock.training.stepper import UpdateResult
     from penstock.training.trainer import Trainer
 
 __all__ = ["MemoryRetry"]
 
 
 class MemoryRetry:
-    """Runs updates, and again with more micro-batches where memory ran out; the batch stays what it was.
+    """Runs updates. If memory runs out, it runs the same batch again with more micro-batches.
 
-    Buffers and random numbers are put back before the next try, so that the update is that of a training that had as
-    many micro-batches from this step on.
+    Buffers and random states are restored before the next try. So the result is that of a training that has this number
+    of micro-batches from this step on.
 
     Args:
-        trainer: whose updates; what it says of `on_oom` holds.
+        trainer: the trainer; its `on_oom` applies.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._pipe, self._stepper = trainer.pipe, trainer.stepper
-        can_split = trainer.pipe.schedule.versions is None  # else weights have changed by then
-        self._before = StateSnapshot(trainer.pipe) if trainer.asked.on_oom == "split" and can_split else None
+        can_split = trainer.pipe.schedule.versions is None  # otherwise weights have changed already
+        self._before = StateSnapshot(trainer.pipe) if trainer.options.on_oom == "split" and can_split else None
 
-    def run(self, items: Sequence[tuple[Any, ...]], faults: Faults, number: int, *, is_recorded: bool) -> Made:
-        """Run forward and backward of an update.
+    def run(
+        self, items: Sequence[tuple[Any, ...]], faults: FaultHandler, number: int, *, is_recorded: bool
+    ) -> UpdateResult:
+        """Run the forward and backward of an update.
 
         Raises:
-            LaneError: when an action failed, and smaller micro-batches are no help.
+            LaneError: if an action failed, and smaller micro-batches do not help.
         """
         if self._before is None:
             return self._stepper.run(items, is_recorded=is_recorded)
-        told_before = ""
+        note = ""
         while True:
-            self._before.keep()
+            self._before.take()
             try:
                 return self._stepper.run(items, is_recorded=is_recorded)
-            except (HangError, LostError):  # which are LaneErrors too: others may be gone
+            except (HangError, LostError):  # subclasses of LaneError: other processes may be gone
                 raise
             except LaneError as error:
                 message = str(error)
                 count = self._pipe.schedule.num_mbs
-                if not self._should_try_again(error):
-                    if told_before:
-                        error.add_note(told_before)
+                if not self._can_retry(error):
+                    if note:
+                        error.add_note(note)
                     raise
-            # outside: while an error is handled, its frames hold all that the step held
-            told_before = f"with {count} micro-batches memory ran out: {message}"
+            # outside of `except`: the error's frames keep the step's tensors alive
+            note = f"memory ran out with {count} micro-batches: {message}"
             self._clear()
-            self._tell(faults, number, message)
+            self._report(faults, number, message)
 
-    def _should_try_again(self, error: LaneError) -> bool:
-        if error.was_refused:  # the process that refused has left, and told why
+    def _can_retry(self, error: LaneError) -> bool:
+        if error.was_refused:  # the process that refused has left and given the reason
             return False
-        # an error that only some processes see as one of memory must not part them
+        # all processes must decide the same, even if only some see it as out of memory
         return all(self._pipe.internals.gather(is_out_of_memory(error))) and split_finer(self._pipe)
 
     def _clear(self) -> None:
         assert self._before is not None
         self._stepper.forget()
-        self._before.put_back()
+        self._before.restore()
         gc.collect()
         for device in set(self._pipe.devices):
             kind_of(device).release_memory()
 
-    def _tell(self, faults: Faults, number: int, message: str) -> None:
+    def _report(self, faults: FaultHandler, number: int, message: str) -> None:
         count = self._pipe.schedule.num_mbs
-        told = f"step {number}: memory ran out ({message}); it is run again, and all from now on, with {count} "
-        told += f"micro-batches; give micro_batches={count} to begin with them"
-        faults.tell("out of memory", number, told, micro_batches=count)
-        warn_user(told)
+        text = f"step {number}: memory ran out ({message}); this step and all later ones run with {count} micro-batches"
+        text += f"; pass micro_batches={count} to start with this number"
+        faults.report("out of memory", number, text, micro_batches=count)
+        warn_user(text)

@@ -1,4 +1,4 @@
-"""Signals: a training that is told to end finishes its step, saves and leaves; told twice, it leaves at once."""
+"""Signals: after a first signal to end, a training finishes its step, saves and ends; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _POLITE = (signal.SIGTERM, signal.SIGINT) + ((signal.SIGHUP,) if hasattr(signal,
 
 
 class Signals:
-    """Notes SIGTERM, SIGINT and SIGHUP while it is open.
+    """Catches SIGTERM, SIGINT and SIGHUP while it is open.
 
-    The first is noted, and the training ends after its step. A second one of the keyboard raises KeyboardInterrupt, a
-    second SIGTERM does what it did before. Only the main thread can do this: elsewhere nothing is noted.
+    The first signal is recorded, and the training ends after its step. A second SIGINT raises KeyboardInterrupt; a
+    second SIGTERM or SIGHUP has its previous effect. Only the main thread can catch signals; in other threads, nothing
+    is caught.
 
     Attributes:
-        told: the name of the first signal that came; None where none did.
+        received: the name of the first signal, or None.
     """
 
     def __init__(self) -> None:
-        self.told: str | None = None
+        self.received: str | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -33,8 +34,8 @@ class Signals:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.told is None:
-            self.told = signal.Signals(number).name
+        if self.received is None:
+            self.received = signal.Signals(number).name
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt

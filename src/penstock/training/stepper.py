@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.report.timeline import Timeline
 
-__all__ = ["Made", "Stepper", "mean_metrics"]
+__all__ = ["Stepper", "UpdateResult", "mean_metrics"]
 
 
 @dataclass(frozen=True)
-class Made:
-    """What the forwards and backwards of an update made, before the weights change.
+class UpdateResult:
+    """The results of an update's forwards and backwards, before the weights change.
 
     Attributes:
-        loss: the mean of its batches.
-        gradient_norm: over all lanes, before clipping; None where the schedule updates weights within the step.
-        timeline: of its last batch, where it was recorded.
-        metrics: what the loss returns beside the loss, by name: the mean of its batches.
+        loss: the mean loss of its batches.
+        gradient_norm: over all lanes, before clipping; None if the schedule updates weights within the step.
+        timeline: the timeline of its last batch, if it was recorded.
+        metrics: the additional results of the loss, by name, as means over the batches.
     """
 
     loss: float
@@ -37,12 +37,12 @@ class Made:
 
     @property
     def has_finite_loss(self) -> bool:
-        """Whether the loss is a number."""
+        """Whether the loss is finite."""
         return math.isfinite(self.loss)
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients are numbers that weights can take."""
+        """Whether the loss and the gradients are finite."""
         return self.has_finite_loss and (self.gradient_norm is None or math.isfinite(self.gradient_norm))
 
 
@@ -51,11 +51,11 @@ class Stepper:
 
     Args:
         pipe: the pipeline.
-        optimizer: None where the schedule updates weights within the step.
-        schedulers: of the learning rate.
-        scaler: of losses of 16 bits: the pipeline's own.
-        clip: the most that the norm of all gradients may be.
-        accumulate: batches of an update.
+        optimizer: the optimizer; None if the schedule updates weights within the step.
+        schedulers: the learning-rate schedulers.
+        scaler: the pipeline's GradScaler.
+        clip: the maximum norm of all gradients.
+        accumulate: the number of batches per update.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Stepper:
         has_own = bool(pipe.optimizers)
         name = pipe.schedule.name
         if has_own and optimizer is not None:
-            raise UsageError(f"optimizer: {name} updates weights within the step, by pipe.optimizers; give None")
+            raise UsageError(f"optimizer: {name} updates weights within the step, with pipe.optimizers; pass None")
         if has_own and (clip is not None or accumulate > 1 or scaler is not None):
-            raise UsageError(f"clip, accumulate, scaler: {name} updates weights within the step; leave them out")
+            raise UsageError(f"clip, accumulate, scaler: {name} updates weights within the step; omit them")
         if not has_own and not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer: give a torch.optim.Optimizer; given: {type(optimizer).__name__}")
+            raise UsageError(f"optimizer: expected a torch.optim.Optimizer; given: {type(optimizer).__name__}")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("optimizer: LBFGS runs the model again within an update, which a pipeline's step does not")
+            raise UsageError("optimizer: LBFGS runs the model several times per update, which a pipeline cannot do")
         if scaler is not None and scaler is not pipe.internals.scaler:
-            raise UsageError("scaler: give the one that the pipeline was given, or none: it is known from there")
+            raise UsageError("scaler: pass the pipeline's own scaler, or omit it")
         self._pipe, self.optimizer, self.scaler = pipe, optimizer, pipe.internals.scaler
         self._plateaus = [one for one in schedulers if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)]
         self._schedulers = [one for one in schedulers if one not in self._plateaus]
@@ -81,16 +81,16 @@ class Stepper:
 
     @property
     def has_plateau(self) -> bool:
-        """Whether a learning rate follows validation losses."""
+        """Whether a scheduler follows the validation loss."""
         return bool(self._plateaus)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """All that change weights here."""
+        """All optimizers of this process."""
         return list(self._pipe.optimizers.values()) if self.optimizer is None else [self.optimizer]
 
-    def run(self, batches: Sequence[tuple[Any, ...]], *, is_recorded: bool) -> Made:
-        """Run forward and backward of an update's batches, each (batch,) or (batch, target); clip the gradients."""
+    def run(self, batches: Sequence[tuple[Any, ...]], *, is_recorded: bool) -> UpdateResult:
+        """Run forward and backward for the batches of an update, each (batch,) or (batch, target); clip gradients."""
         pipe, last, made, timeline = self._pipe, len(batches) - 1, [], None
         for number, given in enumerate(batches):
             with pipe.no_sync() if number < last else nullcontext():
@@ -102,7 +102,7 @@ class Stepper:
                     made.append(pipe.step(*given, metrics=True))
         losses, metrics = [loss for loss, _ in made], mean_metrics([(1, found) for _, found in made])
         if self.optimizer is None:
-            return Made(_mean(losses), None, timeline, metrics)
+            return UpdateResult(_mean(losses), None, timeline, metrics)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if len(batches) > 1:
@@ -110,10 +110,10 @@ class Stepper:
                 if parameter.grad is not None:
                     parameter.grad.div_(len(batches))
         norm = pipe.clip_grad_norm_(math.inf if self._clip is None else self._clip)
-        return Made(_mean(losses), float(norm), timeline, metrics)
+        return UpdateResult(_mean(losses), float(norm), timeline, metrics)
 
     def update(self, before: Callable[[], None]) -> None:
-        """Change the weights, and then the learning rate; `before` is called first."""
+        """Call `before`, then update the weights and the learning rate."""
         before()
         if self.optimizer is not None:
             if self.scaler is None:
@@ -126,12 +126,12 @@ class Stepper:
             scheduler.step()
 
     def follow(self, loss: float) -> None:
-        """Let learning rates that follow validation losses know of one."""
+        """Pass a validation loss to the schedulers that follow it."""
         for plateau in self._plateaus:
             plateau.step(loss)
 
     def drop(self) -> None:
-        """Make no update of what was run: drop the gradients, and what the scaler noted of them."""
+        """Skip the update: drop the gradients, and the scaler's record of them."""
         if self.scaler is not None:
             self.scaler.update()
         self.forget()
@@ -140,10 +140,10 @@ class Stepper:
         """Drop the gradients."""
         if self.optimizer is not None:
             self._pipe.zero_grad()
-            self.optimizer.zero_grad()  # of the loss's own parameters too
+            self.optimizer.zero_grad()  # includes the loss function's own parameters
 
     def _parameters(self) -> Iterable[torch.Tensor]:
-        """Return all that have gradients here: the pipeline's, and those of the loss that the optimizer has."""
+        """Return all parameters with gradients: the pipeline's, and those of the loss in the optimizer."""
         others = [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
         return {id(p): p for p in (*self._pipe.parameters(), *others)}.values()
 
@@ -158,7 +158,7 @@ def _mean(losses: Sequence[torch.Tensor]) -> float:
 
 
 def mean_metrics(found: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> dict[str, float]:
-    """Return the mean of each metric over the batches that have it, each batch by its weight.
+    """Return the weighted mean of each metric over the batches that have it.
 
     >>> mean_metrics([(1, {"a": torch.tensor(1.0)}), (3, {"a": torch.tensor(2.0), "b": torch.tensor(4.0)})])
     {'a': 1.75, 'b': 4.0}

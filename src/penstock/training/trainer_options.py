@@ -1,4 +1,4 @@
-"""Asked: what a trainer was asked for, checked whole before anything runs."""
+"""Trainer options: the options of a trainer, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ON_OOM = ("split", "stop")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """The numbers and words of a trainer, as its arguments are called.
+    """The options of a trainer, named as its arguments.
 
     Raises:
-        UsageError: naming all that cannot be right.
+        UsageError: with all faults.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class TrainerOptions:
         for name, number in least.items():
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, Integral) or given < number:
-                yield f"{name}: must be a whole number, {number} or more; given: {given!r}"
+                yield f"{name}: must be a whole number of at least {number}; given: {given!r}"
         for name in ("clip", "max_seconds"):
             given = getattr(self, name)
             if given is not None and (
@@ -59,4 +59,4 @@ class TrainerOptions:
             if given not in words:
                 yield f"{name}: {given!r} is not one of {', '.join(words)}.{nearest(str(given), words)}"
         if not isinstance(self.resume, (str, Path)) or not str(self.resume):
-            yield f'resume: give "auto", "never" or the folder of a checkpoint; given: {self.resume!r}'
+            yield f'resume: must be "auto", "never" or the folder of a checkpoint; given: {self.resume!r}'

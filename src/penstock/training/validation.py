@@ -1,4 +1,4 @@
-"""Validating: the mean loss of a pipeline over data that it does not learn from."""
+"""Validation: the mean loss of a pipeline over data that it does not train on."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from penstock.training.stepper import mean_metrics
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
-    from penstock.training.batch_items import Items
+    from penstock.training.batch_items import ItemReader
 
 __all__ = ["validate"]
 
 
 def validate(
-    pipe: Pipeline, data: Iterable[Any], items: Items, why_to_end: Callable[[], str | None]
+    pipe: Pipeline, data: Iterable[Any], items: ItemReader, why_to_end: Callable[[], str | None]
 ) -> tuple[float, dict[str, float], int] | str:
-    """Return the mean loss and metrics, a sample counting once, and how many samples there were; or why it was ended.
+    """Return the mean loss and metrics per sample and the number of samples; or the reason for an early end.
 
     Args:
         pipe: the pipeline.
         data: the batches.
-        items: how they are split.
-        why_to_end: is asked before each batch; a long validation must not use up what a scheduler gives for the
-            checkpoint.
+        items: reads the items.
+        why_to_end: called before each batch; returns a reason to end. A long validation must not use up the time that a
+            job scheduler leaves for the checkpoint.
 
     Raises:
-        UsageError: when there are no batches.
+        UsageError: if there are no batches.
     """
     total, count, found = 0.0, 0, []
     for item in data:
-        if told := why_to_end():
-            return told
+        if reason := why_to_end():
+            return reason
         call = items.split(item)
         size = max(1, pipe.num_samples(call[0]))
         loss, metrics = pipe.evaluate(*call, metrics=True)
         total, count = total + size * float(loss), count + size
         found.append((size, metrics))
     if not count:
-        raise UsageError("validation: it has no batches; what can be iterated over once has none the second time")
+        raise UsageError("validation: has no batches; an iterable that can be used only once is empty the second time")
     return total / count, mean_metrics(found), count

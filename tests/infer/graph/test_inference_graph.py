@@ -952,7 +952,7 @@ class Reads(nn.Module):
 
 
 def test_a_model_that_reads_its_data_runs_as_it_is(device):
-    with pytest.warns(UserWarning, match="no CUDA graph: torch.export cannot take it"):
+    with pytest.warns(UserWarning, match="no CUDA graph: torch.export cannot capture it"):
         graph = Graph(Reads().to(device), torch.ones(2, 2, device=device))
     assert graph(torch.ones(2, 2, device=device)).sum() == 8
     assert graph(-torch.ones(2, 2, device=device)).sum() == -4
@@ -1017,7 +1017,7 @@ def test_explain():
         ({"branches": "two"}, "branches: 'two'"),
         ({"device": "meta"}, "nothing runs on meta"),
         ({"device": "cuda:99"}, "cannot be used"),
-        ({"model": len}, "model: give an nn.Module"),
+        ({"model": len}, "model: expected an nn.Module"),
         ({"example": 3}, "example: give a tensor"),
         (
             {"example": (torch.ones(2), torch.ones(2), torch.ones(2))},

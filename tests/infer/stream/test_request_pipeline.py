@@ -449,7 +449,7 @@ def test_a_pipeline_is_not_closed_from_within():
         ({"stages": [double]}, "either a model or stages"),
         ({"model": None, "stages": []}, "stages: the list is empty"),
         ({"model": 3}, "model: 3 cannot be called"),
-        ({"depth": 0, "workers": 1.5}, "depth: 0 must be a whole number, 1 or more; workers: 1.5"),
+        ({"depth": 0, "workers": 1.5}, "depth: 0 must be a whole number of at least 1; workers: 1.5"),
         ({"device": "cuda:99"}, "cannot be used"),
         ({"model": None, "stages": double}, "stages: expected a list of stages; given: function"),
         ({"model": None, "stages": nn.Linear(2, 2)}, "stages: expected a list of stages; given: Linear"),
@@ -607,7 +607,7 @@ def test_one_model_in_several_places_keeps_its_mode():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"model": nn.Linear}, "model: Linear is a class; give a module"),
+        ({"model": nn.Linear}, "model: Linear is a class; pass an instance"),
         ({"model": nn.Linear(2, 2), "preprocess": 3}, "preprocess: expected a function; given: int"),
         ({"model": nn.Linear(2, 2), "postprocess": "a"}, "postprocess: expected a function; given: str"),
     ],

@@ -387,7 +387,7 @@ def test_who_raised_and_was_killed_in_its_last_save_is_not_started_again():
     ],
 )
 def test_what_was_told_to_end_is_not_started_again(told, exits, stuck, code):
-    verdict = judge(Policy(3), exits, told=told, stuck=stuck)
+    verdict = judge(Policy(3), exits, signal_name=told, stuck=stuck)
     assert (verdict.is_again, verdict.code) == (False, code)
 
 

@@ -188,7 +188,7 @@ def test_a_scheduler_that_ends_it_and_a_keyboard_that_does(place):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, err
-    assert f"goes on from the checkpoint of step {last['step']}" in out
+    assert f"continues from the checkpoint of step {last['step']}" in out
     assert Path("run", f"checkpoint-{events()[-1]['step']:06d}", "MANIFEST.json").exists()
 
 

@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import LaneError, UsageError
 from penstock.pipeline.smaller_micro_batches import split_finer
 from penstock.runtime import deterministic as still
-from penstock.runtime.deterministic import Still
+from penstock.runtime.deterministic import Deterministic
 
 WIDTH, SIZE = 6, 12
 
@@ -236,7 +236,7 @@ def test_a_dict_that_the_model_takes_as_one_argument_is_explained():
         def forward(self, batch):
             return self.inner(batch["x"])
 
-    with pytest.raises(UsageError, match=r"forward has none named x; it takes: batch.*give \(batch,\)"):
+    with pytest.raises(UsageError, match=r"forward has no argument x; it takes: batch.*pass \(batch,\)"):
         penstock.Pipeline(Takes(), example={"x": rows()}, loss=nn.MSELoss(), lanes=2)
     with penstock.Pipeline(Takes(), example=({"x": rows()},), loss=nn.MSELoss(), lanes=2) as pipe:
         x = rows()
@@ -331,7 +331,7 @@ def test_what_a_loss_need_not_take_is_an_exception_on_a_gpu_too(operation, devic
 
     def outcome(device):
         try:
-            with Still():
+            with Deterministic():
                 operation(device)
         except (IndexError, RuntimeError):
             return "raises"

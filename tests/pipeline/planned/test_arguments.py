@@ -82,7 +82,7 @@ def test_losses_that_are_none(loss, words):
 
 
 ARRAY = BATCH.numpy()
-CONVERT = r"a numpy array of float32, shape \(8, 6\), is no tensor: convert it with torch.as_tensor"
+CONVERT = r"a numpy array \(float32, shape \(8, 6\)\) is not a tensor: convert it with torch.as_tensor"
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_a_list_of_stage_modules():
         ({"batch_size": 0}, ScheduleError, "batch_size: 0"),
         ({"analytic": "h10"}, UsageError, "Did you mean 'h100'"),
         ({"device": "cpu"}, UsageError, "device: only applies to measuring"),
-        ({"profile": "none.json"}, UsageError, "leave one of them out"),
+        ({"profile": "none.json"}, UsageError, "pass one of them"),
         ({"analytic": None, "profile": "none.json"}, CostError, "cannot be read"),
         ({"cuts": ["nope"]}, UsageError, "no node or module 'nope'"),
         ({"cuts": "blocks.1.0", "lanes": 1}, PartitionError, "1 stages have 0"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.backward.gradient_accumulation import Adding, added_together
+from penstock.runtime.backward.gradient_accumulation import GradientAccumulation, accumulated_together
 
 
 class Towers(nn.Module):
@@ -44,7 +44,7 @@ def test_added_together(sparse):
     for step in range(4):
         ids = torch.randint(0, 7, (3, 2))
         where = {name: p.grad for name, p in model.named_parameters()}
-        with added_together(model.parameters()):
+        with accumulated_together(model.parameters()):
             model(ids).backward()
         plain(ids).backward()
         assert_same(model, plain)
@@ -58,7 +58,7 @@ def test_added_together(sparse):
 def test_one_that_is_sparse_below_a_dense_one():
     one = nn.Parameter(torch.ones(3))
     one.grad = torch.tensor([0.0, 1.0, 0.0]).to_sparse()
-    with added_together([one]):
+    with accumulated_together([one]):
         (one * 2).sum().backward()
     assert torch.equal(one.grad, torch.tensor([2.0, 3.0, 2.0]))
 
@@ -76,7 +76,7 @@ def test_a_backward_that_fails_leaves_gradients_as_they_were():
 
     loss = model(ids)
     model.twice.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="no"), added_together(model.parameters()):
+    with pytest.raises(RuntimeError, match="no"), accumulated_together(model.parameters()):
         loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is before[name]
@@ -118,7 +118,7 @@ def test_who_adds_together(model, options, wanted):
     ) as pipe:
         executors = pipe.internals.executors()
         runs = [run for executor in executors for run in executor.stages.values()]
-        assert [run._adding is not None and run._is_alone for run in runs] == wanted
+        assert [run._accumulation is not None and run._is_alone for run in runs] == wanted
 
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -148,7 +148,7 @@ def test_steps_whose_gradients_are_not_cleared(device):
 def test_one_gradient_for_two_parameters():
     one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     one.grad = other.grad = torch.zeros(3)
-    with added_together([one, other]):
+    with accumulated_together([one, other]):
         (one * 2 + other * 3).sum().backward()
     assert one.grad is other.grad
     assert one.grad.tolist() == [5.0] * 3
@@ -157,15 +157,15 @@ def test_one_gradient_for_two_parameters():
 def test_what_is_not_added_together():
     """What the loss of another lane reaches, and what has a hook that sees the sum."""
     first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
-    adding = Adding()
-    assert adding.together([first, second, third]) == [first, second, third]
+    accumulation = GradientAccumulation()
+    assert accumulation.eligible([first, second, third]) == [first, second, third]
     third.register_post_accumulate_grad_hook(lambda parameter: None)
     made = (second * torch.ones(3, requires_grad=True)).sum() + first.square().mean()
-    adding.look(made, own=[second])
-    assert [p is second for p in adding.together([first, second, third])] == [True]
-    adding.look(torch.ones(()), own=[])
+    accumulation.look(made, own=[second])
+    assert [p is second for p in accumulation.eligible([first, second, third])] == [True]
+    accumulation.look(torch.ones(()), own=[])
     given = torch.ones(3, requires_grad=True)  # what came from the stage before
-    adding.look((second * given).sum(), own=[second])
+    accumulation.look((second * given).sum(), own=[second])
     held = weakref.ref(given)
     del given, made
     assert held() is None
@@ -202,7 +202,7 @@ def test_a_loss_that_reaches_another_lane_s_parameters(reached):
             pipe.step(x, y)
             # now and then a race would show in the gradients, so it is also looked at who adds
             runs = [run for e in pipe.internals.executors() for run in e.stages.values()]
-            alone = [p for run in runs for p in run._adding.together(run.stage.parameters())]
+            alone = [p for run in runs for p in run._accumulation.eligible(run.stage.parameters())]
             assert len(alone) == 7
             assert all(p is not model[0].weight for p in alone)
             loss_for(plain[0].weight)(plain(x), y).backward()

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import UsageError
-from penstock.runtime.backward.split_backward import Deferring, Pending
+from penstock.runtime.backward.split_backward import DeferredWeightGradients, Pending
 
 TOLERANCE = 1e-12
 
@@ -60,7 +60,7 @@ def compare(module, *inputs, tolerance=TOLERANCE, call=None, other=None):
     backward(expected)
     pending = Pending()
     torch.manual_seed(2)
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = call(module, inputs)
     assert len(pending) == 0
     for found, wanted in zip(tensors_of(made), tensors_of(expected), strict=True):
@@ -359,7 +359,7 @@ def test_embedding_whose_padding_is_counted_from_the_end():
 def test_embedding_that_is_left_plain(options):
     module = nn.Embedding(7, 3, **options).double()
     pending = Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         module(torch.tensor([0, 2])).sum().backward()
     assert len(pending) == 0
     assert module.weight.grad is not None
@@ -400,14 +400,14 @@ def test_frozen_weights_are_left_plain():
     assert module[0].weight.grad is None
     module.requires_grad_(False)
     pending = Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         assert not module(randn(5, 3, grad=False)).requires_grad
 
 
 def test_inputs_that_want_gradients_are_no_weights():
     x, y = randn(4, 3), randn(3, 5)
     pending = Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = functional.linear(x @ y, y)
     made.sum().backward()
     assert len(pending) == 0
@@ -417,7 +417,7 @@ def test_inputs_that_want_gradients_are_no_weights():
 
 def test_nothing_is_put_off_where_no_graph_is_recorded():
     module, pending = nn.Linear(3, 4), Pending()
-    with Deferring(pending), torch.no_grad():
+    with DeferredWeightGradients(pending), torch.no_grad():
         assert module(torch.ones(2, 3)).grad_fn is None
 
 
@@ -454,7 +454,7 @@ def test_hooks_see_the_whole_gradient_once():
     module.weight.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(-1, 1))
     module.weight.register_post_accumulate_grad_hook(after.append)
     pending = Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = run(module, x)
     made.sum().backward()
     assert (len(pending), seen) == (3, [])
@@ -480,7 +480,7 @@ def test_micro_batches_interleave():
         expected(batch).sum().backward()
     queues, made = [Pending() for _ in batches], []
     for batch, pending in zip(batches, queues, strict=True):
-        with Deferring(pending):
+        with DeferredWeightGradients(pending):
             made.append(module(batch))
     for at in (1, 0):
         made[at].sum().backward()
@@ -510,7 +510,7 @@ def test_a_gradient_that_a_parameter_keeps_is_not_changed_under_the_queue():
     for pending, batch in zip(queues, batches, strict=True):
         gradient = torch.randn(2, 3, dtype=torch.float64)
         expected(batch).backward(gradient.clone())
-        with Deferring(pending):
+        with DeferredWeightGradients(pending):
             made = module(batch)
         made.backward(gradient.clone())
     for pending in queues:
@@ -521,7 +521,7 @@ def test_a_gradient_that_a_parameter_keeps_is_not_changed_under_the_queue():
 
 def test_gradients_that_nobody_else_holds_are_not_copied():
     module, pending, seed = nn.Linear(3, 4), Pending(), torch.ones(8)
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = module(torch.ones(2, 3)).view(8)
     made.backward(seed)
     assert pending._entries[0].gradient.data_ptr() == seed.data_ptr()
@@ -535,7 +535,7 @@ def test_weights_too_big_to_wait_for_one_another(monkeypatch):
 
 def test_an_input_changed_between_i_and_w_is_an_error():
     module, pending, x = nn.Linear(3, 4), Pending(), torch.ones(2, 3)
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = module(x)
     made.sum().backward()
     x.zero_()
@@ -547,7 +547,7 @@ def test_bytes_of_the_queue():
     module, pending = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False)), Pending()
     x = torch.ones(2, 3, requires_grad=True)
     assert pending.num_bytes() == 0
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = [module(x), functional.linear(x, module[0].weight)]
     assert pending.num_bytes() == 0
     torch.autograd.backward(made, [torch.ones(2, 5), torch.ones(2, 4)])
@@ -565,7 +565,7 @@ def test_an_empty_queue_does_nothing():
 
 def test_what_w_is_done_with_is_let_go():
     module, pending, x = nn.Linear(3, 4), Pending(), torch.ones(2, 3)
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = module(x).tanh()
     alive = weakref.ref(x)
     made.sum().backward()
@@ -585,7 +585,7 @@ def test_a_queue_that_is_dropped_lets_go_of_all():
     gc.disable()
     try:
         pending = Pending()
-        with Deferring(pending):
+        with DeferredWeightGradients(pending):
             made = module(torch.ones(2, 3))
         made.sum().backward()
         del made
@@ -618,7 +618,7 @@ def test_hooks_of_the_runtime_see_what_is_saved():
     expected(x).sum().backward()
     packed, pending = [], Pending()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t)
-    with hooks, Deferring(pending, own_hooks=1):
+    with hooks, DeferredWeightGradients(pending, own_hooks=1):
         made = module(x)
     assert any(tensor is x for tensor in packed)
     made.sum().backward()
@@ -626,7 +626,7 @@ def test_hooks_of_the_runtime_see_what_is_saved():
     pending.run()
     for found, wanted in zip(module.parameters(), expected.parameters(), strict=True):
         assert_same(found.grad, wanted.grad)
-    with hooks, Deferring(pending):
+    with hooks, DeferredWeightGradients(pending):
         made = module(x)
     made.sum().backward()
     assert len(pending) == 0
@@ -656,7 +656,7 @@ def test_autocast(name):
         wanted = expected(x)
     wanted.float().pow(2).sum().backward()
     pending = Pending()
-    with Deferring(pending), torch.autocast("cpu", torch.bfloat16):
+    with DeferredWeightGradients(pending), torch.autocast("cpu", torch.bfloat16):
         made = module(x)
     assert made.dtype == wanted.dtype
     assert_same(made, wanted, 0)
@@ -678,7 +678,7 @@ def test_autocast_leaves_double_precision():
 def test_autocast_keeps_no_lowered_weight():
     module, pending, packed = nn.Linear(64, 64, bias=False), Pending(), []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
-    with hooks, Deferring(pending, own_hooks=1), torch.autocast("cpu", torch.bfloat16):
+    with hooks, DeferredWeightGradients(pending, own_hooks=1), torch.autocast("cpu", torch.bfloat16):
         module(torch.ones(2, 64))
     address = module.weight.data_ptr()
     assert all(tensor.data_ptr() == address for tensor in packed if tensor.numel() == 64 * 64)
@@ -704,7 +704,7 @@ def test_a_derivative_inside_the_forward_is_differentiated_again():
 
 def test_a_derivative_inside_the_forward_leaves_nothing_in_the_queue():
     module, pending = nn.Linear(3, 4), Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         x = torch.ones(2, 3, requires_grad=True)
         torch.autograd.grad(module(x).sum(), x)
     assert len(pending) == 0
@@ -712,7 +712,7 @@ def test_a_derivative_inside_the_forward_leaves_nothing_in_the_queue():
 
 def test_a_derivative_by_a_weight_inside_the_forward_is_refused():
     module = nn.Linear(3, 4)
-    with Deferring(Pending()):
+    with DeferredWeightGradients(Pending()):
         made = module(torch.ones(2, 3)).sum()
         torch.autograd.grad(made, module.bias, retain_graph=True)
         with pytest.raises(UsageError, match="does not split the backward"):
@@ -757,7 +757,7 @@ class Marked(torch.Tensor):
 
 def test_classes_of_tensors_with_their_own_rules_are_left_plain():
     module, pending = nn.Sequential(nn.Linear(3, 4), SelfAttention(nn.MultiheadAttention(4, 2))), Pending()
-    with Deferring(pending):
+    with DeferredWeightGradients(pending):
         made = module(torch.ones(2, 3).as_subclass(Marked))[0]
     assert type(made) is Marked
     assert functional.multi_head_attention_forward in Marked.seen

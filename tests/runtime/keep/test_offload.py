@@ -220,7 +220,7 @@ def test_a_tensor_that_is_saved_twice_has_one_box():
     with saved.collecting():
         y = x.exp()
         z = (y * y).sum() + (y * y.detach()).sum() + y.sin().sum()
-    assert len(list(saved._living())) == 1 + 0 * z.numel()
+    assert len(list(saved._live_boxes())) == 1 + 0 * z.numel()
     assert saved.num_bytes(on="device") == 40
 
 

@@ -17,7 +17,7 @@ import processes
 from penstock.errors import CheckpointError, UsageError
 from penstock.launch.processes import train_process as running
 from penstock.training.callbacks import tensorboard
-from penstock.training.callbacks.journal import Journal, Lines, plain_json
+from penstock.training.callbacks.journal import Journal, JsonLines, plain_json
 from penstock.training.callbacks.lane_memory import lane_bytes
 from penstock.training.callbacks.progress import Reading, Summary
 from penstock.training.callbacks.tensorboard import TensorBoard
@@ -116,7 +116,7 @@ def test_others_than_the_first_process_write_nothing(tmp_path):
 def test_half_a_line_of_a_process_that_died_goes(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "los')
-    lines = Lines(path)
+    lines = JsonLines(path)
     lines.append({"step": 3})
     lines.close()
     assert [line["step"] for line in events(tmp_path)] == [1, 3]
@@ -138,12 +138,12 @@ def files_of_at_most(size):
 
 
 def test_a_full_disk_is_warned_about_once_and_costs_whole_lines(tmp_path):
-    lines = Lines(tmp_path / "events.jsonl")
+    lines = JsonLines(tmp_path / "events.jsonl")
     lines.append({"step": 1})
     size = (tmp_path / "events.jsonl").stat().st_size
     long = {"step": 2, "message": "more than five characters"}
     with files_of_at_most(size + 5):
-        with pytest.warns(UserWarning, match="training goes on"):
+        with pytest.warns(UserWarning, match="training continues"):
             lines.append(long)
         lines.append(long)  # with no warning more, which would be an error here
         lines.append(long)
@@ -262,7 +262,9 @@ def test_lanes_that_are_processes_hold_what_these_do_and_all_know():
 def test_a_folder_of_another_models_run_says_what_to_do(tmp_path):
     """It named the parameters that differ, and left the reader alone with them."""
     train(tmp_path / "run", steps=1)
-    with pytest.raises(CheckpointError, match=r"another model.*run holds the run of another.*give another folder, or"):
+    with pytest.raises(
+        CheckpointError, match=r"another model.*run contains the run of another.*choose another folder, or"
+    ):
         train(tmp_path / "run", steps=1, model=sequence(6))
 
 

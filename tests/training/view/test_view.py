@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock.training.callbacks.progress import Reading, Summary
 from penstock.training.view.view import View
-from penstock.training.view.view_figures import Pace, Spark
+from penstock.training.view.view_figures import Pace, Sparkline
 from penstock.training.view.view_lines import fault_line, summary_lines
 from penstock.training.view.view_outlet import Outlet
 from penstock.training.view.view_picture import Picture
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_a_number_is_shown_as_it_is():
 
 
 def test_a_million_losses_are_a_few_bars():
-    spark = Spark(16)
+    spark = Sparkline(16)
     for number in range(100_001):
         spark.add(float(number))
     assert 8 <= len(str(spark)) <= 16
@@ -150,12 +150,12 @@ def test_a_training_in_a_terminal(tmp_path):
     fit(tmp_path / "run", View(file=terminal), steps=6, **asked)
     text = terminal.plain
     for words in (
-        "training: 1f1b, 2 lanes, 4 micro-batches, 6 steps", "the first step is under way", "/6 steps", "to go",
+        "training: 1f1b, 2 lanes, 4 micro-batches, 6 steps", "the first step is running", "/6 steps", "to go",
         "samples/s", "bubble", "lanes in step", "step 3: validation loss", "step 4: checkpoint", "Done: 6 of 6 steps",
         "checkpoint-000006", "step-000006.html",
     ):  # fmt: skip
         assert words in text, words
-    assert "To go on" not in text
+    assert "To continue" not in text
     assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
     assert sys.stdout is not terminal
 
@@ -171,21 +171,21 @@ def test_plain_lines(why, tmp_path, monkeypatch):
     assert "\r" not in text
     lines = [line for line in ESCAPE.sub("", text).splitlines() if line.startswith("step ")]
     pattern = (
-        r"step +(\d+) of 600: loss [\d.]+, [\d,.]+ samples/s,( bubble [\d.]+ %,)? [\d.]+ m?s a step, "
-        r"at most .* held a lane"
+        r"step +(\d+) of 600: loss [\d.]+, [\d,.]+ samples/s,( bubble [\d.]+ %,)? [\d.]+ m?s per step, "
+        r"at most .* held per lane"
     )
     assert [int(re.fullmatch(pattern, line)[1]) for line in lines[:3]] == [1, 2, 4]
     assert "Stopped by a callback: 4 of 600 steps" in text
-    assert f"To go on: run it again with the same folder, {tmp_path}" in text
+    assert f"To continue: run it again with the same folder, {tmp_path}" in text
 
 
 def test_a_training_that_resumes_says_so_and_how_to_go_on(tmp_path):
     fit(tmp_path, View(file=io.StringIO()), StopAt(2), steps=6)
     file = io.StringIO()
     fit(tmp_path, View(file=file, again="penstock train this.toml"), StopAt(4), steps=6)
-    assert "goes on from the checkpoint of step 2" in file.getvalue()
+    assert "continues from the checkpoint of step 2" in file.getvalue()
     assert "4 of 6 steps, 2 of them before" in file.getvalue()
-    assert file.getvalue().endswith("To go on: penstock train this.toml\n")
+    assert file.getvalue().endswith("To continue: penstock train this.toml\n")
 
 
 def test_others_than_the_first_process_show_nothing(tmp_path):
@@ -278,7 +278,7 @@ def test_the_summary_tells_of_what_did_not_work(tmp_path):
     for words in (
         "Ended by SIGTERM: 7 of 10 steps, in 0:01:10", "loss        3.000 → 2.000", "validation  2.250",
         "checkpoint-000002 and 1 before", "events.jsonl", "not saved   No space left; on it",
-        "the updates of steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more", "To go on: run it again",
+        "the updates of steps 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more", "To continue: run it again",
     ):  # fmt: skip
         assert words in text, words
 
@@ -292,7 +292,7 @@ def test_memory_is_called_what_it_is(tmp_path):
             view.on_train_begin(trainer)
             view.on_step_end(trainer, reading())
             view.on_log(trainer, {})
-        assert f"at most 2 MiB {words} a lane" in file.getvalue()
+        assert f"at most 2 MiB {words} per lane" in file.getvalue()
 
 
 def test_a_summary_of_nothing_says_so(tmp_path):
@@ -300,13 +300,13 @@ def test_a_summary_of_nothing_says_so(tmp_path):
         summary = Summary("done", 179, steps, None, None, 1.0, tmp_path, **more)
         return summary_lines(summary, first_loss=None, speed="", events=None, again=None)[0]
 
-    told = "Nothing was trained: already at step 179, and 3 steps were asked for; give more steps"
+    told = "Nothing was trained: already at step 179, and steps = 3; increase steps"
     assert said(3, resumed_from=179) == told
-    assert "already at step 179, and 179 steps" in said(179, resumed_from=179)
+    assert "already at step 179, and steps = 179" in said(179, resumed_from=179)
     assert said(179, resumed_from=100).startswith("Done: 179 of 179 steps, 100 of them before")
     assert "again" not in said(179, resumed_from=100)
-    assert said(179, restarts=1).endswith("the processes were started again once, and the time is since then")
-    assert "started again 3 times" in said(179, restarts=3, resumed_from=100)
+    assert said(179, restarts=1).endswith("the processes were restarted once, and this is the time since then")
+    assert "restarted 3 times" in said(179, restarts=3, resumed_from=100)
 
 
 # ---- a terminal that goes away

@@ -18,7 +18,7 @@ from penstock.infer.graph.inference_graph import Graph
 from penstock.infer.graph.unchanged_model import UnchangedModel
 from penstock.infer.stream.stage_runner import Arguments, StageData, StageRunner, arguments
 from penstock.infer.stream.stream_threads import CLOSED, StreamThreads
-from penstock.runtime.exclusive_use import Use
+from penstock.runtime.exclusive_use import ExclusiveUse
 
 __all__ = ["Pipeline"]
 
@@ -89,7 +89,7 @@ class Pipeline:
         ]
         if faults or not given:
             raise UsageError("; ".join(faults) or "stages: the list is empty")
-        self.depth, self._use = depth, Use()
+        self.depth, self._use = depth, ExclusiveUse()
         place = None if device is None else check_device(device)
         self._threads = StreamThreads(
             _runners([stage for stage in given if stage is not None], example, place),

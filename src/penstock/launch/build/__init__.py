@@ -1,1 +1,1 @@
-"""Build: from a configuration to a trainer that is ready to run."""
+"""Trainer construction: make a trainer that is ready to run from a configuration."""

@@ -1,4 +1,4 @@
-"""Items: the batches that a configuration names, and what one of them looks like."""
+"""Data source: the batches that a configuration names, and the first of them as an example."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Batches", "Text", "build_data", "count_tokens_of", "first_item"]
 
 
 class Text:
-    """Batches of the text that comes with Penstock: pieces from random places; an epoch has always the same ones.
+    """Batches of random pieces of the text of Penstock; each epoch always has the same batches.
 
     Args:
-        batch_size: pieces of a batch.
-        length: characters of a piece.
-        batches: of an epoch.
-        seed: of the places; an epoch draws its own.
-        labels: yield dicts of input_ids and labels, as models of transformers take them.
-        is_held_out: from the last tenth of the text, which is kept for validation.
+        batch_size: pieces per batch.
+        length: characters per piece.
+        batches: batches per epoch.
+        seed: seed of the positions; each epoch draws its own positions.
+        labels: whether to yield dicts of input_ids and labels, for models of transformers.
+        is_held_out: whether to use the last tenth of the text, which is reserved for validation.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Text:
         return self._batches
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it is."""
+        """Return the position."""
         return {"epoch": self._epoch, "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Continue from a position."""
         self._epoch, self._given = state["epoch"], state["given"]
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,9 +59,9 @@ class Text:
         border = len(numbers) * 9 // 10
         part = numbers[border:] if self._is_held_out else numbers[:border]
         if self._length >= len(part):
-            raise UsageError(f"data_args: length must be less than the text's, {len(part)}; given: {self._length}")
+            raise UsageError(f"data_args: length must be below that of the text, {len(part)}; given: {self._length}")
         while self._given < self._batches:
-            # every batch draws from a seed of its own: wherever one goes on, the same pieces come
+            # each batch has its own seed, so the batches are the same after a resume at any position
             drawn = torch.Generator().manual_seed((self._seed << 40) + (self._epoch << 20) + self._given)
             starts = torch.randint(len(part) - self._length, (self._size, 1), generator=drawn)
             pieces = part[starts + torch.arange(self._length + 1)]
@@ -74,14 +74,14 @@ class Text:
 
 
 class Batches:
-    """Items of some data, each changed; the data's own state, where it has one, is that of this."""
+    """Batches of other data, with a function applied to each; it exposes the state and the samplers of the data."""
 
     def __init__(self, data: Iterable[Any], change: Callable[[Any], Any]) -> None:
         self._data, self._change = data, change
         for name in ("state_dict", "load_state_dict"):
             if callable(getattr(data, name, None)):
                 setattr(self, name, getattr(data, name))
-        for name in ("sampler", "batch_sampler"):  # which may want to know the epoch
+        for name in ("sampler", "batch_sampler"):  # these may need the number of the epoch
             if hasattr(data, name):
                 setattr(self, name, getattr(data, name))
 
@@ -90,21 +90,19 @@ class Batches:
 
 
 def build_data(config: Config) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Return the batches to train with, and those to validate with, if there are any.
+    """Return the batches for training, and those for validation or None.
 
     Raises:
-        UsageError: when there is no such data, or its arguments are wrong.
+        UsageError: if the data does not exist or its arguments are wrong.
     """
     train, validation = _made("data", config.data, config.data_args)
     if config.validation is not None:
         if validation is not None:
-            raise UsageError(f"validation: {config.data} returns batches to validate with already; leave it out")
+            raise UsageError(f"validation: {config.data} already returns validation batches; leave this key out")
         validation, more = _made("validation", config.validation, config.data_args)
         validation = validation if config.validation != "penstock:text" else more
     if validation is None and config.validate_every:
-        raise UsageError(
-            "validate_every: there is nothing to validate with: give validation, or let data return it too"
-        )
+        raise UsageError("validate_every: there are no validation batches: set validation, or return them from data")
     if config.precision == "fp64":
         train = Batches(train, _doubled)
         validation = None if validation is None else Batches(validation, _doubled)
@@ -124,8 +122,8 @@ def _made(key: str, name: str, arguments: Mapping[str, Any]) -> tuple[Iterable[A
             what = type(part).__name__ if made is part else f"({', '.join(type(one).__name__ for one in parts)})"
             hint = " (is a return missing?)" if made is None else ""
             raise UsageError(
-                f"{key}: {name} returned {what}{hint}; it must return batches, as a DataLoader, or (training, "
-                "validation) batches"
+                f"{key}: {name} returned {what}{hint}; it must return batches, such as a DataLoader, or a pair of"
+                " training and validation batches"
             )
     return parts
 
@@ -134,7 +132,7 @@ def _can_iterate(thing: object) -> bool:
     return hasattr(thing, "__iter__") or hasattr(thing, "__getitem__")
 
 
-def _doubled(item: Any) -> Any:  # noqa: ANN401 - as the data's items
+def _doubled(item: Any) -> Any:  # noqa: ANN401 - an item of the data
     """Return an item with its floating-point tensors in double precision."""
     import torch
 
@@ -148,7 +146,7 @@ def _doubled(item: Any) -> Any:  # noqa: ANN401 - as the data's items
 
 
 def first_item(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Return the first item, and the data with it still to come; nothing is drawn from the global random state."""
+    """Return the first item, and data that still includes it; the global random state does not change."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -157,16 +155,16 @@ def first_item(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         try:
             item = next(batches)
         except StopIteration:
-            raise UsageError("data: it has no batches") from None
+            raise UsageError("data: has no batches") from None
     if isinstance(data, Text) and state is not None:
         data.load_state_dict(state)
-    if batches is data:  # can be iterated over once only
+    if batches is data:  # an iterator, which runs only once
         return item, chain([item], batches)
     return item, data
 
 
 def count_tokens_of(example: Any) -> Callable[[Any], int] | None:  # noqa: ANN401 - a batch
-    """Return what counts the tokens of an item, where batches look like tokens: rows of whole numbers."""
+    """Return a function that counts the tokens of an item; None if batches are not rows of integers."""
     import torch
 
     def tokens(batch: Any) -> torch.Tensor | None:  # noqa: ANN401 - a batch

@@ -1,4 +1,4 @@
-"""Models: what a configuration names: a callable's, a transformers config's, or the small GPT."""
+"""Model source: the model that a configuration names: from a callable, from transformers, or the small GPT."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["build_model"]
 
 
 def build_model(config: Config) -> tuple[nn.Module, Any]:
-    """Return the model, and an example batch where the callable gives one, else None.
+    """Return the model, and the example batch that the callable returns with it, or None.
 
     Raises:
-        UsageError: when there is no such model, or its arguments are wrong.
+        UsageError: if the model does not exist or its arguments are wrong.
     """
     name, arguments = config.model, config.model_args
     if name == "penstock:gpt":
@@ -41,7 +41,7 @@ def build_model(config: Config) -> tuple[nn.Module, Any]:
 
 
 def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a transformers config, model_type among them."""
+    """Return the settings of a transformers config, including model_type."""
     if isinstance(model, Mapping):
         return dict(model)
     if not model.endswith(".json"):
@@ -51,7 +51,7 @@ def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> d
     except (OSError, ValueError) as error:
         raise UsageError(f"model: {model} cannot be read as a config: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise UsageError(f"model: {model} has no model_type: it is no config of transformers")
+        raise UsageError(f"model: {model} has no model_type, so it is not a config of transformers")
     return found | dict(arguments)
 
 
@@ -67,5 +67,5 @@ def _from_transformers(settings: dict[str, Any]) -> nn.Module:
         if not hasattr(plain, name) and name not in ("architectures", "transformers_version", "torch_dtype", "dtype"):
             raise UsageError(f"model_args: a config of {kind} has no {name!r}.{nearest(name, vars(plain))}")
     config = type(plain)(**settings)
-    config.use_cache = False  # of generation; in training it is only in the way
+    config.use_cache = False  # the cache is for generation; training does not use it
     return class_of(config)(config)  # type: ignore[no-any-return]

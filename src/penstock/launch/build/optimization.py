@@ -1,4 +1,4 @@
-"""Learning: the loss, the optimizer and the learning rate's schedule that a configuration names."""
+"""Optimization: the loss, the optimizer and the learning-rate schedule that a configuration names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["build_loss", "build_rate", "build_weight", "optimizer_maker"]
 
 
 def build_loss(config: Config) -> Any:  # noqa: ANN401 - a function, or None
-    """Return the loss function; None where the model returns its loss.
+    """Return the loss function, or None if the model returns its loss.
 
     Raises:
-        UsageError: when there is no such loss.
+        UsageError: if the loss does not exist.
     """
     from torch import nn
 
@@ -43,15 +43,15 @@ def build_loss(config: Config) -> Any:  # noqa: ANN401 - a function, or None
     if name in functions:
         return getattr(nn.functional, name)
     raise UsageError(
-        f"loss: {name!r} is no loss of torch.nn.functional or torch.nn.{nearest(name, [*functions, *losses])}"
+        f"loss: {name!r} is not a loss of torch.nn.functional or torch.nn.{nearest(name, [*functions, *losses])}"
     )
 
 
 def build_weight(config: Config) -> Any:  # noqa: ANN401 - a function, "sum", or None
-    """Return what the losses of micro-batches average over.
+    """Return the `weight=` of the pipeline: what the losses of micro-batches average over.
 
     Raises:
-        UsageError: when there is no such callable.
+        UsageError: if the callable does not exist.
     """
     if config.weight in (None, "sum"):
         return config.weight
@@ -59,10 +59,10 @@ def build_weight(config: Config) -> Any:  # noqa: ANN401 - a function, "sum", or
 
 
 def optimizer_maker(config: Config) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return what makes the optimizer of parameters.
+    """Return a function that makes the optimizer from parameters.
 
     Raises:
-        UsageError: when there is no such optimizer, or it does not take these arguments.
+        UsageError: if the optimizer does not exist or does not take the arguments.
     """
     import torch
 
@@ -96,7 +96,7 @@ def _is_optimizer(word: str) -> bool:
 
 
 def build_rate(config: Config, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401 - torch's have no common type
-    """Return the schedule of the learning rate; None where it is constant."""
+    """Return the learning-rate schedule, or None if the rate is constant."""
     from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
     name, steps, warmup = config.lr_schedule, config.steps, config.warmup_steps
@@ -109,7 +109,7 @@ def build_rate(config: Config, optimizer: torch.optim.Optimizer) -> Any:  # noqa
 
         class OneCycle(OneCycleLR):
             def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-                # a state brings the end of its own curve along; the steps that are asked for now are what counts
+                # the state contains the end of its own curve; the current number of steps takes precedence
                 own = {name: vars(self)[name] for name in ("total_steps", "_schedule_phases")}
                 super().load_state_dict({**state_dict, **own})
 

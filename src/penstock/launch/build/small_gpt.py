@@ -1,4 +1,4 @@
-"""What the demo, an example and `penstock train` train by default: a small GPT that knows no pipeline, and its text."""
+"""Small GPT: the default model of `penstock train` and the demo, in plain torch, and its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Text", "load_text", "loss_of", "make_gpt"]
 
 
 def make_gpt(num_characters: int, *, width: int = 128, depth: int = 4, heads: int = 4, length: int = 32) -> nn.Module:
-    """Return a GPT that takes `(batch, length)` characters, as numbers, and says for each which comes next."""
+    """Return a GPT that takes `(batch, length)` characters as numbers and predicts the next one for each."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -51,7 +51,7 @@ def make_gpt(num_characters: int, *, width: int = 128, depth: int = 4, heads: in
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Return how surprised the model is by the next characters, in nats a character."""
+    """Return the cross-entropy of the next characters, in nats per character."""
     from torch.nn import functional
 
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -59,7 +59,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Text:
-    """A text, and its characters as numbers.
+    """A text with its characters as numbers.
 
     >>> text = Text("abcab")
     >>> text.numbers.tolist(), text.write([2, 0])
@@ -70,7 +70,7 @@ class Text:
 
     @cached_property
     def characters(self) -> str:
-        """All characters that occur, each once."""
+        """The distinct characters, sorted."""
         return "".join(sorted(set(self.content)))
 
     @cached_property
@@ -90,7 +90,7 @@ class Text:
         return "".join(self.characters[number] for number in numbers)
 
     def batch(self, size: int, length: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Return pieces from random places of the text, and for each of their characters the one that follows."""
+        """Return random pieces of the text, and the next character for each of their characters."""
         import torch
 
         starts = torch.randint(len(self.content) - length, (size, 1), generator=generator)
@@ -98,17 +98,17 @@ class Text:
         return pieces[:, :-1], pieces[:, 1:]
 
     def write_on(self, forward: Callable[[Tensor], Tensor], *, prompt: str, count: int, generator: Generator) -> str:
-        """Let a model write so many characters after a prompt, which is as long as its batches; return them."""
+        """Return the characters that a model writes after a prompt, which must be as long as the model's input."""
         import torch
 
         numbers = self.read(prompt)
         for _ in range(count):
             scores = forward(numbers[None, -len(prompt) :])[0, -1].cpu()
-            chances = torch.softmax(scores / 0.5, dim=-1)  # 0.5: rather the likely ones
+            chances = torch.softmax(scores / 0.5, dim=-1)  # temperature 0.5 prefers likely characters
             numbers = torch.cat([numbers, torch.multinomial(chances, 1, generator=generator)])
         return self.write(numbers[len(prompt) :].tolist())
 
 
 def load_text() -> Text:
-    """Return the text that comes with Penstock."""
+    """Return the text of Penstock."""
     return Text((files("penstock") / "data" / "pipes.txt").read_text())

@@ -1,4 +1,4 @@
-"""Build: from a configuration to a trainer that is ready to run, and what its folder says of it."""
+"""Trainer builder: make a trainer that is ready to run from a configuration, and record the run in its folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.launch.build.data_source import build_data, count_tokens_of, first_item
 from penstock.launch.build.model_source import build_model
 from penstock.launch.build.optimization import build_loss, build_rate, build_weight, optimizer_maker
-from penstock.launch.build.trial_batch import check_pair, telling_bad_batches
+from penstock.launch.build.trial_batch import check_pair, explain_bad_batches
 from penstock.launch.build.user_callables import call
 from penstock.launch.config.config_checks import node_counts
 from penstock.launch.config.config_writer import to_toml
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planned.placement import share_of_threads
 from penstock.runtime.lanes.lane_group import world_size
-from penstock.training.batch_items import Items
+from penstock.training.batch_items import ItemReader
 from penstock.training.callbacks.callback import Callback
 from penstock.training.callbacks.journal import Journal
 from penstock.training.callbacks.tensorboard import TensorBoard
@@ -39,18 +39,18 @@ from penstock.training.trainer import Trainer
 if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
     from penstock.launch.config.config import Config
-    from penstock.launch.config.config_reader import Given
+    from penstock.launch.config.config_reader import LoadedConfig
 
 __all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of"]
 
-_BUILD_SECONDS = 600.0  # that others wait, at least, while the first lane measures and cuts: that is no hang
+_BUILD_SECONDS = 600.0  # minimum timeout while the first lane measures and cuts, and the others wait
 _OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a configuration names, before it is cut: the model, its batches, and a batch to see how it is called."""
+    """The parts that a configuration names: the model, its batches, and an example batch."""
 
     model: Any
     example: Any
@@ -59,13 +59,13 @@ class Parts:
 
 
 def build_parts(config: Config) -> Parts:
-    """Return model and data.
+    """Return the model and the data.
 
     Raises:
-        UsageError: for what cannot be found, or does not take its arguments.
+        UsageError: if something cannot be found or does not take its arguments.
     """
-    _sow(config.seed)
-    options_of(config.compile)  # what is wrong is told before anything is made
+    _seed_generators(config.seed)
+    options_of(config.compile)  # check the options before the expensive parts
     model, example = build_model(config)
     if config.precision == "fp64":
         for module in model if isinstance(model, list) else [model]:
@@ -76,12 +76,14 @@ def build_parts(config: Config) -> Parts:
         has_target = build_loss(config) is not None
         if has_target:
             check_pair(config, item)
-        example = Items(None, has_target=has_target).call(item)[0]
-        example = tuple(example) if isinstance(example, list) else example  # as a DataLoader hands several tensors over
+        example = ItemReader(None, has_target=has_target).call(item)[0]
+        example = (
+            tuple(example) if isinstance(example, list) else example
+        )  # a DataLoader yields several tensors as a list
     return Parts(model, example, data, validation)
 
 
-def _sow(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -91,7 +93,7 @@ def _sow(seed: int) -> None:
 
 
 def build_trainer(
-    given: Given,
+    given: LoadedConfig,
     stack: ExitStack,
     *,
     callbacks: Iterable[Callback] = (),
@@ -101,20 +103,20 @@ def build_trainer(
     """Return a trainer that is ready to run.
 
     Args:
-        given: the configuration, and where it comes from.
+        given: the configuration and the sources of its values.
         stack: closes the pipeline.
-        callbacks: beside those of the configuration.
-        progress: is told what is being done.
-        is_again: processes before were lost: go on from the newest checkpoint, whatever was asked at first.
+        callbacks: callbacks in addition to those of the configuration.
+        progress: called with the current activity.
+        is_again: this is a restart after lost processes: resume from the newest checkpoint, even with resume="never".
 
     Raises:
-        UsageError: for a configuration that cannot work.
+        UsageError: if the configuration cannot work.
     """
     config = given.config
     parts = build_parts(config)
     make = optimizer_maker(config)
     scaler = _scaler(config)
-    with telling_bad_batches(config, parts.model, parts.example):
+    with explain_bad_batches(config, parts.model, parts.example):
         pipe = stack.enter_context(_pipeline(config, parts, make, scaler, progress, is_again=is_again))
     _check_same(config, pipe)
     optimizer = None if pipe.optimizers else make(pipe.parameters())
@@ -140,26 +142,26 @@ def build_trainer(
         on_nan=config.on_nan,
         on_oom=config.on_oom,
         max_seconds=config.max_seconds,
-        callbacks=[_Papers(given), Journal(), *_own_callbacks(config), *callbacks],
-        view=False,  # who shows it is the command's to say
+        callbacks=[_RunRecord(given), Journal(), *_own_callbacks(config), *callbacks],
+        view=False,  # the command chooses the view
         count_tokens=count_tokens_of(parts.example),
     )
 
 
 def _check_same(config: Config, pipe: Pipeline) -> None:
-    """Say which settings differ from process to process: machines may have been given different files.
+    """Check that all processes have the same configuration, since machines may have different files.
 
     Raises:
-        UsageError: in all of them.
+        UsageError: in all processes; the message names the settings that differ.
     """
     everyone = pipe.internals.gather(config.model_dump(mode="json", exclude=_OF_A_MACHINE))
-    told = [
+    different = [
         f"{name}: " + ", ".join(f"{given[name]!r} (lane {lane})" for lane, given in enumerate(everyone))
         for name in everyone[0]
         if any(given[name] != everyone[0][name] for given in everyone)
     ]
-    if told:
-        raise UsageError("the processes were not given the same configuration: " + "; ".join(told))
+    if different:
+        raise UsageError("the processes have different configurations: " + "; ".join(different))
 
 
 def _pipeline(
@@ -206,7 +208,7 @@ def _pipeline(
 
 
 def lanes_of(config: Config) -> int | None:
-    """Return how many lanes there are: as processes, of which there may be fewer by now, or as asked for."""
+    """Return the number of lanes: the current number of processes, or the requested number."""
     processes = world_size()
     wanted = (config.nproc or 1) * node_counts(config)[1]
     if processes > 1 or (wanted > 1 and "RANK" in os.environ):
@@ -217,7 +219,7 @@ def lanes_of(config: Config) -> int | None:
 
 
 def threads_of(config: Config, lanes: int) -> int | None:
-    """Return how many threads torch will have in each lane of the CPU, a thread or a process; None for GPUs."""
+    """Return the number of torch threads in each lane on the CPU; None for GPUs."""
     is_cpu = not cuda.has_gpu()
     if config.devices is not None:
         listed = config.devices if isinstance(config.devices, list) else [config.devices]
@@ -226,7 +228,7 @@ def threads_of(config: Config, lanes: int) -> int | None:
 
 
 def _devices(config: Config, lanes: int | None) -> Any:  # noqa: ANN401 - as the pipeline takes them
-    """Return the devices as asked for; where lanes were lost, those of the lanes that are left."""
+    """Return the requested devices; if lanes were lost, those of the remaining lanes."""
     if isinstance(config.devices, list) and lanes is not None and lanes < len(config.devices):
         return config.devices[:lanes]
     return config.devices
@@ -250,26 +252,26 @@ def _own_callbacks(config: Config) -> list[Callback]:
     return found
 
 
-class _Papers(Callback):
-    """Writes down, in the run folder, what is trained and where; of the environment only versions and devices."""
+class _RunRecord(Callback):
+    """Writes configuration, plan and schedule to the run folder, and of the environment only versions and devices."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: LoadedConfig) -> None:
         self._given = given
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Write them: the folder is this training's now."""
+        """Write the files, now that the training has locked the folder."""
         folder, pipe = trainer.folder, trainer.pipe
         if not trainer.is_first:
             return
         folder.write("config.toml", to_toml(self._given))
         folder.write("environment.json", json.dumps(environment(pipe), indent=2) + "\n")
         folder.write(NAME, pipe.plan.to_json())
-        with suppress(ScheduleError):  # torch's form has no words for some
+        with suppress(ScheduleError):  # torch's format cannot express all schedules
             pipe.schedule.to_csv(folder.path / "schedule.csv")
 
 
 def environment(pipe: Pipeline) -> dict[str, Any]:
-    """Return where a training runs: versions and devices, and nothing that could be a secret."""
+    """Return versions and devices, and nothing that could be a secret."""
     import numpy as np
 
     return {

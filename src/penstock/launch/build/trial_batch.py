@@ -1,4 +1,4 @@
-"""Trying: whether model and data go together at all, told in words of the data where they do not."""
+"""Trial batch: check that the model and the data fit together, with messages in terms of the data."""
 
 from __future__ import annotations
 
@@ -15,32 +15,24 @@ from penstock.model.source import line_of
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
 
-__all__ = ["check_pair", "show_batch", "telling_bad_batches"]
+__all__ = ["check_pair", "explain_bad_batches", "show_batch"]
 
-_MOST = 6  # parts of a batch that are shown
+_MOST = 6  # maximum number of parts of a batch to show
 
 
 def check_pair(config: Config, item: Any) -> None:  # noqa: ANN401 - an item of the data
-    """Say what an item must be, where there is a loss that takes a target.
-
-    Raises:
-        UsageError: for an item that is not (batch, target).
-    """
+    """Refuse an item that is not (batch, target) with a UsageError, if the loss takes a target."""
     if not (isinstance(item, (tuple, list)) and len(item) == 2):
         raise UsageError(
-            f"data: {config.data} yields {_kind(item)}, and loss = {config.loss!r} takes a target: it must yield "
-            f"(batch, target), or a batch alone with loss = 'model', where the model returns its loss; the first item: "
+            f"data: {config.data} yields {_kind(item)}, but loss = {config.loss!r} takes a target: yield (batch, "
+            f"target), or a batch alone with loss = 'model' if the model returns its loss; the first item: "
             f"{show_batch(item)}"
         )
 
 
 @contextmanager
-def telling_bad_batches(config: Config, model: Any, example: Any) -> Iterator[None]:  # noqa: ANN401 - as users give them
-    """Where a model cannot be captured or measured inside: call it as it is, and say so if that does not work either.
-
-    Raises:
-        UsageError: when the model itself raises on the example.
-    """
+def explain_bad_batches(config: Config, model: Any, example: Any) -> Iterator[None]:  # noqa: ANN401 - as users give them
+    """If capturing or measuring fails inside, call the plain model; raise a UsageError if this fails too."""
     try:
         yield
     except Exception as error:
@@ -61,12 +53,13 @@ def _call(config: Config, model: Any, example: Any) -> None:  # noqa: ANN401 - a
         where = line_of(error)
         raise UsageError(
             f"the model raises on the first batch of data ({show_batch(example)}): {error_in_short(error)}"
-            f"{where and ' '}{where}; without a pipeline, too. Look at what {config.data} yields, or at the model"
+            f"{where and ' '}{where}; this also happens without a pipeline. Check the batches of {config.data} and the"
+            " model"
         ) from None
 
 
 def show_batch(batch: Any) -> str:  # noqa: ANN401 - whatever the data yields
-    """Return what a batch is made of: types and shapes, no values.
+    """Return the types and shapes of a batch, without values.
 
     >>> show_batch((torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}))
     '(float32 [2, 3], {y: int64 [2]})'
@@ -84,4 +77,4 @@ def show_batch(batch: Any) -> str:  # noqa: ANN401 - whatever the data yields
 def _kind(item: Any) -> str:  # noqa: ANN401 - an item of the data
     if isinstance(item, (tuple, list)):
         return f"{type(item).__name__}s of {len(item)}"
-    return f"a {type(item).__name__} at a time"
+    return f"items of type {type(item).__name__}"

@@ -1,4 +1,4 @@
-"""Calling: user code that a configuration names, called with the arguments that it gives."""
+"""User callables: find and call user code that a configuration names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["call", "check_arguments", "find_callable"]
 
 
 def find_callable(key: str, name: str) -> Callable[..., Any]:
-    """Return what a key names.
+    """Return the callable that a key names.
 
     Raises:
-        UsageError: when there is no such thing.
+        UsageError: if it does not exist.
     """
     try:
         found: Callable[..., Any] = find(name)
@@ -26,10 +26,10 @@ def find_callable(key: str, name: str) -> Callable[..., Any]:
 
 
 def call(key: str, name: str, arguments: Mapping[str, Any], *positional: object) -> Any:  # noqa: ANN401 - what it returns
-    """Call what a key names; what it raises itself passes through.
+    """Call the callable that a key names; its own exceptions pass through.
 
     Raises:
-        UsageError: when there is no such thing, or it does not take these arguments.
+        UsageError: if it does not exist or does not take these arguments.
     """
     function = find_callable(key, name)
     check_arguments(key, name, function, arguments, *positional)
@@ -39,14 +39,14 @@ def call(key: str, name: str, arguments: Mapping[str, Any], *positional: object)
 def check_arguments(
     key: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], *positional: object
 ) -> None:
-    """Say which argument a callable does not take, or misses."""
+    """Refuse arguments that a callable does not take, or that it needs and lacks."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # of some built-in things nothing is known
+        return  # some built-in functions have no signature
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
         names = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
         hints = "".join(nearest(word, names) for word in arguments if word not in names)
-        raise UsageError(f"{key}_args: {name} does not take them: {error}.{hints} It takes {signature}") from None
+        raise UsageError(f"{key}_args: {name} does not take these: {error}.{hints} It takes {signature}") from None

@@ -1,1 +1,1 @@
-"""Config: all that `penstock train` can be told, read, checked and written."""
+"""Configuration of `penstock train`: its keys, and how they are read, checked and written."""

@@ -1,4 +1,4 @@
-"""Reading: a file and flags to a Config; all that is wrong is told at once, each with its line or its flag."""
+"""Config reader: read a file and flags; report all faults at once, each with its line or its flag."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from pydantic import ValidationError
 from penstock.errors import UsageError, nearest
 from penstock.launch.config.config import ALIASES, HINTS, Config
 from penstock.launch.config.config_checks import faults_of
-from penstock.launch.config.flag_values import kinds_of, read_value, wanted_of
+from penstock.launch.config.flag_values import expected_text, kinds_of, read_value
 from penstock.launch.config.toml_text import parse_toml, refusal_of
 from penstock.torchrun import environment_faults
 
-__all__ = ["Given", "read_config", "take_flags"]
+__all__ = ["LoadedConfig", "read_config", "take_flags"]
 
 
 @dataclass(frozen=True)
-class Given:
-    """A configuration, and where each key comes from: "--lr", "run.toml:3", or "default"."""
+class LoadedConfig:
+    """A configuration and the source of each key: "--lr", "run.toml:3" or "default"."""
 
     config: Config
     origins: Mapping[str, str]
 
 
 def name_of(word: str) -> str:
-    """Return a key as the schema calls it: dash or underscore, and other tools' names."""
+    """Return the name of a key in the schema, from a name with dashes or the name in another tool."""
     name = word.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def take_flags(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """Part a command line: what is not ours, flags of the schema with their values, and what is wrong with them.
+    """Split a command line into other words, flags of the schema with their values, and faults of these flags.
 
     Args:
-        words: of the command line.
-        own: options of the command itself, which are left alone.
+        words: the words of the command line.
+        own: the options of the command itself, which stay among the other words.
     """
     rest: list[str] = []
     flags: list[tuple[str, str]] = []
@@ -69,7 +69,7 @@ def take_flags(words: Sequence[str], own: Sequence[str]) -> tuple[list[str], lis
         elif has_value or todo:
             flags.append((name, value if has_value else todo.pop(0)))
         else:
-            faults.append(f"{head}: give a value")
+            faults.append(f"{head}: needs a value")
     return rest, flags, faults
 
 
@@ -82,43 +82,43 @@ def _is_switch(name: str) -> bool:
 
 
 def _is_setting(name: str, word: str) -> bool:
-    """Return whether a word is a value of a switch that takes a table too: NAME=VALUE, or a table."""
+    """Return whether a word is the value of a switch that also takes a table: NAME=VALUE, or a table."""
     return dict in kinds_of(name) and not word.startswith("-") and ("=" in word or word.startswith("{"))
 
 
-def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults: Sequence[str] = ()) -> Given:
-    """Return what a file and flags say; flags win.
+def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults: Sequence[str] = ()) -> LoadedConfig:
+    """Return the configuration of a file and flags; flags override the file.
 
     Args:
-        path: of a TOML file; None: flags and defaults only.
-        flags: names and texts, as `take_flags` found them.
-        faults: of the command line, to be told with the others.
+        path: a TOML file; None: only flags and defaults.
+        flags: names and texts from `take_flags`.
+        faults: faults of the command line, to be reported with the others.
 
     Raises:
-        UsageError: listing all that is wrong.
+        UsageError: with all faults.
     """
-    told = [*faults, *environment_faults()]
+    problems = [*faults, *environment_faults()]
     text = "" if path is None else _text_of(path)
-    values, origins = _from_file(path, text, told)
+    values, origins = _from_file(path, text, problems)
     for name, word in flags:
-        _take_flag(name, word, values, origins, told)
-    config = _validated(values, origins, told)
+        _take_flag(name, word, values, origins, problems)
+    config = _validated(values, origins, problems)
     if config is not None:
-        told += [f"{_place(origins, key)}{_told_as(origins, key)}: {what}" for key, what in faults_of(config)]
-    if told or config is None:
-        told = list(dict.fromkeys(told))
-        raise UsageError(told[0] if len(told) == 1 else f"{len(told)} things are wrong:\n  " + "\n  ".join(told))
-    return Given(config, {name: origins.get(name, "default") for name in Config.model_fields})
+        problems += [f"{_place(origins, key)}{_label(origins, key)}: {what}" for key, what in faults_of(config)]
+    if problems or config is None:
+        problems = list(dict.fromkeys(problems))
+        raise UsageError(problems[0] if len(problems) == 1 else f"{len(problems)} faults:\n  " + "\n  ".join(problems))
+    return LoadedConfig(config, {name: origins.get(name, "default") for name in Config.model_fields})
 
 
 def _text_of(path: Path) -> str:
     if not path.exists():
-        # by the stem: what ends in .toml is alike already
+        # compare stems, since the suffix is always the same
         near = get_close_matches(path.stem, [one.stem for one in path.parent.glob("*.toml")], n=1, cutoff=0.5)
         hint = f" Did you mean {path.with_name(near[0] + '.toml')}?" if near else ""
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(
-            f"{path}: there is no such file{where}.{hint} penstock train --init {path} writes one to begin with"
+            f"{path}: there is no such file{where}.{hint} To write a first one: penstock train --init {path}"
         )
     try:
         return path.read_text(encoding="utf-8-sig")  # with or without a byte-order mark
@@ -127,7 +127,7 @@ def _text_of(path: Path) -> str:
         raise UsageError(f"{path}: cannot be read: {reason}") from error
 
 
-def _from_file(path: Path | None, text: str, told: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_file(path: Path | None, text: str, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         found = parse_toml(text)
     except ValueError as error:
@@ -138,11 +138,13 @@ def _from_file(path: Path | None, text: str, told: list[str]) -> tuple[dict[str,
         name = name_of(word)
         origin = f"{path}:{_line_of(text, word)}"
         if name not in Config.model_fields:
-            told.append(f"{origin}: {word}: there is no such key.{_hint(name) or nearest(name, Config.model_fields)}")
+            problems.append(
+                f"{origin}: {word}: there is no such key.{_hint(name) or nearest(name, Config.model_fields)}"
+            )
         elif name in values:
-            told.append(f"{origin}: {word}: is there twice, the other at {origins[name]}")
+            problems.append(f"{origin}: {word}: is set twice, also at {origins[name]}")
         elif refusal := refusal_of(value):
-            told.append(f"{origin}: {word}: {refusal}")
+            problems.append(f"{origin}: {word}: {refusal}")
         else:
             values[name], origins[name] = value, origin
     return values, origins
@@ -157,18 +159,18 @@ def _line_of(text: str, word: str) -> int:
     return 1
 
 
-def _take_flag(name: str, word: str, values: dict[str, Any], origins: dict[str, str], told: list[str]) -> None:
+def _take_flag(name: str, word: str, values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> None:
     flag = f"--{name.replace('_', '-')}"
     try:
         value = read_value(name, word)
     except ValueError as error:
-        told.append(f"{flag}: {error}")
+        problems.append(f"{flag}: {error}")
         return
     if refusal := refusal_of(value):
-        told.append(f"{flag}: {refusal}")
+        problems.append(f"{flag}: {refusal}")
         return
     if isinstance(value, dict) and isinstance(values.get(name), dict):
-        value = values[name] | value  # settings of a table are given one by one
+        value = values[name] | value  # each flag sets one entry of the table
     values[name], origins[name] = value, flag
 
 
@@ -177,11 +179,11 @@ def _place(origins: Mapping[str, str], key: str) -> str:
     return f"{origin}: " if origin and not origin.startswith("--") else ""
 
 
-def _told_as(origins: Mapping[str, str], key: str) -> str:
+def _label(origins: Mapping[str, str], key: str) -> str:
     return origins[key] if origins.get(key, "").startswith("--") else key
 
 
-def _validated(values: dict[str, Any], origins: Mapping[str, str], told: list[str]) -> Config | None:
+def _validated(values: dict[str, Any], origins: Mapping[str, str], problems: list[str]) -> Config | None:
     try:
         return Config(**values)
     except ValidationError as error:
@@ -190,14 +192,14 @@ def _validated(values: dict[str, Any], origins: Mapping[str, str], told: list[st
             wrong.setdefault(str(fault["loc"][0]), []).append(fault)
     for key, faults in wrong.items():
         given = values[key]
-        told.append(f"{_place(origins, key)}{_told_as(origins, key)}: must be {wanted_of(faults, given)}")
+        problems.append(f"{_place(origins, key)}{_label(origins, key)}: must be {expected_text(faults, given)}")
     sound = {key: value for key, value in values.items() if key not in wrong}
-    try:  # what else is wrong is told too
+    try:  # find further faults
         config = Config(**sound)
     except ValidationError:
         return None
-    told += [
-        f"{_place(origins, key)}{_told_as(origins, key)}: {what}"
+    problems += [
+        f"{_place(origins, key)}{_label(origins, key)}: {what}"
         for key, what in faults_of(config)
         if key not in wrong and key in sound
     ]

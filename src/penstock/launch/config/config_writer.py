@@ -1,4 +1,4 @@
-"""Writing: a configuration as TOML: resolved, with where each value comes from; and a file to begin with."""
+"""Config writer: write a resolved configuration with the sources of its values, and an example file, as TOML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.launch.config.config import GROUPS, Config, group_of
-from penstock.launch.config.config_reader import Given
+from penstock.launch.config.config_reader import LoadedConfig
 from penstock.launch.config.flag_values import kinds_of
 
 __all__ = ["example_file", "key_table", "origins_in", "to_toml", "toml_value"]
@@ -17,7 +17,7 @@ _WIDTH = 100
 
 
 def toml_value(value: Any) -> str:  # noqa: ANN401 - whatever TOML can hold
-    """Return a value as TOML writes it.
+    """Return a value in the syntax of TOML.
 
     >>> print(toml_value({"width": 128, "names": ["a", "b'c"], "is_big": False}))
     {width = 128, names = ["a", "b'c"], is_big = false}
@@ -32,7 +32,7 @@ def toml_value(value: Any) -> str:  # noqa: ANN401 - whatever TOML can hold
         return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return str(value)  # dates and times, which TOML has
+    return str(value)  # dates and times
 
 
 def _toml_key(name: str) -> str:
@@ -40,8 +40,8 @@ def _toml_key(name: str) -> str:
     return name if is_bare else toml_value(name)
 
 
-def to_toml(given: Given) -> str:
-    """Return a configuration whole, key by key, with where each value comes from."""
+def to_toml(given: LoadedConfig) -> str:
+    """Return all keys of a configuration, with the source of each value."""
     lines = []
     for group in GROUPS:
         lines += ["", f"# {group}"]
@@ -52,7 +52,7 @@ def to_toml(given: Given) -> str:
 
 
 def origins_in(text: str) -> dict[str, str]:
-    """Return where each value comes from, as `to_toml` wrote it down."""
+    """Return the source of each value from a text of `to_toml`."""
     lines = [line for line in text.splitlines() if "  # " in line]
     return {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines}
 
@@ -62,10 +62,10 @@ def _keys(group: str) -> Iterator[str]:
 
 
 def example_file() -> str:
-    """Return a file to begin with: every key with its default, behind a #, and what it means."""
+    """Return an example file: each key with its meaning and, as a comment, its default."""
     lines = [
-        "# What `penstock train` is told: every key with its default. Take the # away from what you change.",
-        "# Each key is a flag too, as --micro-batches 8; flags win.",
+        "# The configuration of `penstock train`: all keys with their defaults. Remove the # from the keys you change.",
+        "# Each key is also a flag, such as --micro-batches 8. Flags override this file.",
     ]
     for group in GROUPS:
         lines += ["", f"# ---- {group}"]
@@ -99,7 +99,7 @@ _SAMPLES = {
 
 
 def _sample(name: str) -> str:
-    """Return a value to show for a key that is not set by default."""
+    """Return an example value for a key without a default."""
     return _SAMPLES[name]
 
 
@@ -110,7 +110,7 @@ def key_table() -> str:
     """Return all keys as tables in Markdown, for the documentation."""
     lines = []
     for group in GROUPS:
-        lines += [f"### {group}", "", "| key | takes | default | what it says |", "|---|---|---|---|"]
+        lines += [f"### {group}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         for name in _keys(group):
             field = Config.model_fields[name]
             default = field.get_default(call_default_factory=True)

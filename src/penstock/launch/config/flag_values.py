@@ -1,4 +1,4 @@
-"""Values: what a flag's text means, and what a key takes, in words."""
+"""Flag values: convert the text of a flag to a value, and describe the type of a key."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock.errors import nearest
 from penstock.launch.config.config import Config
 from penstock.launch.config.toml_text import parse_toml
 
-__all__ = ["kinds_of", "read_value", "wanted_of"]
+__all__ = ["expected_text", "kinds_of", "read_value"]
 
 _SWITCHED = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def kinds_of(name: str) -> set[type]:
-    """Return the plain types that a key takes."""
+    """Return the plain types of a key."""
     found: set[type] = set()
     todo: list[Any] = [Config.model_fields[name].annotation]
     while todo:
@@ -32,8 +32,8 @@ def kinds_of(name: str) -> set[type]:
     return found - {type(None)}
 
 
-def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
-    """Return what a flag's text means for a key.
+def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - depends on the key
+    """Return the value of a flag from its text.
 
     >>> read_value("lr", "1e-3"), read_value("schedule", "1f1b"), read_value("devices", "cpu,cpu")
     (0.001, '1f1b', ['cpu', 'cpu'])
@@ -43,7 +43,7 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - as the key takes
     (1, {'x': 1})
 
     Raises:
-        ValueError: when it means nothing.
+        ValueError: if the text is invalid.
     """
     kinds = kinds_of(name)
     if bool in kinds and word.lower() in _SWITCHED:
@@ -62,15 +62,15 @@ def _table(word: str) -> dict[str, Any]:
         try:
             return dict(parse_toml(f"x = {word}")["x"])
         except (ValueError, KeyError):
-            raise ValueError(f"{word!r:.80} is not a table, as {{width = 128}}") from None
+            raise ValueError(f"{word!r:.80} is not a table, such as {{width = 128}}") from None
     name, has_value, value = word.partition("=")
     if not has_value or not name.strip():
-        raise ValueError(f"give NAME=VALUE, once for each; given: {word!r}")
+        raise ValueError(f"must be NAME=VALUE, one flag per name; given: {word!r}")
     return {name.strip(): _free(value.strip())}
 
 
 def _free(word: str) -> Any:  # noqa: ANN401 - whatever TOML can hold
-    """Return a value as TOML reads it; a text where it is none."""
+    """Return the TOML value of a text, or the text itself if it is not TOML."""
     try:
         found = parse_toml(f"x = {word}")
     except ValueError:
@@ -78,7 +78,7 @@ def _free(word: str) -> Any:  # noqa: ANN401 - whatever TOML can hold
     return found["x"] if len(found) == 1 else word
 
 
-def _scalar(word: str, kinds: set[type]) -> Any:  # noqa: ANN401 - as the key takes
+def _scalar(word: str, kinds: set[type]) -> Any:  # noqa: ANN401 - depends on the key
     for kind in (int, float):
         if kind in kinds:
             try:
@@ -100,8 +100,8 @@ _WANTED = {
 }
 
 
-def wanted_of(faults: Sequence[Any], given: Any) -> str:  # noqa: ANN401 - whatever was given
-    """Return what a key takes, in words, from what pydantic found wrong with it."""
+def expected_text(faults: Sequence[Any], given: Any) -> str:  # noqa: ANN401 - whatever was given
+    """Return the expected value of a key as text, from the faults that pydantic found."""
     words: list[str] = []
     hint = ""
     for fault in faults:

@@ -1,1 +1,1 @@
-"""Processes: start, watch and restart the processes of a training."""
+"""Training processes: start, watch and restart them."""

@@ -1,4 +1,4 @@
-"""Agent: torchrun's, with our rules: who is started again, and how soon a process that hangs is given up."""
+"""Agent: torchrun's agent with Penstock's rules for restarts and for processes that hang."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from penstock.runtime.lanes.hang_report import state_of
 
 __all__ = ["Agent", "LeaveNow"]
 
-_PATIENCE_SECONDS = 2.0  # for processes beside one that failed: they hear of it at once, unless they hang
+_PATIENCE_SECONDS = 2.0  # for the others after one process failed: they notice at once, unless they hang
 _INTERVAL_SECONDS = 0.05
-_STOPPED_LOOKS, _LOOK_SECONDS = 10, 1.0  # after which a process that is stopped is named
-_SPARE_SECONDS = 10.0  # after which a training has begun, and imports beside it do no harm
+_STOPPED_LOOKS, _LOOK_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported
+_SPARE_SECONDS = 10.0  # then the training has started, and the imports of spare processes do not disturb it
 
 
 class LeaveNow(BaseException):
-    """A second signal: nothing is waited for."""
+    """A second signal arrived: leave without waiting."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -39,16 +39,16 @@ class LeaveNow(BaseException):
 
 
 class Agent(LocalElasticAgent):
-    """Starts the processes of this machine, watches them, and starts them again where that helps.
+    """Starts and watches the processes of this machine, and restarts them if a retry can help.
 
     Args:
         spec: what to start.
-        logs: where their output goes.
-        policy: whether to start again.
-        folder: of the run.
-        grace_seconds: that processes have when they are told to end.
+        logs: where the output goes.
+        policy: decides about restarts.
+        folder: the run folder.
+        grace_seconds: time for processes to end after a signal.
         say: shows a line.
-        config: the file that says what is trained; given, processes are kept ready for a restart.
+        config: the configuration file; if given, spare processes are kept ready for a restart.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Agent(LocalElasticAgent):
     ) -> None:  # fmt: skip
         super().__init__(spec, logs, exit_barrier_timeout=grace_seconds, shutdown_timeout=max(1, int(grace_seconds)))
         self._policy, self._faults, self._grace, self._say = policy, folder / "faults.jsonl", grace_seconds, say
-        self.told: str | None = None
+        self.signal_name: str | None = None
         self.verdict: Verdict | None = None
-        self._told_at = self._looked_at = 0.0
-        self._num_stopped: dict[int, int] = {}  # how often in a row a process was seen to be stopped
+        self._signalled_at = self._looked_at = 0.0
+        self._num_stopped: dict[int, int] = {}  # number of consecutive looks at which a process was stopped
         self._num_read = self._size()
         self._spares = Spares(0 if config is None else spec.local_world_size, str(config), seconds=_SPARE_SECONDS)
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the training until it is over."""
+        """Run the training until it ends."""
         try:
             result: RunResult = super().run(role)
             return result
@@ -74,19 +74,19 @@ class Agent(LocalElasticAgent):
 
     # ---- signals
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as handlers are called
-        """Hand the first signal on to the processes, and let them save; at a second one leave."""
+    def on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of handlers
+        """Pass the first signal on to the processes, so that they save; leave at the second signal."""
         name = signal.Signals(number).name
-        if self.told is not None or not self._running():
-            if self.told is None:
-                begun = "; the last checkpoint stands" if self.verdict else " before the first step: nothing to save"
+        if self.signal_name is not None or not self._running():
+            if self.signal_name is None:
+                begun = ": the last checkpoint is kept" if self.verdict else " before the first step: nothing to save"
                 self._say(f"{name}{begun}")
             self._signal(signal.SIGKILL)
-            # nobody had begun: there is nothing to save
-            raise LeaveNow(INTERRUPTED if number == signal.SIGINT else DONE if self.told is None else LATE)
-        self.told, self._told_at = name, time.monotonic()
-        again = "; once more: leave at once" if number == signal.SIGINT else ""
-        self._say(f"{name}: a step that is under way is finished and saved{again}")
+            # no process had started the training, so there is nothing to save
+            raise LeaveNow(INTERRUPTED if number == signal.SIGINT else DONE if self.signal_name is None else LATE)
+        self.signal_name, self._signalled_at = name, time.monotonic()
+        again = "; press Ctrl-C again to leave at once" if number == signal.SIGINT else ""
+        self._say(f"{name}: the current step is finished and saved{again}")
         self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _look_for_stopped(self, worker_group: WorkerGroup) -> None:
-        """Name a process that is stopped: others may wait for it, and cannot know before they have met."""
+        """Report a stopped process: the others may wait for it, and cannot find out before the rendezvous."""
         if time.monotonic() < self._looked_at + _LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
@@ -120,15 +120,15 @@ class Agent(LocalElasticAgent):
             state = state_of(process.pid)
             self._num_stopped[local] = self._num_stopped.get(local, 0) + 1 if " is stopped " in state else 0
             if self._num_stopped[local] == _STOPPED_LOOKS:
-                self._say(f"lane {ranks[local]}: {state}; the others wait for it, as long as `timeout` says")
+                self._say(f"lane {ranks[local]}: {state}; the others wait for it, at most for `timeout` seconds")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._spares.poll()
         self._look_for_stopped(worker_group)
         ended = {code for process in self._processes().values() if (code := process.poll()) is not None}
         stuck: list[int] = []
-        if self.told is not None:
-            stuck = self._wait(self._told_at + self._grace)
+        if self.signal_name is not None:
+            stuck = self._wait(self._signalled_at + self._grace)
         elif ended - {DONE}:
             is_polite = ended <= {DONE, INTERRUPTED}
             stuck = self._wait(time.monotonic() + (self._grace if is_polite else _PATIENCE_SECONDS))
@@ -141,7 +141,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _wait(self, end: float) -> list[int]:
-        """Wait for all processes; return those that did not end in time, and were killed."""
+        """Wait for all processes; kill those that do not end in time, and return them."""
         while self._running() and time.monotonic() < end:
             time.sleep(_INTERVAL_SECONDS)
         stuck = self._running()
@@ -152,7 +152,7 @@ class Agent(LocalElasticAgent):
 
     def _decide(self, exits: dict[int, int], stuck: list[int]) -> None:
         faults = self._new_faults()
-        verdict = self._policy.judge(exits, faults, now=time.monotonic(), told=self.told, stuck=stuck)
+        verdict = self._policy.judge(exits, faults, now=time.monotonic(), signal_name=self.signal_name, stuck=stuck)
         self.verdict = verdict
         attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
         note = {
@@ -168,13 +168,13 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             return
         wait = f", in {verdict.seconds:g} s" if verdict.seconds else ""
-        self._say(f"{verdict.why}: all are started again{wait}, from the last checkpoint")
+        self._say(f"{verdict.why}: all processes restart{wait}, from the last checkpoint")
         end = time.monotonic() + verdict.seconds
         while time.monotonic() < end:
             time.sleep(_INTERVAL_SECONDS)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # a store of its own for every attempt: processes must not find the addresses of those before them
+        # a new store for each attempt: processes must not find the addresses of earlier ones
         handler = worker_group.spec.rdzv_handler
         for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
             if hasattr(handler, name):
@@ -188,13 +188,13 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
         self._num_read = self._size()
 
-    # ---- what processes wrote down
+    # ---- faults.jsonl
 
     def _size(self) -> int:
         return self._faults.stat().st_size if self._faults.exists() else 0
 
     def _new_faults(self) -> list[dict[str, Any]]:
-        """Return what the processes of this attempt wrote down."""
+        """Return the faults that the processes of this attempt wrote."""
         if not self._faults.exists():
             return []
         with self._faults.open("rb") as file:
@@ -204,7 +204,7 @@ class Agent(LocalElasticAgent):
         for line in lines:
             try:
                 found.append(json.loads(line))
-            except ValueError:  # half a line, of a process that was killed
+            except ValueError:  # an incomplete line of a process that was killed
                 continue
         return [fault for fault in found if isinstance(fault, dict)]
 

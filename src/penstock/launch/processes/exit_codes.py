@@ -1,4 +1,4 @@
-"""Exits: the codes that a training ends with, and which error means which."""
+"""Exit codes: the codes with which a training ends, and the errors that cause them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = [
 ]
 
 DONE = 0
-RAISED = 1  # code of the user's, or what the numbers are: it would happen again
+RAISED = 1  # user code raised, or the numbers are not finite: it would happen again
 BAD_CONFIG = 2
 BAD_CHECKPOINT = 65
-AGAIN = 75  # of a process whose neighbour is lost or hangs: worth another try
+AGAIN = 75  # a neighbour of the process is lost or hangs: a retry can help
 INTERRUPTED = 130
 LOST = 137  # processes were lost, and no restarts are left
-LATE = 143  # told to end, and not all was saved in the time that was given
+LATE = 143  # ended by SIGTERM, but not everything was saved in time
 
 
 def code_of(error: BaseException) -> int:
-    """Return the code that a process ends with when an error ends its training."""
+    """Return the exit code of a process whose training ends with an error."""
     from penstock import errors
     from penstock.faults.lost_peers import is_lost
 
@@ -44,5 +44,5 @@ def code_of(error: BaseException) -> int:
 
 
 def code_of_status(status: str) -> int:
-    """Return the code of a training that ended by itself, or was told to: a scheduler's SIGTERM is no failure."""
+    """Return the exit code of a training that ended normally or by a signal; SIGTERM is no failure."""
     return INTERRUPTED if status == "SIGINT" else DONE

@@ -1,4 +1,4 @@
-"""Start: a training in several processes, by torchrun's elastic agent; return the exit code when it is over."""
+"""Launcher: start a training in several processes with torchrun's elastic agent, and return its exit code."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from penstock.launch.processes.worker_process import COMMAND_FLAG, PARENT_FLAG, 
 
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
-    from penstock.launch.config.config_reader import Given
+    from penstock.launch.config.config_reader import LoadedConfig
     from penstock.launch.processes.agent import Agent
     from penstock.launch.processes.process_logs import RunLogs, Show
 
 __all__ = ["needs_processes", "start_processes"]
 
-_NEVER = 1 << 20  # of torch's own restarts: ours are counted by the hour
+_UNLIMITED = 1 << 20  # restarts of torch's agent: `Policy` limits them per hour
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def needs_processes(config: Config) -> bool:
-    """Return whether a training has processes beside this one."""
+    """Return whether a training runs in several processes."""
     return (config.nproc or 1) > 1 or node_counts(config)[1] > 1
 
 
-def start_processes(given: Given, *, show: Show = "drawn", again: str | None = None) -> int:
-    """Start processes, watch them until the training is over, and return its exit code.
+def start_processes(given: LoadedConfig, *, show: Show = "drawn", again: str | None = None) -> int:
+    """Start processes, watch them until the training ends, and return its exit code.
 
     Args:
         given: the configuration.
-        show: what the first process prints: "drawn" in a terminal, as "lines", or "nothing".
-        again: the command that goes on with the training, for the summary of one that ended early.
+        show: what the first process shows: a view "drawn" in a terminal, "lines", or "nothing".
+        again: the command that resumes the training, for the summary if it ends early.
 
     Raises:
-        UsageError: when the folder is in use, or processes cannot meet where they are told to.
+        UsageError: if the folder is in use, or the rendezvous endpoint cannot be used.
     """
     config = given.config
     is_one = node_counts(config)[1] == 1
@@ -59,12 +59,14 @@ def start_processes(given: Given, *, show: Show = "drawn", again: str | None = N
 
     if is_one:
         with RunFolder(config.folder, is_first=True):
-            pass  # say now that another training has it, and not when all processes are there
+            pass  # find out now whether another training uses it, before processes start
     folder = _make(Path(config.log_dir or Path(config.folder) / "logs"))
     path = folder / f"config-{socket.gethostname()}-{os.getpid()}.toml"
     path.write_text(to_toml(given))
     quiet_torch(folder / f"launcher-{socket.gethostname()}.log")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: torch would not wait for a save
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = (
+        "SIGQUIT"  # the agent handles the others, since torch would not wait for a save
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (config.nproc or 1))))
     try:
         with Follower() as follower:
@@ -75,14 +77,16 @@ def start_processes(given: Given, *, show: Show = "drawn", again: str | None = N
         return leave.code
     except RendezvousError as error:
         where = config.rdzv_endpoint or "localhost"
-        _say(f"Error: the rendezvous at {where} failed: {error} The machine that it is on must be there, and stay")
+        _say(
+            f"Error: the rendezvous at {where} failed: {error} Its machine must be reachable during the whole training"
+        )
         return LOST
     finally:
         path.unlink(missing_ok=True)
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # a terminal that was closed ends no training
+    with suppress(OSError):  # a closed terminal must not end the training
         sys.stdout.flush()
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -92,7 +96,7 @@ def _make(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be made: {error.strerror}") from error
+        raise OutputError(f"{folder}: cannot be created: {error.strerror}") from error
     return folder
 
 
@@ -130,7 +134,7 @@ def _agent(config: Config, path: Path, logs: RunLogs, again: str | None) -> Agen
         rdzv_handler=handler,
         entrypoint=sys.executable,
         args=("-u", "-m", "penstock.launch.worker", str(path), *words),
-        max_restarts=_NEVER,
+        max_restarts=_UNLIMITED,
         monitor_interval=0.05,
         master_addr=address,
         master_port=port,
@@ -149,7 +153,7 @@ def _agent(config: Config, path: Path, logs: RunLogs, again: str | None) -> Agen
 
 @contextmanager
 def _handling(agent: Agent) -> Iterator[None]:
-    """Let the agent have the signals."""
+    """Let the agent handle signals inside."""
     before = {number: signal.signal(number, agent.on_signal) for number in _SIGNALS}
     try:
         yield
@@ -159,12 +163,12 @@ def _handling(agent: Agent) -> Iterator[None]:
 
 
 def _code(agent: Agent, result: Any) -> int:  # noqa: ANN401 - torch's RunResult, or None
-    if result is None:  # the other machines have ended it
+    if result is None:  # the other machines ended the training
         return DONE
     if not result.is_failed():
         return DONE
     if agent.verdict is None:
         return RAISED
-    if not agent.verdict.is_told and agent.verdict.code not in (DONE, INTERRUPTED):
+    if not agent.verdict.is_reported and agent.verdict.code not in (DONE, INTERRUPTED):
         _say(f"Error: {agent.verdict.why}")
     return agent.verdict.code

@@ -1,4 +1,4 @@
-"""Loopback: where the processes of one machine meet: at an address that no other machine reaches, and a free port."""
+"""Loopback: a rendezvous for the processes of one machine, on a free port that other machines cannot reach."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 __all__ = ["HOST", "loopback_handler"]
 
 HOST = "127.0.0.1"
-_WAITING = 128  # connections that have not been taken yet
+_WAITING = 128  # maximum number of pending connections
 
 
 def loopback_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Return a rendezvous, as torch's c10d, whose stores listen on the loopback only.
+    """Return a c10d rendezvous whose stores listen on the loopback interface only.
 
-    torch's store listens on all interfaces, whatever it is told, unless it is given a socket that listens already.
+    The store of torch listens on all interfaces unless it gets a socket that is already listening.
     """
     store = _store()
     handler = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-    handler._create_tcp_store_server = lambda *_: _store()  # type: ignore[method-assign]  # each attempt has one
+    handler._create_tcp_store_server = lambda *_: _store()  # type: ignore[method-assign]  # one store per attempt
     return handler
 
 
@@ -32,5 +32,5 @@ def _store() -> Any:  # noqa: ANN401 - torch's store
         listening.bind((HOST, 0))
         listening.listen(_WAITING)
         port = listening.getsockname()[1]
-        number = listening.detach()  # the store's from now on
+        number = listening.detach()  # the store owns the socket from now on
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=number)

@@ -1,4 +1,4 @@
-"""Ports: whether processes can meet where they were told to; said in a line before anything starts."""
+"""Ports: check the rendezvous endpoint before processes start."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SECONDS = 5.0
 
 
 def check_endpoint(endpoint: str, *, is_shared: bool) -> None:
-    """Say when nobody can meet there.
+    """Check that a rendezvous at the endpoint is possible.
 
     Args:
         endpoint: HOST:PORT.
-        is_shared: other machines, or another launcher here, meet there too: then one may be there already.
+        is_shared: whether other machines or launchers use the endpoint too; then its store may be running already.
 
     Raises:
-        UsageError: when the host is unknown, or the port is somebody else's.
+        UsageError: if the host is unknown or another program uses the port.
     """
     host, port = _parts(endpoint)
     try:
@@ -41,8 +41,8 @@ def check_endpoint(endpoint: str, *, is_shared: bool) -> None:
     from penstock.runtime.wire.rendezvous import owner_of_port
 
     raise UsageError(
-        f"rdzv_endpoint: port {port} is in use{owner_of_port(port)} ({reason}); name another, or none: then a free one "
-        "is taken"
+        f"rdzv_endpoint: port {port} is in use{owner_of_port(port)} ({reason}); use another port, or leave the key out "
+        "to use a free one"
     )
 
 
@@ -52,7 +52,7 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _is_here(address: str) -> bool:
-    """Return whether an address is one of this machine's: only those can be bound."""
+    """Return whether an address belongs to this machine: only such addresses can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -63,8 +63,8 @@ def _is_here(address: str) -> bool:
 
 
 def _is_store(host: str, port: int) -> bool:
-    """Return whether torch's store answers there."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+    """Return whether a store of torch answers there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in the stubs
 
     try:
         with socket.create_connection((host, port), _SECONDS):

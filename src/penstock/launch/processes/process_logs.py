@@ -1,4 +1,4 @@
-"""Logs: what each process prints goes to a file, in torchrun's layout; what is worth it is shown here too."""
+"""Process logs: write the output of each process to files in the layout of torchrun, and show the important lines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HOLD_SECONDS = 1.0
 
 
 class Tail:
-    """What comes to the end of a file, line by line.
+    """Follows a file and shows its new lines.
 
     Args:
-        path: of the file; it may not be there yet.
-        prefix: of each line that is shown; None: of the first process.
-        to: where it is shown; None: the process has shown it itself.
-        shown: lines that have been shown, and of which process: others do not say them again.
-        hold_seconds: that errors are held back, for the first process may be about to say the same.
+        path: the file; it may not exist yet.
+        prefix: prefix of each shown line; None for the first process.
+        to: the stream that shows the lines; None: the process has shown them itself.
+        shown: the lines already shown, with the prefix of their process; other processes do not repeat them.
+        hold_seconds: delay of errors, since the first process may be about to report the same error.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Tail:
         self._hold_seconds, self._held_since, self._held = hold_seconds, 0.0, list[str]()
 
     def follow(self, *, is_last: bool = False) -> None:
-        """Show what is new."""
+        """Show the new lines."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -54,7 +54,7 @@ class Tail:
         self._show(self._released(lines, is_last=is_last))
 
     def _released(self, lines: list[str], *, is_last: bool) -> list[str]:
-        """Return the lines to show now: not those from an error on, until others had time to say it."""
+        """Return the lines to show now; hold back the lines from an error on, so that others can report it first."""
         if not self._hold_seconds:
             return lines
         now, lines = time.monotonic(), [*self._held, *lines]
@@ -81,7 +81,7 @@ class Tail:
 
 
 class Follower:
-    """A thread that shows what processes write to their files."""
+    """A thread that shows new lines in the files of processes."""
 
     def __init__(self) -> None:
         self._tails: list[Tail] = []
@@ -95,7 +95,7 @@ class Follower:
             self._tails.append(Tail(path, to, prefix=prefix, shown=self._shown, hold_seconds=hold_seconds))
 
     def forget(self) -> None:
-        """Show the rest of all files, and follow them no more: their processes are gone."""
+        """Show the rest of all files, and stop following them, since their processes have ended."""
         with self._lock:
             self._follow(is_last=True)
             self._tails.clear()
@@ -105,7 +105,7 @@ class Follower:
         for tail in self._tails:
             try:
                 tail.follow(is_last=is_last)
-            except (OSError, ValueError):  # whoever read it went away; that ends no training
+            except (OSError, ValueError):  # a closed output must not end the training
                 continue
 
     def _run(self) -> None:
@@ -124,14 +124,15 @@ class Follower:
 
 
 class RunLogs(LogsSpecs):
-    """Files of each attempt and process: `attempt_0/0/stdout.log`. Those of earlier runs stay.
+    """The files of each attempt and process, such as `attempt_0/0/stdout.log`. Files of earlier runs are kept.
 
-    In a terminal the first process draws there itself; else it is followed. Of the others what goes to stderr is shown.
+    In a terminal, the first process draws its own view; otherwise its output is followed. Of the other processes, only
+    stderr is shown.
 
     Args:
-        folder: where they go.
-        follower: shows them.
-        show: what the first process prints: "drawn" by itself, if there is a terminal, as "lines", or "nothing".
+        folder: folder of the files.
+        follower: shows the files.
+        show: what the first process shows: a view "drawn" in a terminal, "lines", or "nothing".
     """
 
     def __init__(self, folder: Path, follower: Follower, *, show: Show = "drawn") -> None:
@@ -143,11 +144,11 @@ class RunLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where they go."""
+        """The folder of the files."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of one attempt's processes."""
+        """Return the files of the processes of one attempt."""
         self._follower.forget()
         attempt = self._folder / f"attempt_{self._number}"
         self._number += 1
@@ -172,7 +173,7 @@ class RunLogs(LogsSpecs):
 
 
 def quiet_torch(path: Path) -> None:
-    """Let what torch's agent says of itself go to a file."""
+    """Send the log messages of torch's agent to a file."""
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("torch.distributed.elastic")

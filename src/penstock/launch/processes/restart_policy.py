@@ -1,4 +1,4 @@
-"""Policy: whether a training whose processes failed is started again, and what it ends with when it is not."""
+"""Restart policy: decide after a failure whether processes are restarted, or with which code the training ends."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["Policy", "Verdict"]
 
 _HOUR = 3600.0
 _MOST_SECONDS = 30.0
-_FINAL = (BAD_CONFIG, BAD_CHECKPOINT, RAISED, INTERRUPTED)  # the first of these that a process ended with counts
+_FINAL = (BAD_CONFIG, BAD_CHECKPOINT, RAISED, INTERRUPTED)  # in order of precedence
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do: start again after some seconds, or end with a code; and why."""
+    """A decision with its reason: restart after some seconds, or end with a code."""
 
     is_again: bool
     code: int
     why: str
     seconds: float = 0.0
-    is_told: bool = False  # the processes have said it themselves
+    is_reported: bool = False  # the processes have reported the error themselves
 
 
 @dataclass
 class Policy:
-    """Judges one failure after the other.
+    """Judges failures one after the other.
 
     Args:
-        max_restarts: the most in an hour.
+        max_restarts: maximum number of restarts per hour.
     """
 
     max_restarts: int
@@ -50,34 +50,41 @@ class Policy:
     _before: tuple[Any, ...] | None = None
 
     def judge(
-        self, exits: Mapping[int, int], faults: Sequence[Mapping[str, Any]], *, now: float, told: str | None = None,
+        self,
+        exits: Mapping[int, int],
+        faults: Sequence[Mapping[str, Any]],
+        *,
+        now: float,
+        signal_name: str | None = None,
         stuck: Sequence[int] = (),
-    ) -> Verdict:  # fmt: skip
-        """Return what to do after processes ended.
+    ) -> Verdict:
+        """Return the decision after processes ended.
 
         Args:
-            exits: codes of the processes, by rank; negative: the signal that ended them.
-            faults: what they wrote down in this attempt.
-            now: seconds of a clock that only goes forward.
-            told: the signal that the launcher was told to end by.
-            stuck: processes that did not end by themselves, and were killed.
+            exits: exit codes of the processes, by rank; negative: the signal that ended a process.
+            faults: the faults that they wrote in this attempt.
+            now: seconds of a monotonic clock.
+            signal_name: the name of the signal that the launcher received, if any.
+            stuck: processes that did not end by themselves and were killed.
         """
-        if told is not None:
-            # one that SIGTERM itself ended had not begun: from then on it is noted, and all is saved
+        if signal_name is not None:
+            # a process that SIGTERM itself ended had not started; later, processes handle SIGTERM and save
             is_saved = set(exits.values()) <= {DONE, -signal.SIGTERM} and not stuck
-            code = INTERRUPTED if told == "SIGINT" else DONE if is_saved else LATE
-            return Verdict(False, code, f"{told}, and {'all is saved' if is_saved else show_exits(exits, stuck)}")
+            code = INTERRUPTED if signal_name == "SIGINT" else DONE if is_saved else LATE
+            return Verdict(
+                False, code, f"{signal_name}: {'everything is saved' if is_saved else show_exits(exits, stuck)}"
+            )
         final = next((code for code in _FINAL if code in exits.values()), None)
         if final is not None:
-            return Verdict(False, final, "an error that would happen again", is_told=True)
-        # a process that raised, and was killed while it waited for its last save, has written down why
+            return Verdict(False, final, "an error that would happen again", is_reported=True)
+        # a process that raised and was then killed while waiting for its last save has written the reason
         raised = [fault for fault in faults if fault.get("kind") == "error" and fault.get("is_lost") is False]
         unknown = [code for code in exits.values() if code > 0 and code != AGAIN]
         if unknown or (stuck and raised):
             return Verdict(False, RAISED, show_exits(exits, stuck) if unknown else str(raised[0].get("message")))
         signature = _signature(faults)
         if signature is not None and signature == self._before:
-            return Verdict(False, RAISED, f"the same failure twice, {_place(signature)}: it would happen again")
+            return Verdict(False, RAISED, f"the same failure twice, {_place(signature)}; it would happen again")
         self._before = signature
         self._restarts = [time for time in self._restarts if now - time < _HOUR]
         if len(self._restarts) >= self.max_restarts:
@@ -94,12 +101,12 @@ class Policy:
 
 
 def _signature(faults: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
-    """Return what makes a failure the same as another: the step and the words of a hang. A kill comes from outside."""
-    told = _hangs(faults)
-    if not told:
+    """Return what identifies a hang: the step and the message; None for other failures, such as a kill from outside."""
+    hangs = _hangs(faults)
+    if not hangs:
         return None
-    first = min(told, key=lambda fault: fault.get("lane", 0))
-    words = str(first.get("message")).partition("; its process")[0]  # its number is another each time
+    first = min(hangs, key=lambda fault: fault.get("lane", 0))
+    words = str(first.get("message")).partition("; its process")[0]  # the process number differs each time
     return first.get("step"), re.sub(r"\d+(\.\d+)? s\b", "so long", words)
 
 
@@ -112,7 +119,7 @@ def _place(signature: tuple[Any, ...]) -> str:
 
 
 def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
-    """Return how processes ended, in words."""
+    """Describe how processes ended."""
     found: dict[str, list[int]] = {}
     for rank, code in sorted(exits.items()):
         how = "lost a neighbour" if code == AGAIN else f"ended with {code}"
@@ -123,7 +130,7 @@ def show_exits(exits: Mapping[int, int], stuck: Sequence[int] = ()) -> str:
                 how = f"was killed by signal {-code}"
         found.setdefault(how, []).append(rank)
     if stuck:
-        found["did not end by itself, and was killed"] = list(stuck)
-    # what ended by itself for want of another is not worth a word beside it
+        found["did not end by itself and was killed"] = list(stuck)
+    # processes that ended because of others are only worth mentioning if there is nothing else
     words = {how: ranks for how, ranks in found.items() if how != "lost a neighbour"} or found
     return ", ".join(f"process {' and '.join(map(str, ranks))} {how}" for how, ranks in words.items())

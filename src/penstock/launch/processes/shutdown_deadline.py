@@ -1,4 +1,4 @@
-"""Grace: a training that is told to end has so long for it, and no longer, whatever it is stuck in."""
+"""Shutdown deadline: end a process a fixed time after a signal, even if it is stuck."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from contextlib import contextmanager
 
 from penstock.launch.processes.exit_codes import INTERRUPTED, LATE
 
-__all__ = ["grace"]
+__all__ = ["shutdown_deadline"]
 
 _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
-def grace(seconds: float) -> Iterator[None]:
-    """End this process, inside, when it was told to end so long ago; only the main thread can ask for that.
+def shutdown_deadline(seconds: float) -> Iterator[None]:
+    """Inside, end this process the given time after a signal to end; only works in the main thread.
 
-    The interpreter may be deep in a computation, or wait for a value that never comes: then it does not get to handlers
-    of signals. So the kernel's handler wakes a thread, which counts.
+    The interpreter may be in a long computation, or wait for a value that never comes; then it does not run Python
+    signal handlers. Therefore the C-level handler wakes a thread, which measures the time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,21 +38,23 @@ def grace(seconds: float) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         is_over.set()
-        theirs.shutdown(socket.SHUT_RDWR)  # a data worker that was forked inside has it open too
+        theirs.shutdown(socket.SHUT_RDWR)  # a forked data worker may still have it open
         theirs.close()
         thread.join()
         ours.close()
 
 
-def _count(told: socket.socket, is_over: threading.Event, seconds: float) -> None:
+def _count(wakeup: socket.socket, is_over: threading.Event, seconds: float) -> None:
     number = 0
     while number not in _POLITE:
-        byte = told.recv(1)
+        byte = wakeup.recv(1)
         if not byte:
             return
         number = byte[0]
     if not is_over.wait(seconds):
         name = signal.Signals(number).name
-        sys.stderr.write(f"Error: {name}, and after {seconds:g} s it is not saved: left. Earlier checkpoints stand.\n")
+        sys.stderr.write(
+            f"Error: {name}: not saved within {seconds:g} s, so the process ends. Earlier checkpoints are kept.\n"
+        )
         sys.stderr.flush()
         os._exit(INTERRUPTED if number == signal.SIGINT else LATE)

@@ -1,4 +1,4 @@
-"""Spares: processes that are ready before they are needed, so that a restart need not wait for imports."""
+"""Spare pool: processes that have done their imports, so that a restart does not wait for them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 __all__ = ["Spares"]
 
-_torch: Any = api  # which does not say that it has what is taken there
+_torch: Any = api  # the stubs lack the names used here
 _MODULE = "penstock.launch.processes.spare_process"
 _WORKER = ("-u", "-m", "penstock.launch.worker")
 
 
 class Spares:
-    """As many spare processes as a machine has in a training.
+    """The spare processes of a machine, as many as it has training processes.
 
-    They are started a while after the others, which have the machine to themselves to begin with, and sleep until they
-    are needed.
+    They start some time after the training, so that they do not slow down its start, and sleep until they are needed.
 
     Args:
-        count: how many.
-        config: the file that says what is trained.
-        seconds: after the others were started.
+        count: number of spare processes.
+        config: the configuration file.
+        seconds: delay after the start of the training processes.
     """
 
     def __init__(self, count: int, config: str, *, seconds: float) -> None:
@@ -39,23 +38,23 @@ class Spares:
         self._ready: list[subprocess.Popen[str]] = []
 
     def note_start(self) -> None:
-        """Know that the processes of the training were started just now."""
+        """Note that the training processes have just started."""
         self._due = time.monotonic() + self._seconds
 
     def poll(self) -> None:
-        """Start spares, if it is time for them; those that ended are replaced by none."""
+        """Start the spare processes when they are due; spares that end are not replaced."""
         if time.monotonic() < self._due:
             return
         self._due = float("inf")
         command = [sys.executable, "-u", "-m", _MODULE, str(os.getpid()), self._config]
-        with suppress(OSError):  # a machine that has no room for them trains without
+        with suppress(OSError):  # without resources for spares, training continues without them
             while len(self._ready) < self._count:
                 self._ready.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
                 )
 
     def take(self) -> subprocess.Popen[str] | None:
-        """Return one that lives."""
+        """Return a living spare, or None."""
         while self._ready:
             spare = self._ready.pop(0)
             if spare.poll() is None:
@@ -65,12 +64,12 @@ class Spares:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Let torch's agent take spares for the processes that it starts inside."""
+        """Let torch's agent use spares for the processes that it starts inside."""
         real = _torch.get_subprocess_handler
 
         def handler(**given: Any) -> SubprocessHandler:  # noqa: ANN401 - as torch's
             spare = self.take()
-            return real(**given) if spare is None else _Taken(spare, **given)
+            return real(**given) if spare is None else _SpareHandler(spare, **given)
 
         _torch.get_subprocess_handler = handler
         try:
@@ -79,7 +78,7 @@ class Spares:
             _torch.get_subprocess_handler = real
 
     def close(self) -> None:
-        """Let those go that were not needed."""
+        """Kill the unused spares."""
         ready, self._ready = self._ready, []
         for spare in ready:
             spare.kill()
@@ -88,8 +87,8 @@ class Spares:
             _close_input(spare)
 
 
-class _Taken(SubprocessHandler):
-    """A spare that becomes a process of the training."""
+class _SpareHandler(SubprocessHandler):
+    """Handles a spare that becomes a training process."""
 
     def __init__(self, spare: subprocess.Popen[str], **given: Any) -> None:  # noqa: ANN401 - as torch's
         self._spare = spare
@@ -104,7 +103,7 @@ class _Taken(SubprocessHandler):
             "stderr": self._stderr.name if self._stderr else "",
         }
         try:
-            if args[: len(start)] != start:  # bound to a part of the machine by torch, say
+            if args[: len(start)] != start:  # for example if torch binds the process to a NUMA node
                 raise OSError
             assert self._spare.stdin is not None
             self._spare.stdin.write(json.dumps(job) + "\n")

@@ -1,4 +1,4 @@
-"""Spare: a process that has imported everything, and waits to become one of a training: when others were lost."""
+"""Spare process: do all imports, then wait to replace a lost training process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _STANDARD = (("stdout", 1), ("stderr", 2))
 
 
 def main(words: Sequence[str]) -> None:
-    """Import, wait for a line of JSON on stdin that says what to do, and do it; at its end leave.
+    """Do the imports, wait for a job as a line of JSON on stdin, and run it; leave at the end of stdin.
 
     Args:
-        words: the number of the launcher's process, without which there is nobody to work for; the configuration.
+        words: the process number of the launcher, with which this process ends, and the configuration file.
     """
     from penstock.faults.orphans import die_with_parent
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM: nothing has begun, and there is nothing to tell
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end silently, as at SIGTERM: nothing has started
     die_with_parent(parent=int(words[0]))
-    with suppress(Exception):  # whatever it is, it is told by a process of the training
+    with suppress(Exception):  # a training process will report the same error
         _warm_up(Path(words[1]))
     from penstock.launch.processes.worker_process import enter
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     for name, number in _STANDARD:
-        if job[name]:  # the launcher has begun the file anew
+        if job[name]:  # the launcher has created the file
             file = os.open(Path(job[name]), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             os.dup2(file, number)
             os.close(file)
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _warm_up(path: Path) -> None:
-    """Import what a training needs, and what torch imports when a model is captured; no code of the user's."""
+    """Import what a training needs, and what torch imports to capture a model; run no user code."""
     import torch
     from torch import nn
 

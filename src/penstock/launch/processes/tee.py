@@ -1,4 +1,4 @@
-"""Both: a stream of text that is written down as well: what a process says in a terminal is in its log too."""
+"""Tee: a text stream that also writes to a file, so that terminal output is also in the log."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Tee"]
 
 
 class Tee:
-    """A stream, and a file that gets all that is written to it; a disk that is full changes nothing.
+    """A stream whose output also goes to a file; errors of the file, such as a full disk, are ignored.
 
     Args:
-        stream: the stream; all that is not writing is its own.
-        path: of the file.
+        stream: the stream; all other methods are those of the stream.
+        path: the file.
     """
 
     def __init__(self, stream: TextIO, path: Path) -> None:

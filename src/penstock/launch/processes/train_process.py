@@ -1,4 +1,4 @@
-"""Running: train what a configuration says in this process, the only one or one of several."""
+"""Training process: train from a configuration in this process, alone or as one of several."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import in_short
 from penstock.launch.processes.exit_codes import AGAIN, DONE, RAISED, code_of, code_of_status
-from penstock.launch.processes.shutdown_deadline import grace
+from penstock.launch.processes.shutdown_deadline import shutdown_deadline
 from penstock.torchrun import attempt
 
 if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
-    from penstock.launch.config.config_reader import Given
+    from penstock.launch.config.config_reader import LoadedConfig
     from penstock.training.callbacks.callback import Callback
     from penstock.training.trainer import Trainer
 
-__all__ = ["Ending", "run_here", "tell_unbegun"]
+__all__ = ["Outcome", "report_not_started", "run_here"]
 
-_MOST_TOLD = 2000  # characters of a message that are written down
-_MOST_SAID = 20_000  # characters that are said at once: a message may hold a whole tensor
-
-
-class _ToldError(BaseException):
-    """SIGTERM came before the first step: there is nothing to save."""
+_MOST_NOTED = 2000  # characters of a message in faults.jsonl
+_MOST_SAID = 20_000  # characters of a message on stderr: it may contain a whole tensor
 
 
-class Ending:
-    """How a training in this process ended: its code, and its summary where there is one."""
+class _TerminatedError(BaseException):
+    """SIGTERM arrived before the first step, so there is nothing to save."""
+
+
+class Outcome:
+    """How a training in this process ended: its exit code, and its summary if there is one."""
 
     def __init__(self, code: int, summary: Any = None) -> None:  # noqa: ANN401 - a Summary, which needs torch
         self.code, self.summary = code, summary
 
 
 def run_here(
-    given: Given,
+    given: LoadedConfig,
     *,
     callbacks: tuple[Callback, ...] = (),
     progress: Progress | None = None,
     is_again: bool = False,
-) -> Ending:
-    """Train; whatever happens is told on stderr, written to the folder's faults.jsonl, and becomes an exit code.
+) -> Outcome:
+    """Train; report an error on stderr and in faults.jsonl of the run folder, and turn it into an exit code.
 
     Args:
         given: the configuration.
-        callbacks: to be told what happens.
-        progress: is told what is done before the first step.
-        is_again: processes before were lost, and this goes on for them.
+        callbacks: callbacks of the trainer.
+        progress: called with the current activity before the first step.
+        is_again: whether this is a restart after lost processes.
     """
     shown, warnings.showwarning = warnings.showwarning, _show_warning  # type: ignore[assignment]  # takes all
     before = signal.signal(signal.SIGTERM, _leave)
@@ -62,47 +62,47 @@ def run_here(
     try:
         from penstock.launch.build.trainer_builder import build_trainer
 
-        with grace(given.config.grace_seconds), ExitStack() as stack:
+        with shutdown_deadline(given.config.grace_seconds), ExitStack() as stack:
             trainer = build_trainer(given, stack, callbacks=callbacks, progress=progress, is_again=is_again)
             trainer.data_watch.on_stuck = partial(_leave_stuck, given, trainer)
             summary = trainer.fit()
-        return Ending(code_of_status(summary.status), summary)
-    except _ToldError:
-        _say("told to end before the first step: there is nothing to save")
-        return Ending(DONE)
+        return Outcome(code_of_status(summary.status), summary)
+    except _TerminatedError:
+        _say("SIGTERM before the first step: there is nothing to save")
+        return Outcome(DONE)
     except BaseException as error:
         code = code_of(error)
         if isinstance(error, KeyboardInterrupt) and trainer is None:
-            tell_unbegun()
-            return Ending(code)
+            report_not_started()
+            return Outcome(code)
         _note(given, error, code, trainer)
-        _tell(error, code)
-        return Ending(code)
+        _report(error, code)
+        return Outcome(code)
     finally:
         signal.signal(signal.SIGTERM, before)
         warnings.showwarning = shown
 
 
-def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as handlers are called
-    raise _ToldError
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of handlers
+    raise _TerminatedError
 
 
-def _leave_stuck(given: Given, trainer: Trainer, error: BaseException) -> None:
-    """End this process by an error that its main thread cannot raise: it is in code that nothing interrupts."""
+def _leave_stuck(given: LoadedConfig, trainer: Trainer, error: BaseException) -> None:
+    """End this process with an error that its main thread cannot raise, because it is stuck in blocking code."""
     code = code_of(error)
     _note(given, error, code, trainer)
-    _tell(error, code)
+    _report(error, code)
     os._exit(code)
 
 
-def tell_unbegun() -> None:
-    """Say that Ctrl-C came before there was anything to save; of several processes the first says it."""
+def report_not_started() -> None:
+    """Report Ctrl-C before the first step; only the first process does."""
     if os.environ.get("RANK", "0") == "0":
         _say("Stopped by Ctrl-C before the first step: there is nothing to save.")
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # a terminal that was closed ends no training
+    with suppress(OSError):  # a closed terminal must not end the training
         sys.stdout.flush()
         sys.stderr.write(in_short(text, _MOST_SAID).rstrip() + "\n")
         sys.stderr.flush()
@@ -115,14 +115,14 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
     _say(f"Warning: {message}{where}")
 
 
-def _tell(error: BaseException, code: int) -> None:
-    """Say what ended it: once, by the process it happened in; with a traceback only where user code raised."""
+def _report(error: BaseException, code: int) -> None:
+    """Report the error, only in the process where it happened; with a traceback only if user code raised."""
     from penstock.errors import LaneError, PenstockError
 
     if getattr(error, "was_told", False):
         return
     if isinstance(error, KeyboardInterrupt):
-        _say("Stopped by Ctrl-C, twice: what was not saved is lost.")
+        _say("Stopped by a second Ctrl-C: progress since the last checkpoint is lost.")
         return
     if isinstance(error, LaneError) and error.__cause__ is not None and code == RAISED:
         _say(_trace(error.__cause__))
@@ -134,15 +134,15 @@ def _tell(error: BaseException, code: int) -> None:
 
 
 def _trace(error: BaseException) -> str:
-    """Return an error as Python tells it, without the frames that are ours."""
-    told = traceback.TracebackException.from_exception(error)
+    """Return the traceback of an error without the frames of Penstock."""
+    trace = traceback.TracebackException.from_exception(error)
     own = str(Path(__file__).parent.parent.parent)
-    told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(own)] or told.stack
-    return "".join(told.format())
+    trace.stack[:] = [frame for frame in trace.stack if not frame.filename.startswith(own)] or trace.stack
+    return "".join(trace.format())
 
 
-def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None) -> None:
-    """Write down why this process ends, for whoever started it, and for the user."""
+def _note(given: LoadedConfig, error: BaseException, code: int, trainer: Trainer | None) -> None:
+    """Write to faults.jsonl why this process ends, for the launcher and the user."""
     from penstock.training.resume.run_folder import RunFolder
 
     folder = RunFolder(given.config.folder, is_first=False)
@@ -158,7 +158,7 @@ def _note(given: Given, error: BaseException, code: int, trainer: Trainer | None
                 "step": None if trainer is None else trainer.step + 1,
                 "code": code,
                 "error": type(error).__name__,
-                "message": in_short(str(error), _MOST_TOLD),
+                "message": in_short(str(error), _MOST_NOTED),
             },
         )
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Worker: one process of a training: `torchrun -m penstock.launch.worker run.toml`."""
+"""Worker process: one process of a training, `torchrun -m penstock.launch.worker run.toml`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NoReturn, TextIO, cast
 
 __all__ = ["enter", "main"]
 
-AGAIN_FLAG = "--again"  # processes before were lost, and these go on for them
-RESOLVED_FLAG = "--resolved"  # the file was written by the launcher, and says where each value comes from
-PARENT_FLAG = "--parent"  # the launcher: without it there is nobody to work for
-COMMAND_FLAG = "--command"  # what the user typed, for the summary
+AGAIN_FLAG = "--again"  # this is a restart after lost processes
+RESOLVED_FLAG = "--resolved"  # the launcher wrote the file, which has the source of each value
+PARENT_FLAG = "--parent"  # the process number of the launcher; the worker ends with it
+COMMAND_FLAG = "--command"  # the command of the user, for the summary
 
 
 def main(words: Sequence[str]) -> int:
-    """Train what a file and flags say; return the exit code."""
+    """Train from a file and flags; return the exit code."""
     from penstock.errors import PenstockError
     from penstock.launch.config.config_reader import read_config, take_flags
     from penstock.launch.config.config_writer import origins_in
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
 
         die_with_parent(parent=parents[0])
     if len(paths) != 1:
-        sys.stderr.write("Error: give one file: python -m penstock.launch.worker run.toml\n")
+        sys.stderr.write("Error: pass one file: python -m penstock.launch.worker run.toml\n")
         return BAD_CONFIG
     try:
         given = read_config(Path(paths[0]), flags, faults)
@@ -50,18 +50,20 @@ def main(words: Sequence[str]) -> int:
 
     views = [View(again=again)]
     log = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if RESOLVED_FLAG in rest and log and sys.stdout.isatty():  # what is drawn there goes to no file: lines do
+    if (
+        RESOLVED_FLAG in rest and log and sys.stdout.isatty()
+    ):  # the drawn view is not logged, so also write lines to the log
         sys.stderr = cast("TextIO", Tee(sys.stderr, Path(log).with_name("stderr.log")))
         views.append(View(quiet=True, again=again, file=Path(log).with_name("stdout.log").open("w")))
     return run_here(given, callbacks=tuple(views), is_again=is_again).code
 
 
 def _leave(code: int) -> NoReturn:
-    """End with a code; after a failure at once: what is left to tidy up may wait for processes that are gone."""
+    """End with a code; after a failure, end at once, since cleaning up may wait for processes that are gone."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # a terminal that was closed: Python would make a failure of it
+    except OSError:  # a closed terminal, which Python would report as a failure
         os._exit(code)
     if code:
         os._exit(code)
@@ -71,16 +73,16 @@ def _leave(code: int) -> NoReturn:
 def _main(words: Sequence[str]) -> int:
     try:
         return main(words)
-    except KeyboardInterrupt:  # before anything was read; later it is told where it happens
+    except KeyboardInterrupt:  # before the configuration was read; later, run_here handles it
         from penstock.launch.processes.exit_codes import INTERRUPTED
-        from penstock.launch.processes.train_process import tell_unbegun
+        from penstock.launch.processes.train_process import report_not_started
 
-        tell_unbegun()
+        report_not_started()
         return INTERRUPTED
 
 
 def enter(words: Sequence[str]) -> NoReturn:
-    """Be a process of a training, and end with its code."""
+    """Run a training process, and end with its exit code."""
     _leave(_main(words))
 
 

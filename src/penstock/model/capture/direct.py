@@ -24,10 +24,10 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.homes import Homes
 from penstock.model.preserve.modes import RandomStates, in_mode
-from penstock.model.preserve.put_back import put_back
-from penstock.model.stages import Chain, Held, Results, Stage, make_chain
+from penstock.model.preserve.original_devices import OriginalDevices
+from penstock.model.preserve.tensor_values import restore_values
+from penstock.model.stages import Chain, HeldTensors, Results, Stage, make_chain
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 from penstock.randomness.draw_names import enter
@@ -89,14 +89,14 @@ class Direct:
         self.path = "direct"
         self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
         self._places_of: dict[bool, list[_Between]] = {}
-        self._homes = Homes(model)
+        self._original_devices = OriginalDevices(model)
         places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
         self.graph = self._graph(places, others)
         self._forget()
 
     def _places(self, training: bool) -> list[_Between]:
         if training not in self._places_of:
-            with in_mode(self.model, training=training), self._homes.visited():
+            with in_mode(self.model, training=training), self._original_devices.restored():
                 self._places_of[training] = self._run(self.call)
             if hasattr(self, "graph"):  # which is all that they were for
                 self._forget()
@@ -131,7 +131,7 @@ class Direct:
         finally:
             states.restore()
             for buffer, before in buffers:
-                put_back(buffer, before)
+                restore_values(buffer, before)
         return places
 
     def _next(self, result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -272,7 +272,7 @@ class DirectProgram:
         apart = tuple(_Part(part.path, compiled(part.module, options)) for part in parts)
         return _Part(parts[0].path, compiled(whole, options, is_group=True), apart)
 
-    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+    def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Call the modules in order."""
         del batch_size
         for place, key, name in self._places:

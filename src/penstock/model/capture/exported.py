@@ -18,8 +18,8 @@ from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
-from penstock.model.preserve.homes import Homes, on_device
 from penstock.model.preserve.modes import in_mode
+from penstock.model.preserve.original_devices import OriginalDevices, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
@@ -34,17 +34,23 @@ class _Form:
 
     Args:
         model: the user's.
-        homes: where its tensors were when it was captured first.
+        original_devices: where its tensors were when it was captured first.
         call: that it is traced with.
         open_dims: for each tensor the dimensions that may be of another size than in the call.
         is_replayed: nothing is traced; all shapes are taken.
     """
 
     def __init__(
-        self, model: nn.Module, homes: Homes, call: Call, open_dims: OpenDims = (), *, is_replayed: bool = False
+        self,
+        model: nn.Module,
+        original_devices: OriginalDevices,
+        call: Call,
+        open_dims: OpenDims = (),
+        *,
+        is_replayed: bool = False,
     ) -> None:
         self.call, self.is_replayed = call, is_replayed
-        self._homes, self._model = homes, model
+        self._original_devices, self._model = original_devices, model
         self._open = tuple(open_dims) or (frozenset[int](),) * len(call.tensors)
         self._made: dict[bool, tuple[ExportGraph, object, ShapeGuards]] = {}
         self._refusals: dict[bool, CaptureError] = {}
@@ -61,7 +67,7 @@ class _Form:
             raise self._refusals[training]
         if training not in self._made:
             try:
-                with in_mode(self._model, training=training), self._homes.visited():
+                with in_mode(self._model, training=training), self._original_devices.restored():
                     traced = trace(self._model, self.call, self._open if any(self._open) else ())
             except CaptureError as error:
                 self._refusals[training] = error
@@ -116,9 +122,9 @@ class Exported:
 
     def __init__(self, model: nn.Module, call: Call, *, training: bool) -> None:
         self.model, self.call, self.training = model, call, training
-        self._homes = Homes(model)
+        self._original_devices = OriginalDevices(model)
         self.reason = "torch.export took the whole model"
-        self._forms = [_Form(model, self._homes, call)]
+        self._forms = [_Form(model, self._original_devices, call)]
         self.form = 0  # which of them runs now
         self.graph: Graph = self._side(training)[0].graph
 
@@ -175,8 +181,8 @@ class Exported:
             for own, given, dim in zip(self.call.tensors, call.tensors, call.batch_dims, strict=True)
         ]
         if all(own.dim() == given.dim() for own, given in pairs) and len(self._forms) < _MOST_FORMS:
-            yield _Form(self.model, self._homes, at_home, self._forms[-1].opened(open_dims))
-        yield _Form(self.model, self._homes, at_home, is_replayed=True)
+            yield _Form(self.model, self._original_devices, at_home, self._forms[-1].opened(open_dims))
+        yield _Form(self.model, self._original_devices, at_home, is_replayed=True)
 
     def constants(self, training: bool) -> dict[str, torch.Tensor]:
         """Return the tensors that are part of the model's code in a mode."""
@@ -204,7 +210,7 @@ class Exported:
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, for the shapes chosen last, and what the model returns."""
-        with self._homes.visited():
+        with self._original_devices.restored():
             return self._programs(cuts, training)
 
     def _programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:

@@ -22,9 +22,9 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.homes import Homes
+from penstock.model.preserve.model_state import preserve_state
 from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.untouched import unchanged
+from penstock.model.preserve.original_devices import OriginalDevices
 from penstock.model.stages import Chain, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
@@ -39,13 +39,13 @@ class Replayed:
     def __init__(self, model: nn.Module, call: Call, *, training: bool, reason: str = "") -> None:
         self.model, self.call, self.training, self.reason = model, call, training, reason
         self._recording_of: dict[bool, Recording] = {}
-        self._homes = Homes(model)
+        self._original_devices = OriginalDevices(model)
         self._graph_of: dict[bool, Graph] = {}
         self.graph = self._graph(training)
 
     def _graph(self, training: bool) -> Graph:
         if training not in self._graph_of:
-            with in_mode(self.model, training=training), self._homes.visited():
+            with in_mode(self.model, training=training), self._original_devices.restored():
                 recording = record(self.model, self.call)
                 other = _second(self.model, self.call)
             self._recording_of[training] = recording
@@ -86,7 +86,7 @@ class Replayed:
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
         call = self.call if batch_size is None else self.call.resized(batch_size)
-        with in_mode(self.model, training=self.training), unchanged(self.model):
+        with in_mode(self.model, training=self.training), preserve_state(self.model):
             visit_replay(self.model, self.graph, call, visitor, device=device or main_device(self.model, self.call))
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:
@@ -96,7 +96,7 @@ class Replayed:
         held = held_by_stage(self.graph, cuts)
         paths = [path for path, _ in self.model.named_modules()]
         programs = []
-        with in_mode(self.model, training=training), self._homes.visited():
+        with in_mode(self.model, training=training), self._original_devices.restored():
             for index in range(len(ranges)):
                 part = make_part(recording, ranges, held, paths, index)
                 is_last = index == len(ranges) - 1

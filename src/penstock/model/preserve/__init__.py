@@ -1,1 +1,1 @@
-"""Preserve: leave no trace in the model that is looked at."""
+"""Preserve: leave a model unchanged after a capture or a check."""

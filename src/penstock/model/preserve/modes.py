@@ -1,4 +1,4 @@
-"""Modes: put a model into training or evaluation for a while, and back exactly as it was; likewise random states."""
+"""Modes: put a model into training or evaluation temporarily; also save and restore all random states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RandomStates", "in_mode"]
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model into a mode, unless it is in it: then modules that were set apart from it stay as they are."""
+    """Put a model into a mode temporarily; if it is in that mode, submodules in another mode stay as they are."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)
@@ -30,7 +30,7 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class RandomStates:
-    """All random states at one moment, to go back to."""
+    """A snapshot of all random states."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -39,13 +39,13 @@ class RandomStates:
         self._numpy: Any = np.random.get_state()
 
     def have_others_changed(self) -> bool:
-        """Return whether random numbers were drawn that torch knows nothing of: Python's or numpy's."""
+        """Return whether Python's or numpy's random numbers were drawn since the snapshot."""
         now: Any = np.random.get_state()
         same = now[2:] == self._numpy[2:] and bool(np.array_equal(now[1], self._numpy[1]))
         return random.getstate() != self._python or not same
 
     def restore(self) -> None:
-        """Go back."""
+        """Restore the snapshot."""
         torch.set_rng_state(self._torch)
         cuda.set_random_states(self._gpus)
         random.setstate(self._python)

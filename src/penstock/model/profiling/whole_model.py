@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.model.preserve.model_state import preserve_state
 from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.untouched import unchanged
 from penstock.model.structure import flatten
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
             parameter.grad = torch.zeros_like(parameter)
         rows: list[tuple[float, float]] = []
         begin = time.perf_counter()
-        with unchanged(captured.model):
+        with preserve_state(captured.model):
             while len(rows) < _MOST_RUNS:
                 with torch.enable_grad():
                     rows.append(_run(lambda: chain(*args, **kwargs)))

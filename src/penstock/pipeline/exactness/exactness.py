@@ -1,7 +1,7 @@
 """Exactness: find out, on a few samples, whether micro-batches add up to the batch, and how their losses count.
 
 Nothing here knows the plain model's mathematics. It runs the captured model on a few samples of the example, whole and
-in two parts, and compares. Random numbers and batch norm, which may differ by design, are set aside (`Still`).
+in two parts, and compares. Random numbers and batch norm, which may differ by design, are set aside (`Deterministic`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from penstock.model.preserve.modes import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness_advice import (
+    advice_for,
     balances_experts,
     broadcast_of,
     check_own_weight,
     option_for,
-    question_on,
 )
 from penstock.pipeline.exactness.loss_probes import probe_tolerance, probes
 from penstock.pipeline.exactness.loss_samples import (
     FEW,
-    as_given,
+    artificial_labels,
+    as_batch,
     choices_of_rows,
     ignoring,
     label_names,
-    made_up,
     moved_to,
-    odd_numbers,
     rows_of,
+    special_values,
     with_ignored,
 )
 from penstock.pipeline.exactness.scoring import (
     CHANGES,
-    Off,
+    Distance,
     Run,
     Scored,
     UnknownError,
@@ -54,15 +54,15 @@ from penstock.pipeline.exactness.scoring import (
     gradients_off,
     is_own_sum,
     largest_difference,
-    leaving_no_trace,
     parts_of,
+    perturbed,
+    preserved_model,
     run_call,
     score_losses,
-    stirred,
 )
 from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
 from penstock.pipeline.splitting.packed_images import PackedSplit
-from penstock.runtime.deterministic import Still
+from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import (
     Counted,
     candidates,
@@ -80,7 +80,7 @@ _HOST = torch.device("cpu")
 _MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
 _MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
 _MOST_STEPS = 32  # between two looks
-_MOST_FRUITLESS = 16  # looks at rivals beside those that are due
+_MOST_FRUITLESS = 16  # looks at alternatives beside those that are due
 
 
 class OnlyWholeError(UsageError):
@@ -126,7 +126,7 @@ class Exactness:
         self._next_look = 1
         self._is_probed = False
         self._moved: list[Run] = []  # the runs where the loss runs, for as long as a target is looked at
-        self._num_fruitless = 0  # looks one after the other that told no rivals apart
+        self._num_fruitless = 0  # looks one after the other that told no alternatives apart
 
     # ---- the model
 
@@ -148,7 +148,7 @@ class Exactness:
             return
         states = RandomStates()
         try:
-            with leaving_no_trace(chain, model), torch.no_grad():
+            with preserved_model(chain, model), torch.no_grad():
                 if split is None:
                     self._look(chain, call, model)
                 else:
@@ -273,9 +273,9 @@ class Exactness:
         exact: list[Any] | None = None
         is_fitting = True  # the last call, with the model as it is
         compared = list(calls)
-        for (call, parts), is_stirred in itertools.product(compared, (False, True)):
+        for (call, parts), is_perturbed in itertools.product(compared, (False, True)):
             try:
-                with stirred(chain) if is_stirred else contextlib.nullcontext():
+                with perturbed(chain) if is_perturbed else contextlib.nullcontext():
                     runs = [run_call(chain, one) for one in (call, *parts)]
                 losses = [find_loss(run.output, None, ()) for run in runs]
             except (UsageError, UnknownError):
@@ -290,7 +290,7 @@ class Exactness:
                 for choice in choices
             }
             now = best_of(found, (losses[0].dtype, losses[0].dtype))
-            if not now and (exact is None or (is_stirred and is_fitting)):
+            if not now and (exact is None or (is_perturbed and is_fitting)):
                 raise self._coupled(losses)
             is_fitting = bool(now)
             exact = now or exact
@@ -312,11 +312,11 @@ class Exactness:
             UsageError: when they differ, with the model as it is and with other small parameters.
         """
         worst = ""
-        for (call, parts), is_stirred in itertools.product(compared[-1:], (False, True)):
+        for (call, parts), is_perturbed in itertools.product(compared[-1:], (False, True)):
             shares = self._shares(weight, parts, [()] * len(parts))
             if shares is None:
                 return
-            with stirred(chain) if is_stirred else contextlib.nullcontext():
+            with perturbed(chain) if is_perturbed else contextlib.nullcontext():
                 worst = gradients_off(chain, call, parts, shares)
             if not worst:  # rounding may send a sample another way, as to another expert, but not both times
                 return
@@ -336,7 +336,7 @@ class Exactness:
         """Return what the loss of each part counts under a choice; None where nothing counts."""
         plain = [target[0] if target else None for target in targets]
         if callable(choice):
-            batches = [as_given(part) for part in parts]
+            batches = [as_batch(part) for part in parts]
             try:
                 return shares_of(choice, counts_of(choice, batches, plain, self._sizes))
             except UsageError:
@@ -388,7 +388,7 @@ class Exactness:
         def parts(rows: list[int]) -> Sequence[Call]:
             return parts_of(moved.rows(rows), self._sizes)
 
-        self._learn(target, call.batch_size, dim, parts, self._telling_rows(call, target, dim))
+        self._learn(target, call.batch_size, dim, parts, self._distinguishing_rows(call, target, dim))
 
     def _learn(
         self,
@@ -418,16 +418,16 @@ class Exactness:
             for changed in ignoring(few) if self._num_learnt == 1 else [few]:
                 reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
             if self._exact and not self._is_known and self._num_learnt == 1:
-                self._narrow_by_changes(few, parts, dim)
-            if self.rivals:
-                self._narrow_by_made_up(few, parts, dim)
+                self._narrow_by_special_values(few, parts, dim)
+            if self.alternatives:
+                self._narrow_by_artificial_labels(few, parts, dim)
         self._moved = []
         if reason and self._is_known:
             check_own_weight(self._loss, size)
         self._conclude(reason)
         self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
         is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
-        if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.rivals:
+        if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.alternatives:
             self.is_settled, self._runs = True, []
 
     def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
@@ -437,18 +437,18 @@ class Exactness:
     # ---- weights that nothing has told apart yet
 
     @property
-    def rivals(self) -> list[Any]:
+    def alternatives(self) -> list[Any]:
         """Weights beside the one in use under which all targets so far were exact, too."""
         return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
 
-    def must_look(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
+    def must_compare(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
         """Return whether it matters for a batch which of the weights that are left is the right one.
 
         A mask that left nothing out in all batches so far leaves something out in this one, say. Targets on a GPU are
-        looked at ever more rarely, but for as long as there are rivals: the host would wait at each step.
+        looked at ever more rarely, but for as long as there are alternatives: the host would wait at each step.
         """
-        rivals = self.rivals
-        if not rivals or any(tensor.is_cuda for tensor in flatten(targets)[0]):
+        alternatives = self.alternatives
+        if not alternatives or any(tensor.is_cuda for tensor in flatten(targets)[0]):
             return False
 
         def shares(choice: Any) -> list[float] | None:  # noqa: ANN401
@@ -463,12 +463,12 @@ class Exactness:
             return not all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(one, other, strict=True))
 
         first = shares(self.weight)
-        return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in rivals)
+        return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in alternatives)
 
-    def _telling_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
-        """Yield samples that may tell rivals apart: those in which a weight counts most beside those where least."""
+    def _distinguishing_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
+        """Yield samples that tell alternatives apart: those where a weight counts most, and those where least."""
         size = call.batch_size
-        if not self.rivals or size > _MOST_COUNTED:
+        if not self.alternatives or size > _MOST_COUNTED:
             return
         alone = parts_of(call, [1] * size)
         columns = [cut_thing(thing, size, [1] * size, dim) for thing in target]
@@ -490,23 +490,23 @@ class Exactness:
                 [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))],
                 [ends[number % size] for number in range(sum(self._sizes))],
             ):
-                if not self.rivals:  # those before have told
+                if not self.alternatives:  # those before have told
                     return
                 yield rows
 
-    def _narrow_by_made_up(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Tell rivals apart by labels that are made up from those that there are; what no weight fits says nothing."""
-        for made in made_up(few):
+    def _narrow_by_artificial_labels(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell alternatives apart by artificial labels; labels that no weight fits are ignored."""
+        for made in artificial_labels(few):
             with contextlib.suppress(UsageError):
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
-    def _narrow_by_changes(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Tell rivals apart by numbers that targets may hold one day; a loss need not take them.
+    def _narrow_by_special_values(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
+        """Tell alternatives apart by numbers that targets may hold one day; a loss need not take them.
 
         Raises:
             UsageError: when no weight is left: the loss leaves samples out by what their target is.
         """
-        for words, changed in odd_numbers(few, self._sizes[0], sum(self._sizes)):
+        for words, changed in special_values(few, self._sizes[0], sum(self._sizes)):
             before = self._exact
             try:
                 self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim)
@@ -559,12 +559,12 @@ class Exactness:
             UsageError: when none is left.
         """
         assert self._loss is not None
-        still = Still()
+        deterministic = Deterministic()
         runs, targets = self._moved or [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
         if self._over_batch:
             joined = join_results([run.tensors for run in runs[1:]], self._sizes, dim)
             runs, targets = [runs[0], replace(runs[0], tensors=joined)], [target, target]
-        scored = score_losses(self._loss, runs, targets, still)
+        scored = score_losses(self._loss, runs, targets, deterministic)
         if scored == CHANGES and not self._over_batch:
             raise UsageError(
                 "the loss changes with each call (a running average, a schedule by calls), and every micro-batch is a "
@@ -581,7 +581,7 @@ class Exactness:
             return ""
         tensors = flatten(target, apart=True)[0]
         names = label_names(parts[0]) if parts else []
-        choices = self._choices(names, tensors, still.left_out) if self._exact is None else self._exact
+        choices = self._choices(names, tensors, deterministic.left_out) if self._exact is None else self._exact
         if callable(self._given) and self._shares(self._given, parts, pieces) is None:
             return "weight= counts nothing in it"
         off = {
@@ -621,7 +621,7 @@ class Exactness:
         """
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
-            most = Off(*(probe_tolerance(dtype) for dtype in scored[0].dtypes))
+            most = Distance(*(probe_tolerance(dtype) for dtype in scored[0].dtypes))
             off = [distance_of(one, scored, dim=dim, sizes=self._sizes) for one in shares.values()]
             if not any(one.is_within(most) for one in off):
                 raise UsageError(f"{_LEAVES_OUT}: {self._facts([one.loss for one in scored])}. {_OVER}. {_CHECK_OFF}")
@@ -651,7 +651,7 @@ class Exactness:
     def _refusal(self, model: nn.Module, call: Call, facts: str) -> UsageError:
         option = option_for(model, call)
         kind = UsageError if option else OnlyWholeError
-        advice = option or question_on(call)
+        advice = option or advice_for(call)
         return kind(f"micro-batches would not compute what the whole batch does: {facts}; {advice}. {_CHECK_OFF}")
 
 

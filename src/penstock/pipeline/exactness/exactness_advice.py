@@ -13,10 +13,10 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.loss_samples import FEW
 from penstock.pipeline.exactness.scoring import Run, largest_difference, parts_of
-from penstock.runtime.deterministic import Still
+from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.micro_batches import join_results
 
-__all__ = ["balances_experts", "broadcast_of", "check_own_weight", "option_for", "question_on"]
+__all__ = ["advice_for", "balances_experts", "broadcast_of", "check_own_weight", "option_for"]
 
 
 def broadcast_of(run: Run, target: tuple[Any, ...]) -> str:
@@ -73,7 +73,7 @@ def option_for(model: nn.Module, call: Call) -> str:
     return ""
 
 
-def question_on(call: Call) -> str:
+def advice_for(call: Call) -> str:
     """Return what may be wrong where no option was found that makes the example exact."""
     shape = tuple(call.tensors[call.names.index(call.batch_name)].shape)
     return (
@@ -96,10 +96,10 @@ def _is_exact(model: nn.Module, call: Call) -> bool:
     few = call.rows(list(range(min(FEW, call.batch_size))))
     sizes = [few.batch_size // 2, few.batch_size - few.batch_size // 2]
     try:
-        with Still() as still:
+        with Deterministic() as deterministic:
             whole, parts = run(few), [run(part) for part in parts_of(few, sizes)]
         joined = join_results(parts, sizes, call.batch_dim)
     except Exception:  # the user's code: it need not take every cut
         return False
     same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
-    return same and not still.is_random and not largest_difference(whole, joined)
+    return same and not deterministic.is_random and not largest_difference(whole, joined)

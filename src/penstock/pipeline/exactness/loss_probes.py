@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from penstock.pipeline.exactness.scoring import Run, Scored, score_losses
-from penstock.runtime.deterministic import Still
+from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.losses import LossFunction
 from penstock.runtime.micro_batches import join_dim_of
 
@@ -51,7 +51,7 @@ def probes(
         now = runs
         start = 0.0
         for _ in range(_STEPS):
-            scored = score_losses(loss, now, targets, Still())
+            scored = score_losses(loss, now, targets, Deterministic())
             if isinstance(scored, str):
                 break
             if now is not runs:

@@ -17,14 +17,14 @@ from penstock.runtime.micro_batches import batch_dim_of
 
 __all__ = [
     "FEW",
-    "as_given",
+    "artificial_labels",
+    "as_batch",
     "choices_of_rows",
     "ignoring",
     "label_names",
-    "made_up",
     "moved_to",
-    "odd_numbers",
     "rows_of",
+    "special_values",
     "with_ignored",
 ]
 
@@ -78,7 +78,7 @@ def ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         yield [changed]
 
 
-def made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
+def artificial_labels(target: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield labels of the same classes as a target, otherwise dealt out: all of one class, and by chance."""
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
@@ -92,7 +92,7 @@ def made_up(target: Sequence[Any]) -> Iterator[list[Any]]:
         yield [classes[drawn.to(classes.device)]]
 
 
-def odd_numbers(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
+def special_values(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
     """Yield a target of numbers with some changed into what a loss may leave out, and a word for these.
 
     Args:
@@ -111,7 +111,7 @@ def odd_numbers(target: Sequence[Any], first: int, count: int) -> Iterator[tuple
             yield words, rebuild(template, [*tensors[:place], changed, *tensors[place + 1 :]])
 
 
-def as_given(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
+def as_batch(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
     """Return a call as the batch that a weight function is called with."""
     args, kwargs = call.arguments()
     return kwargs if kwargs else args[0] if len(args) == 1 else args

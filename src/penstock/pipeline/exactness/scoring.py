@@ -13,25 +13,25 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.example import Call
+from penstock.model.preserve.model_state import preserve_attributes
 from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.put_back import put_back
-from penstock.model.preserve.untouched import untouched
+from penstock.model.preserve.tensor_values import restore_values
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
-from penstock.runtime.deterministic import Still
+from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import Counted, gradient_tolerance, loss_tolerance, rounding_tolerance, tolerance
 from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
 from penstock.runtime.micro_batches import join_dim_of
 
-_MOST_STIRRED = 1 << 16  # elements of a parameter
+_MOST_PERTURBED = 1 << 16  # elements of a parameter
 _MOST_COMPARED = 1 << 28  # elements of all gradients that are compared
-_STIRRED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PERTURBED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 CHANGES = "it changes with each call"
 
 __all__ = [
     "CHANGES",
-    "Off",
+    "Distance",
     "Run",
     "Scored",
     "UnknownError",
@@ -41,11 +41,11 @@ __all__ = [
     "gradients_off",
     "is_own_sum",
     "largest_difference",
-    "leaving_no_trace",
     "parts_of",
+    "perturbed",
+    "preserved_model",
     "run_call",
     "score_losses",
-    "stirred",
 ]
 
 
@@ -94,7 +94,7 @@ class UnknownError(Exception):
 
 
 @contextlib.contextmanager
-def leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
+def preserved_model(chain: Chain, model: nn.Module) -> Iterator[None]:
     """Put back the buffers and attributes that runs change."""
     buffers = [
         (stage.held, name, stage.held.get(name), stage.held.get(name).detach().clone())
@@ -103,17 +103,17 @@ def leaving_no_trace(chain: Chain, model: nn.Module) -> Iterator[None]:
         if not isinstance(stage.held.get(name), nn.Parameter)
     ]
     try:
-        with untouched(model):
+        with preserve_attributes(model):
             yield
     finally:
         for held, name, tensor, values in buffers:
             if held.get(name) is not tensor:
                 held.set(name, tensor)
-            put_back(tensor, values)
+            restore_values(tensor, values)
 
 
 @contextlib.contextmanager
-def stirred(chain: Chain) -> Iterator[None]:
+def perturbed(chain: Chain) -> Iterator[None]:
     """Change the small parameters (biases, scales, norms) a little; put them back bit by bit.
 
     A fresh model may stand where a wrong weight happens to fit: with a scale or a last layer of zeros, all samples have
@@ -123,8 +123,8 @@ def stirred(chain: Chain) -> Iterator[None]:
         id(tensor): tensor
         for stage in chain.stages
         for tensor in (stage.held.get(name) for name in stage.held)
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype in _STIRRED
-        if tensor.numel() <= _MOST_STIRRED
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype in _PERTURBED
+        if tensor.numel() <= _MOST_PERTURBED
     }
     before = [(parameter, parameter.detach().clone()) for parameter in small.values()]
     try:
@@ -142,7 +142,7 @@ def stirred(chain: Chain) -> Iterator[None]:
 
 
 def score_losses(
-    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], still: Still
+    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], deterministic: Deterministic
 ) -> list[Scored] | str:
     """Return the loss of each output; or why that cannot be compared.
 
@@ -152,7 +152,7 @@ def score_losses(
     buffers = [(b, b.detach().clone()) for b in loss.buffers()] if isinstance(loss, nn.Module) else []
     pairs = [(run.leaves(), target) for run, target in zip(outputs, targets, strict=True)]
     try:
-        with torch.enable_grad(), still:
+        with torch.enable_grad(), deterministic:
             found = [find_loss(run.output, loss, target) for run, target in [*pairs, pairs[0]]]
             scored = [
                 Scored(value.detach(), _gradients(value, run)) for value, (run, _) in zip(found, pairs, strict=False)
@@ -161,9 +161,9 @@ def score_losses(
         return f"{type(error).__name__}: {error}"[:200]
     finally:
         for buffer, values in buffers:
-            put_back(buffer, values)
+            restore_values(buffer, values)
         states.restore()
-    if still.is_random:
+    if deterministic.is_random:
         return "it draws random numbers"
     if scored[0].loss.isfinite() and not torch.equal(found[-1].detach(), scored[0].loss):
         return CHANGES
@@ -183,12 +183,12 @@ def is_own_sum(
         count = float(counted.count(target[0])) if target else 0.0
         if not count:  # a mean over nothing
             continue
-        means = score_losses(loss, [run], [target], Still())
+        means = score_losses(loss, [run], [target], Deterministic())
         with Summing():
-            sums = score_losses(loss, [run], [target], Still())
+            sums = score_losses(loss, [run], [target], Deterministic())
         if isinstance(means, str) or isinstance(sums, str):
             return False
-        most = Off(*(loss_tolerance(dtype) for dtype in means[0].dtypes))
+        most = Distance(*(loss_tolerance(dtype) for dtype in means[0].dtypes))
         if not distance_of([1 / count], [means[0], sums[0]], sizes=[1]).is_within(most):
             return False
         if read_loss(run.output, loss, target)[1]:
@@ -205,7 +205,7 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Off:
+class Distance:
     """How far weighted parts are from the whole, relative to it: the loss, and its gradients.
 
     Attributes:
@@ -216,17 +216,17 @@ class Off:
     loss: float
     gradients: float
 
-    def is_within(self, most: Off) -> bool:
+    def is_within(self, most: Distance) -> bool:
         """Return whether neither is further off than another."""
         return self.loss <= most.loss and self.gradients <= most.gradients
 
 
-_FAR = Off(float("inf"), float("inf"))
+_FAR = Distance(float("inf"), float("inf"))
 
 
 def distance_of(
     shares: Sequence[float] | None, scored: Sequence[Scored], *, dim: int = 0, sizes: Sequence[int] = ()
-) -> Off:
+) -> Distance:
     """Return how far the weighted losses and gradients of the parts are from those of the whole.
 
     A part in which all labels are ignored has no finite loss: it must count nothing.
@@ -249,7 +249,7 @@ def distance_of(
             if piece is not None
         ]
         off = max(off, _distance(gradient, weighed, dim, sizes))
-    return Off(abs(float(whole.loss) - joined) / scale, off)
+    return Distance(abs(float(whole.loss) - joined) / scale, off)
 
 
 def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
@@ -266,7 +266,7 @@ def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, size
     return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
 
 
-def best_of(off: Mapping[Any, Off], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+def best_of(off: Mapping[Any, Distance], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
     """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
 
     Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
@@ -277,7 +277,9 @@ def best_of(off: Mapping[Any, Off], dtypes: tuple[torch.dtype, torch.dtype]) -> 
         return min(max(10 * min(of), 16 * torch.finfo(dtype).eps), loss_tolerance(dtype))
 
     own, others = dtypes
-    limit = Off(most([one.loss for one in off.values()], own), most([one.gradients for one in off.values()], others))
+    limit = Distance(
+        most([one.loss for one in off.values()], own), most([one.gradients for one in off.values()], others)
+    )
     return [choice for choice, one in off.items() if one.is_within(limit)]
 
 
@@ -288,13 +290,13 @@ def run_call(chain: Chain, call: Call) -> Run:
         UsageError: when it fails.
         UnknownError: when it draws random numbers that cannot be set aside.
     """
-    still = Still()
+    deterministic = Deterministic()
     try:
-        with still:
+        with deterministic:
             output = chain.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
     except Exception as error:
         raise UsageError(f"{type(error).__name__}: {error}"[:400]) from error
-    if still.is_random:
+    if deterministic.is_random:
         raise UnknownError
     tensors, template = flatten(output)
     return Run([tensor.detach() for tensor in tensors], template)
@@ -334,12 +336,12 @@ def _loss_gradients(
     chain: Chain, call: Call, wanted: Sequence[nn.Parameter]
 ) -> tuple[torch.dtype, list[tuple[float, torch.Tensor]]]:
     """Return the type of the loss that the model computes itself, and the norm and the gradient of each parameter."""
-    still = Still()
-    with torch.enable_grad(), still:
+    deterministic = Deterministic()
+    with torch.enable_grad(), deterministic:
         output = chain.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
         loss = find_loss(output, None, ())
         found = torch.autograd.grad(loss, list(wanted), allow_unused=True)
-    if still.is_random:
+    if deterministic.is_random:
         raise UnknownError
     dense = [
         torch.zeros_like(parameter)

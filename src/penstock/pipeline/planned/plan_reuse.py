@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from penstock.pipeline.planned.planned_model import Request
     from penstock.schedule.schedule import Schedule
 
-__all__ = ["asked_of", "kept_plan"]
+__all__ = ["fingerprint_of", "reusable_plan"]
 
 
-def asked_of(request: Request, captured: Captured, first: Schedule) -> dict[str, Any]:
+def fingerprint_of(request: Request, captured: Captured, first: Schedule) -> dict[str, Any]:
     """Return all that a decision may depend on, but for the time that things take; as JSON can hold it."""
     graph = captured.graph
     nodes = [f"{node.name} {node.op} {node.module} {node.parameters}" for node in graph.nodes]
@@ -54,7 +54,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def kept_plan(path: Path, asked: Mapping[str, Any], captured: Captured, first: Schedule) -> Plan | None:
+def reusable_plan(path: Path, asked: Mapping[str, Any], captured: Captured, first: Schedule) -> Plan | None:
     """Return the plan of a run folder if it was made for what is asked for now; else say what has changed."""
     if not path.exists():
         return None

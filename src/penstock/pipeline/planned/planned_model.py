@@ -29,7 +29,7 @@ from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.exactness.exactness import OnlyWholeError
 from penstock.pipeline.planned.placement import with_threads
-from penstock.pipeline.planned.plan_reuse import asked_of, kept_plan
+from penstock.pipeline.planned.plan_reuse import fingerprint_of, reusable_plan
 from penstock.pipeline.splitting.custom_split import Split, split_batch
 from penstock.pipeline.splitting.packed_images import PackedSplit
 from penstock.planning.partition.cut_rules import find_places
@@ -93,7 +93,7 @@ class Request:
 
         Batches that the user splits are captured by their first micro-batch: nobody else knows how to make one smaller.
         """
-        example, model = self.example, _called(self.model)
+        example, model = self.example, _first_module(self.model)
         if self.split is None:
             call = read_example(example, model, self.layout)
             return call, call.batch_size
@@ -106,7 +106,7 @@ class Request:
         calls[0] = replace(first, batch_dims=dims)
         return calls[0], max(len(calls), sum(call.batch_size for call in calls))
 
-    def ask(self, batch_size: int) -> CutRequest:
+    def cut_request(self, batch_size: int) -> CutRequest:
         """Return it as the deciding half takes it, for an example of so many samples."""
         micro_batches = self.micro_batches
         if micro_batches is None:
@@ -144,14 +144,14 @@ class PlannedModel:
         plan: how it is cut, and what the lanes run.
         telling: profiles the model once it is asked for, where the plan was made without.
         finer: the same cuts with twice the micro-batches; None where that cannot be.
-        coarser: of which this is the finer one.
+        larger_micro_batches: of which this is the finer one.
     """
 
     captured: Captured
     plan: Plan
     explainer: _Explainer
-    finer: Callable[[], PlannedModel | None] = lambda: None
-    coarser: PlannedModel | None = None
+    smaller_micro_batches: Callable[[], PlannedModel | None] = lambda: None
+    larger_micro_batches: PlannedModel | None = None
 
     def explain(self) -> Explanation:
         """Return the whole of it, and measure what is not known yet."""
@@ -165,8 +165,8 @@ class PlannedModel:
     def held_bytes(self) -> dict[str, NDArray[np.float64]]:
         """Return what each stage holds for a micro-batch, as far as a profile has told."""
         predicted = self.predicted()
-        if predicted is None and self.coarser is not None:  # half as many samples hold half as much
-            return {name: held / 2 for name, held in self.coarser.held_bytes().items()}
+        if predicted is None and self.larger_micro_batches is not None:  # half as many samples hold half as much
+            return {name: held / 2 for name, held in self.larger_micro_batches.held_bytes().items()}
         none = np.zeros(self.plan.schedule.num_stages)
         names = ("saved_bytes", "pending_bytes", "input_bytes")
         return {name: none if predicted is None else getattr(predicted, name) for name in names}
@@ -206,8 +206,8 @@ def plan_model(
         measures: measure in any case, so that the plan can explain itself.
     """
     call, batch_size = request.read()
-    ask = request.ask(batch_size)
-    first = ask.check()
+    cut_request = request.cut_request(batch_size)
+    first = cut_request.check()
     captured = _captured(request, call, first)
     try:
         check(captured, first)
@@ -216,22 +216,22 @@ def plan_model(
             raise
         request = replace(request, micro_batches=1)
         call, batch_size = request.read()
-        ask = request.ask(batch_size)
-        first = ask.check()
+        cut_request = request.cut_request(batch_size)
+        first = cut_request.check()
         if request.split is not None:  # it was captured by one of several micro-batches
             captured = _captured(request, call, first)
         warn_user(f"only one micro-batch a step is run, so that lanes take turns: {error}")
-    explainer = _Explainer(request, captured, ask, batch_size)
-    asked = asked_of(request, captured, first)
+    explainer = _Explainer(request, captured, cut_request, batch_size)
+    asked = fingerprint_of(request, captured, first)
 
     def choose() -> Plan:
         if isinstance(request.plan, Plan):
             if faults := request.plan.faults_for(asked, captured.graph):
                 raise UsageError(f"plan: {'; '.join(faults)}; make one for this model: penstock.plan(model, ...)")
             return request.plan
-        if request.plan is not None and (kept := kept_plan(plan_path(request.plan), asked, captured, first)):
+        if request.plan is not None and (kept := reusable_plan(plan_path(request.plan), asked, captured, first)):
             return kept
-        only = None if measures else _only_cuts(ask, first, captured)
+        only = None if measures else _only_cuts(cut_request, first, captured)
         if only is not None:
             captured.graph.check_cuts(only)
             cuts, schedule = only, first
@@ -246,7 +246,7 @@ def plan_model(
             capture_path=captured.path,
             asked=asked,
             explanation=explainer.kept,
-            is_for_costs=ask.is_made_for_costs,
+            is_for_costs=cut_request.is_made_for_costs,
         )
 
     chosen: list[Plan] = []  # where this process chooses
@@ -262,7 +262,7 @@ def plan_model(
         plan = Plan.from_dict(found, source=found["source"])
         plan = replace(plan, explanation=chosen[0].explanation) if chosen else plan
     planned = PlannedModel(captured, plan, explainer)
-    return replace(planned, finer=partial(_finer, planned, request, batch_size))
+    return replace(planned, smaller_micro_batches=partial(_with_smaller_micro_batches, planned, request, batch_size))
 
 
 def _recomputed(
@@ -279,17 +279,17 @@ def _recomputed(
 def _captured(request: Request, call: Call, schedule: Schedule) -> Captured:
     if request.captured is not None:
         return request.captured
-    (request.progress or _tell_nobody)("capture", 0, 1)
+    (request.progress or _ignore_progress)("capture", 0, 1)
     return capture(
         request.model,
-        _at_home(call, request.model),
+        _on_model_device(call, request.model),
         training=True,
         path="replay" if request.split is not None and request.capture_path == "auto" else request.capture_path,
         num_stages=schedule.num_stages,
     )
 
 
-def _finer(planned: PlannedModel, request: Request, batch_size: int) -> PlannedModel | None:
+def _with_smaller_micro_batches(planned: PlannedModel, request: Request, batch_size: int) -> PlannedModel | None:
     """Return a plan with twice the micro-batches; None where its schedule cannot be built by name.
 
     No process asks another: all come to the same.
@@ -304,16 +304,16 @@ def _finer(planned: PlannedModel, request: Request, batch_size: int) -> PlannedM
     # a profile that was given is of larger micro-batches
     request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=planned.plan.cuts, profile=None)
     try:  # not every schedule can be built for every number
-        ask = request.ask(batch_size)
-        if ask.is_made_for_costs:
+        cut_request = request.cut_request(batch_size)
+        if cut_request.is_made_for_costs:
             return None
-        twice = ask.check()
+        twice = cut_request.check()
     except PenstockError:
         return None
-    explainer = _Explainer(request, planned.captured, ask, batch_size)
+    explainer = _Explainer(request, planned.captured, cut_request, batch_size)
     plan = replace(planned.plan, schedule=twice, explanation=None)
-    finer = PlannedModel(planned.captured, plan, explainer, coarser=planned)
-    return replace(finer, finer=partial(_finer, finer, request, batch_size))
+    finer = PlannedModel(planned.captured, plan, explainer, larger_micro_batches=planned)
+    return replace(finer, smaller_micro_batches=partial(_with_smaller_micro_batches, finer, request, batch_size))
 
 
 def _is_file(schedule: object) -> TypeGuard[str | PathLike[str]]:
@@ -323,9 +323,9 @@ def _is_file(schedule: object) -> TypeGuard[str | PathLike[str]]:
 class _Explainer:
     """Profiles a model and explains how it is run, once it is asked for."""
 
-    def __init__(self, request: Request, captured: Captured, ask: CutRequest, batch_size: int) -> None:
-        self._request, self._captured, self._ask = request, captured, ask
-        self._size = -(-batch_size // min(batch_size, ask.first().num_mbs))
+    def __init__(self, request: Request, captured: Captured, cut_request: CutRequest, batch_size: int) -> None:
+        self._request, self._captured, self._cut_request = request, captured, cut_request
+        self._size = -(-batch_size // min(batch_size, cut_request.first().num_mbs))
         if request.split is not None:
             self._size = captured.call.batch_size
         self.kept: Explanation | None = request.plan.explanation if isinstance(request.plan, Plan) else None
@@ -337,19 +337,19 @@ class _Explainer:
             is_measured = rates is None and given is None
             source = ProfileSource(given, rates, device=request.device if is_measured else None, batch_size=self._size)
             source.check()
-            tell = request.progress or _tell_nobody
+            tell = request.progress or _ignore_progress
             with with_threads(request.num_threads):
                 profile = source.profile_of(self._captured, tell)
             tell("cut and schedule", 0, 1)
             name = name_of(request.model)
-            found = explanation_of(name, request.model, self._captured, profile, self._ask)
+            found = explanation_of(name, request.model, self._captured, profile, self._cut_request)
             if isinstance(request.split, PackedSplit):
                 found = replace(found, notes=(*found.notes, f"packed images: cut {request.split.words}"))
             self.kept = found
         return self.kept
 
 
-def _tell_nobody(what: str, done: int, total: int) -> None:
+def _ignore_progress(what: str, done: int, total: int) -> None:
     """Take what is told of progress."""
 
 
@@ -375,33 +375,35 @@ def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[
     }
 
 
-def _only_cuts(ask: CutRequest, schedule: Schedule, captured: Captured) -> tuple[int, ...] | None:
+def _only_cuts(cut_request: CutRequest, schedule: Schedule, captured: Captured) -> tuple[int, ...] | None:
     """Return the cuts, where there is but one way, and the schedule does not ask for costs."""
-    if ask.is_made_for_costs:
+    if cut_request.is_made_for_costs:
         return None
-    if len(ask.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in ask.cuts):
-        return tuple(int(cut) for cut in ask.cuts)
+    if len(cut_request.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in cut_request.cuts):
+        return tuple(int(cut) for cut in cut_request.cuts)
     is_forced = captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages
     if is_forced or schedule.num_stages == 1:
-        find_places(captured.graph, schedule.num_stages, ask.cuts, ())  # refuses cuts that the model does not have
+        find_places(
+            captured.graph, schedule.num_stages, cut_request.cuts, ()
+        )  # refuses cuts that the model does not have
         return tuple(range(1, schedule.num_stages))
     return None
 
 
-def _at_home(call: Call, model: nn.Module | Sequence[nn.Module]) -> Call:
+def _on_model_device(call: Call, model: nn.Module | Sequence[nn.Module]) -> Call:
     """Return a call with its tensors where the model is, also on meta; as it is, where the model is in several places.
 
     The example may come from a loader, or from the GPU that the model is going to.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    homes = {p.device for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
-    if len(homes) != 1:
+    devices = {p.device for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+    if len(devices) != 1:
         return call
-    (home,) = homes
-    return call.map(lambda t: t if t.device == home else t.detach().to(home).requires_grad_(t.requires_grad))
+    (device,) = devices
+    return call.map(lambda t: t if t.device == device else t.detach().to(device).requires_grad_(t.requires_grad))
 
 
-def _called(model: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
+def _first_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
     if isinstance(model, nn.Module):
         return model
     return model[0] if isinstance(model, (list, tuple)) and model and isinstance(model[0], nn.Module) else None

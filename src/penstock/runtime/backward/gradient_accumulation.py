@@ -1,4 +1,4 @@
-"""Adding: what a backward gives to parameters is added to the gradients that they have all at once, not one by one.
+"""Gradient accumulation: add the gradients of a backward to those of the parameters in one fused operation.
 
 Autograd adds each gradient as it comes, by a kernel of its own. In a large stage that is hundreds of small ones for
 every micro-batch. A backward that Inductor compiled gives all gradients of its operations at the same time, so to hold
@@ -19,10 +19,10 @@ from torch.autograd.function import BackwardCFunction
 
 from penstock.compile.added_products import Sum, adding_to
 
-__all__ = ["Adding", "added_together", "reached_once"]
+__all__ = ["GradientAccumulation", "accumulated_together", "reached_once"]
 
 
-class Adding:
+class GradientAccumulation:
     """Whose gradients are added together; one for all lanes of a process.
 
     A loss may reach a parameter of any stage, by a penalty on its size, say. The last stage's backward then gives it a
@@ -32,20 +32,20 @@ class Adding:
     def __init__(self) -> None:
         self._reached: dict[int, nn.Parameter] = {}
 
-    def look(self, loss: torch.Tensor, own: Iterable[nn.Parameter]) -> None:
+    def observe(self, loss: torch.Tensor, own: Iterable[nn.Parameter]) -> None:
         """See what a loss reaches besides a stage's own parameters; before its backward, and so before all others'."""
         inside = set(map(id, own))
         # what a stage was given is a leaf too, and not to be kept
         found = [leaf for leaf in _leaves(loss) if isinstance(leaf, nn.Parameter)]
         self._reached |= {id(leaf): leaf for leaf in found if id(leaf) not in inside}
 
-    def together(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def eligible(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those that may be added together: a hook behind autograd's own addition wants to see its sum."""
         return [p for p in parameters if id(p) not in self._reached and not p._post_accumulate_grad_hooks]
 
 
 @contextmanager
-def added_together(parameters: Iterable[nn.Parameter], outputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+def accumulated_together(parameters: Iterable[nn.Parameter], outputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
     """Let a backward leave its gradients apart, and add them at its end; where it fails, what products added stays.
 
     Args:

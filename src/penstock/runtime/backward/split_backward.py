@@ -18,7 +18,7 @@ from penstock.runtime.backward.weight_ops import Operands, Operation
 from penstock.runtime.backward.weight_queue import Pending
 from penstock.runtime.backward.weight_sources import Weight, is_plain
 
-__all__ = ["Deferring", "Pending"]
+__all__ = ["DeferredWeightGradients", "Pending"]
 
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
@@ -27,11 +27,12 @@ _Kwargs = Mapping[str, Any]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Deferring(TorchFunctionMode):
+class DeferredWeightGradients(TorchFunctionMode):
     """While active, weight gradients of the operations that are called are left to a queue.
 
-    `with Deferring(pending): outputs = stage(*inputs)` is the forward, `torch.autograd.backward(outputs, gradients)`
-    then is I, and `pending.run()` is W. Until W, neither inputs nor gradients may be overwritten.
+    `with DeferredWeightGradients(pending): outputs = stage(*inputs)` is the forward,
+    `torch.autograd.backward(outputs, gradients)` is I, and `pending.run()` is W. Until W, neither inputs nor gradients
+    may be overwritten.
 
     An operation runs as it is where its weight wants no gradient, where no graph is recorded, where hooks for saved
     tensors came to be inside the stage (a checkpoint in the model runs its part again, without this mode), under
@@ -81,7 +82,7 @@ class Deferring(TorchFunctionMode):
             x, bias = _lowered(x, dtype), None if bias is None else _lowered(bias, dtype)
         self._leaves.update(map(id, weight.leaves))
         plan = _Plan(operation, weight, dtype, self._pending)
-        made: Tensor = _Deferred.apply(self._pending.anchor, x, bias, plan)  # type: ignore[no-untyped-call]
+        made: Tensor = _DeferredOperation.apply(self._pending.anchor, x, bias, plan)  # type: ignore[no-untyped-call]
         return made
 
     def _look_inside(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
@@ -120,7 +121,7 @@ class _Plan(NamedTuple):
     pending: Pending
 
 
-class _Deferred(torch.autograd.Function):
+class _DeferredOperation(torch.autograd.Function):
     """An operation whose backward returns the gradients of input and bias, and leaves that of the weight.
 
     The weight is no input. I would walk its graph, and that would be gone for W.
@@ -173,9 +174,9 @@ def _answer_no(*_: object) -> bool:
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(SPELLINGS, Deferring._run),
-    functional.multi_head_attention_forward: Deferring._look_inside,
-    torch.autograd.grad: Deferring._differentiate,
+    **dict.fromkeys(SPELLINGS, DeferredWeightGradients._run),
+    functional.multi_head_attention_forward: DeferredWeightGradients._look_inside,
+    torch.autograd.grad: DeferredWeightGradients._differentiate,
 }
 if hasattr(functional, "linear_cross_entropy"):
-    _HANDLERS[functional.linear_cross_entropy] = Deferring._look_inside
+    _HANDLERS[functional.linear_cross_entropy] = DeferredWeightGradients._look_inside

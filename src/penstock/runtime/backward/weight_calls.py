@@ -15,7 +15,7 @@ from penstock.runtime.backward.weight_sources import Weight, find_weight, is_pla
 
 __all__ = ["SPELLINGS", "Call", "read_call"]
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 
 class Call(NamedTuple):
@@ -31,7 +31,7 @@ class Spelling(NamedTuple):
     """A function with a weight: the names of its arguments, and what reads them."""
 
     names: tuple[str, ...]
-    read: Callable[[Given], Call | None]
+    read: Callable[[Arguments], Call | None]
 
 
 def read_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
@@ -49,7 +49,7 @@ def _call(operation: Operation, x: object, weight: Weight, bias: object = None) 
     return Call(operation, x, weight, bias) if is_plain(x) and (bias is None or is_plain(bias)) else None
 
 
-def _linear(given: Given) -> Call | None:
+def _linear(given: Arguments) -> Call | None:
     weight = find_weight(given.get("weight"), may_be_computed=True)
     if weight is None or weight.tensor.ndim != 2:
         return None
@@ -59,8 +59,8 @@ def _linear(given: Given) -> Call | None:
 _LINEAR = Linear()
 
 
-def _product(name: str) -> Callable[[Given], Call | None]:
-    def read(given: Given) -> Call | None:
+def _product(name: str) -> Callable[[Arguments], Call | None]:
+    def read(given: Arguments) -> Call | None:
         scales = [given.get("alpha", 1), given.get("beta", 1)]
         factors = _one_weight(given.get("left"), given.get("right"))
         if factors is None or not all(isinstance(scale, (int, float)) for scale in scales):
@@ -79,7 +79,7 @@ def _one_weight(left: object, right: object) -> tuple[Any, Weight, bool] | None:
     return (right, of_left, True) if of_right is None else None  # two make a third weight, and that is put off
 
 
-def _convolution(given: Given) -> Call | None:
+def _convolution(given: Arguments) -> Call | None:
     weight, x = find_weight(given.get("weight"), may_be_computed=True), given.get("input")
     if weight is None or not is_plain(x) or x.ndim != weight.tensor.ndim or weight.tensor.is_complex():
         return None
@@ -105,15 +105,15 @@ def _each(setting: int | Sequence[int], count: int) -> list[int]:
     return list(setting) * count if len(setting) == 1 else list(setting)
 
 
-def _transposed(given: Given) -> Call | None:
+def _transposed(given: Arguments) -> Call | None:
     return _convolution({**given, "transposed": True})
 
 
-def _any_convolution(given: Given) -> Call | None:
+def _any_convolution(given: Arguments) -> Call | None:
     return None if torch._C._is_any_autocast_enabled() else _convolution(given)  # lowered on some devices only
 
 
-def _embedding(given: Given) -> Call | None:
+def _embedding(given: Arguments) -> Call | None:
     weight, index = find_weight(given.get("weight"), may_be_computed=True), given.get("padding_idx")
     if weight is None or weight.tensor.ndim != 2 or given.get("sparse") or given.get("max_norm") is not None:
         return None  # a limit of the norm changes the weight
@@ -121,14 +121,14 @@ def _embedding(given: Given) -> Call | None:
     return _call(Embedding(-1 if index is None else index, is_scaled), given.get("input"), weight)
 
 
-def _functional_embedding(given: Given) -> Call | None:
+def _functional_embedding(given: Arguments) -> Call | None:
     index, weight = given.get("padding_idx"), given.get("weight")
     if index is not None and index < 0 and isinstance(weight, Tensor):
         return _embedding({**given, "padding_idx": index + weight.shape[0]})  # counted from the end
     return _embedding(given)
 
 
-def _grouped(given: Given) -> Call | None:
+def _grouped(given: Arguments) -> Call | None:
     x, offsets, weight = given.get("left"), given.get("offs"), find_weight(given.get("right"), may_be_computed=False)
     if weight is None or not is_plain(x) or not is_plain(offsets):
         return None
@@ -137,7 +137,7 @@ def _grouped(given: Given) -> Call | None:
     return _call(Grouped(offsets), x, weight) if is_by_rows and not has_more else None
 
 
-def _einsum(given: Given) -> Call | None:
+def _einsum(given: Arguments) -> Call | None:
     equation, operands = given.get("equation"), given.get("left")
     if not isinstance(operands, (list, tuple)):
         operands = (operands, given.get("right"))
@@ -200,7 +200,7 @@ def _spellings() -> Iterator[tuple[object, Spelling]]:
 
 
 def _spelled(
-    read: Callable[[Given], Call | None], names: str, *functions: Callable[..., Any]
+    read: Callable[[Arguments], Call | None], names: str, *functions: Callable[..., Any]
 ) -> Iterator[tuple[object, Spelling]]:
     """Yield a reader under each function, and under the overloads of an operator that take the same arguments."""
     spelling = Spelling(tuple(names.split()), read)

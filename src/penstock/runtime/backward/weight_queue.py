@@ -38,9 +38,9 @@ class _Entry(NamedTuple):
 class Pending:
     """The weight gradients of one stage micro-batch that I left for W.
 
-    >>> from penstock.runtime.backward.split_backward import Deferring
+    >>> from penstock.runtime.backward.split_backward import DeferredWeightGradients
     >>> layer, pending = nn.Linear(2, 3), Pending()
-    >>> with Deferring(pending):
+    >>> with DeferredWeightGradients(pending):
     ...     output = layer(torch.ones(4, 2))
     >>> output.sum().backward()
     >>> len(pending), layer.weight.grad

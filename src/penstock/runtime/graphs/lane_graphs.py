@@ -19,7 +19,7 @@ import torch
 from penstock.devices.graph_capture import Maker, Replay
 from penstock.devices.streams import Event, Streams, Workspace
 from penstock.model.structure import flatten, rebuild
-from penstock.runtime.executor import Doing, Executor
+from penstock.runtime.executor import Executor, Handlers
 from penstock.runtime.lane_program import Instruction
 from penstock.runtime.stage_run import StageRun
 from penstock.runtime.step import Batch, Step
@@ -31,7 +31,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 _FORWARDS = frozenset({Kind.F, Kind.RECOMPUTE})
-_ALONE = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
+_CAPTURE_LOCK = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
 
 
 @dataclass
@@ -50,15 +50,15 @@ class _Slot:
 
 
 @dataclass
-class _Stock:
+class _SlotPool:
     """Slots of a lane; those that are not in use are given out again."""
 
     streams: Streams
-    spare: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
+    free: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
 
     def take(self, like: torch.Tensor, device: torch.device) -> _Slot:
         """Return a slot for values like one."""
-        waiting = self.spare.get(_kind_of(like))
+        waiting = self.free.get(_kind_of(like))
         if waiting:
             old = waiting.pop()
             return _Slot(old.tensor, old.free, is_used_again=True)
@@ -67,7 +67,7 @@ class _Stock:
 
     def give(self, slot: _Slot) -> None:
         """Take a slot back."""
-        self.spare.setdefault(_kind_of(slot.tensor), []).append(slot)
+        self.free.setdefault(_kind_of(slot.tensor), []).append(slot)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -78,19 +78,19 @@ class Tape:
     """One lane's step as replays.
 
     Args:
-        doing: what to do, an entry an instruction.
+        handlers: what to do, an entry an instruction.
         scales: memory for what each micro-batch's loss counts, where the lane ends the model.
         kept: tensors that were sent.
     """
 
     is_replay = True
 
-    def __init__(self, doing: Doing, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
-        self._doing, self._scales, self._kept = doing, scales, kept
+    def __init__(self, handlers: Handlers, scales: torch.Tensor | None, kept: Sequence[torch.Tensor]) -> None:
+        self._handlers, self._scales, self._kept = handlers, scales, kept
         self._loaded: list[float] = []
         self.step: Step | None = None
 
-    def open(self, step: Step) -> tuple[Step, Doing]:
+    def open(self, step: Step) -> tuple[Step, Handlers]:
         """Begin a step: return it, and what to do."""
         self.step = step
         if self._scales is not None and (step.factor is not None or self._loaded != list(step.scales)):
@@ -99,7 +99,7 @@ class Tape:
             if step.factor is not None:
                 self._loaded = []  # they are not what they were
                 self._scales.mul_(step.factor.to(self._scales.device, non_blocking=True))
-        return step, self._doing
+        return step, self._handlers
 
     def close(self) -> None:
         """End a step: let go of it."""
@@ -107,7 +107,7 @@ class Tape:
 
     def forget(self) -> None:
         """Let the graphs go, which know who captured them, who knows this."""
-        self._doing.clear()
+        self._handlers.clear()
 
 
 class Capture:
@@ -116,21 +116,21 @@ class Capture:
     Args:
         executor: of the lane.
         maker: makes the graphs.
-        told: is called after each graph.
+        on_capture: is called after each graph.
     """
 
     is_replay = False
 
-    def __init__(self, executor: Executor, maker: Maker, told: Callable[[], None]) -> None:
-        self._executor, self._maker, self._told = executor, maker, told
+    def __init__(self, executor: Executor, maker: Maker, on_capture: Callable[[], None]) -> None:
+        self._executor, self._maker, self._on_capture = executor, maker, on_capture
         self._streams = executor.streams
         self._stages: Mapping[int, StageRun] = executor.stages
-        self._stock = _Stock(self._streams)
+        self._slot_pool = _SlotPool(self._streams)
         self._in_use: dict[tuple[int, int], list[_Slot]] = {}
         self._given: dict[tuple[int, str], torch.Tensor] = {}
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []
-        self._doing: Doing = [(_pass, i) for i in executor.program.instructions]
+        self._handlers: Handlers = [(_do_nothing, i) for i in executor.program.instructions]
         self._step: Step | None = None
         last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in COMPUTE}
         self._last = set(last.values())
@@ -142,7 +142,7 @@ class Capture:
 
     # ---- the executor's side
 
-    def open(self, step: Step) -> tuple[Step, Doing]:
+    def open(self, step: Step) -> tuple[Step, Handlers]:
         """Begin: return a step whose inputs are slots, and what to do."""
         if self._ends is not None:
             self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
@@ -160,9 +160,9 @@ class Capture:
             targets.append(rebuild(template, self._targets[mb]))
         self._step = replace(
             step, batch=Batch(inputs, step.batch.sizes), targets=targets, seeds=self._scales, losses={}, metrics={},
-            tapes=None, over_batch=None if step.over_batch is None else step.over_batch.anew(),
+            tapes=None, over_batch=None if step.over_batch is None else step.over_batch.empty_copy(),
         )  # fmt: skip
-        return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.doing)]
+        return self._step, [(self._captured(at, do), i) for at, (do, i) in enumerate(self._executor.handlers)]
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor, device=self._device, requires_grad=False)
@@ -174,7 +174,7 @@ class Capture:
 
     def finish(self) -> Tape:
         """Return the tape."""
-        self.tape = Tape(self._doing, self._scales, self._kept)
+        self.tape = Tape(self._handlers, self._scales, self._kept)
         return self.tape
 
     # ---- one instruction
@@ -196,22 +196,25 @@ class Capture:
         assert self._step is not None
         step, run = self._step, self._stages[i.stage]
         # a backward runs the parts of a stage again that were not kept
-        may_draw = i.kind in _FORWARDS or (run.runs_parts_again and i.kind is not Kind.W)
-        generators = run.draw_from(step, i.mb) if may_draw else ()
-        with _ALONE, self._streams.capturing(), self._maker.capturing(generators) as replay:
+        may_draw = i.kind in _FORWARDS or (run.recomputes_parts and i.kind is not Kind.W)
+        generators = run.reseed(step, i.mb) if may_draw else ()
+        with _CAPTURE_LOCK, self._streams.capturing(), self._maker.capturing(generators) as replay:
             do(i)
-        self._told()
+        self._on_capture()
         loads = self._loads(i) if i.kind is Kind.F else None
         is_end = i.kind in _FORWARDS and run.is_last
         loss, metrics = (step.losses.get(i.mb), step.metrics.get(i.mb)) if is_end else (None, None)
         freed = self._in_use.pop((i.stage, i.mb), []) if at in self._last else []
         for slot in freed:
-            self._stock.give(slot)
+            self._slot_pool.give(slot)
         events = [slot.free for slot in freed if slot.free is not None]
         for event in events:
             self._streams.record(event)
         draws = run if may_draw and run.has_drawn else None
-        self._doing[at] = (_Play(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws), i)
+        self._handlers[at] = (
+            _ReplayAction(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws),
+            i,
+        )
 
     def _loads(self, i: Instruction) -> _Loads | None:
         """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
@@ -226,7 +229,7 @@ class Capture:
         slots: list[_Slot | None] = []
 
         def room(values: Sequence[Any]) -> list[torch.Tensor | None]:
-            slots.extend(self._stock.take(v, self._device) if isinstance(v, torch.Tensor) else None for v in values)
+            slots.extend(self._slot_pool.take(v, self._device) if isinstance(v, torch.Tensor) else None for v in values)
             self._wait_for(slots)
             return [None if slot is None else slot.tensor for slot in slots]
 
@@ -239,7 +242,7 @@ class Capture:
             self._wait_for(slots)
             executor.fetch(i, lambda _: rooms)
 
-        self._doing[at] = (receive, i)
+        self._handlers[at] = (receive, i)
 
     def _wait_for(self, slots: Sequence[_Slot | None]) -> None:
         """Let the copy stream wait until slots that were in use before are free."""
@@ -254,10 +257,10 @@ class Capture:
         if values is not None:
             sent = values
             self._kept += [value for value in sent if isinstance(value, torch.Tensor)]
-            self._doing[at] = (lambda i: executor.transport.send(key, i.lane, sent), i)
+            self._handlers[at] = (lambda i: executor.transport.send(key, i.lane, sent), i)
 
     @property
-    def at_hand(self) -> Step:
+    def current_step(self) -> Step:
         """The step that is replayed."""
         assert self.tape is not None
         assert self.tape.step is not None
@@ -269,7 +272,7 @@ class Capture:
         return self._streams
 
 
-def _pass(i: Instruction) -> None:
+def _do_nothing(i: Instruction) -> None:
     """Do nothing: two stages have nothing to say to each other, or the batch has too few samples."""
 
 
@@ -292,7 +295,7 @@ class _Loads:
         streams.bring(values, None, lambda _: self.slots)
 
 
-class _Play:
+class _ReplayAction:
     """Replays one action."""
 
     __slots__ = ("_draws", "_events", "_loads", "_loss", "_metrics", "_of", "_replay")
@@ -308,13 +311,13 @@ class _Play:
     def __call__(self, i: Instruction) -> None:
         streams = self._of.streams
         if self._loads is not None:
-            self._loads.fetch(self._of.at_hand, i.mb, streams)
+            self._loads.fetch(self._of.current_step, i.mb, streams)
         if self._draws is not None:
-            self._draws.draw_from(self._of.at_hand, i.mb)
+            self._draws.reseed(self._of.current_step, i.mb)
         self._replay()
         if self._loss is not None:
-            self._of.at_hand.losses[i.mb] = self._loss
+            self._of.current_step.losses[i.mb] = self._loss
         if self._metrics is not None:
-            self._of.at_hand.metrics[i.mb] = self._metrics
+            self._of.current_step.metrics[i.mb] = self._metrics
         for event in self._events:
             streams.record(event)

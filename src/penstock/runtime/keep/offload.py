@@ -131,7 +131,7 @@ class Saved:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._box_of.clear()
-        devices = {box.tensor.device for box in self._living()}
+        devices = {box.tensor.device for box in self._live_boxes()}
         self._made = {device: kind_of(device).record_event(device) for device in devices}
 
     def _pack(self, tensor: torch.Tensor) -> _Box:
@@ -164,7 +164,7 @@ class Saved:
         """
         self._box_of.clear()
         boxes_of: dict[int, list[_Box]] = {}
-        for box in self._living():
+        for box in self._live_boxes():
             if box.host is None and box.can_move:
                 boxes_of.setdefault(storage_of(box.tensor), []).append(box)
         devices = {boxes[0].tensor.device for boxes in boxes_of.values()}
@@ -177,7 +177,7 @@ class Saved:
 
     def fetch(self) -> None:
         """Bring all back that the backward has not used up; copies are queued on the current stream."""
-        hosts = {id(box.host): box.host for box in self._living() if box.host is not None}
+        hosts = {id(box.host): box.host for box in self._live_boxes() if box.host is not None}
         _fetch(hosts.values())
 
     def clear(self) -> None:
@@ -187,12 +187,12 @@ class Saved:
     def num_bytes(self, *, on: Literal["device", "host"]) -> int:
         """Return what is there, each piece of memory once."""
         if on == "host":
-            hosts = {id(box.host): box.host for box in self._living() if box.host is not None}
+            hosts = {id(box.host): box.host for box in self._live_boxes() if box.host is not None}
             return sum(host.num_bytes for host in hosts.values())
-        tensors = {storage_of(box.tensor): box.tensor for box in self._living() if box.host is None}
+        tensors = {storage_of(box.tensor): box.tensor for box in self._live_boxes() if box.host is None}
         return sum(storage_bytes(tensor) for tensor in tensors.values())
 
-    def _living(self) -> Iterator[_Box]:
+    def _live_boxes(self) -> Iterator[_Box]:
         for reference in self._boxes:
             box = reference()
             if box is not None:
@@ -286,7 +286,7 @@ class _Host:
             box.host = self
             box.tensor.data = box.tensor.new_empty(0)
 
-    def copy_back(self) -> None:
+    def restore(self) -> None:
         """Give the living boxes their tensors again."""
         assert self._buffer is not None
         kind_of(self.device).wait_event(self.device, self.used)
@@ -300,7 +300,7 @@ class _Host:
                 box.tensor.data = _view(memory.untyped_storage(), box.dtype, place)
                 box.host = None
 
-    def give_back(self, used: _Ready) -> None:
+    def release(self, used: _Ready) -> None:
         """Let others use the host memory, after what was done with it last."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -314,17 +314,17 @@ class _Host:
                 box.ready = event
 
     def __del__(self) -> None:
-        self.give_back(self.used)
+        self.release(self.used)
 
 
 def _fetch(hosts: Iterable[_Host]) -> None:
     hosts = list(hosts)
     for host in hosts:
-        host.copy_back()
+        host.restore()
     events = {device: kind_of(device).record_event(device) for device in {host.device for host in hosts}}
     for host in hosts:
         host.set_ready(events[host.device])
-        host.give_back(events[host.device])
+        host.release(events[host.device])
 
 
 _Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, size and stride, in elements

@@ -33,11 +33,11 @@ class Recomputed:
                 return run(values)
         # an input that requires a gradient is needed, or autograd would not call back
         anchor = torch.zeros((), requires_grad=True)
-        made = _Again.apply(anchor, run, context, *values)  # type: ignore[no-untyped-call]
+        made = _RecomputedPart.apply(anchor, run, context, *values)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
 
 
-class _Again(torch.autograd.Function):
+class _RecomputedPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what autograd hands over
         _, run, context, *values = given

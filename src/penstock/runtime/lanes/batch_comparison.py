@@ -57,7 +57,7 @@ class BatchComparison:
     def _tell(self, number: int, digest: Digest) -> None:
         try:
             for other in self._transport.links.peers:
-                self._transport.tell(other, f"batch {number}", digest.rows())
+                self._transport.send_message(other, f"batch {number}", digest.rows())
         except LostError:
             self._transport.check()  # it may have said why, before it left
             raise
@@ -76,7 +76,7 @@ class BatchComparison:
         for number in [number for number in self._digests if number < now or ended <= _COMPARED_FIRST]:
             own = self._digests.pop(number).rows()
             everyone = [
-                own if lane == self._transport.lane else self._transport.hear(lane, f"batch {number}")
+                own if lane == self._transport.lane else self._transport.receive_message(lane, f"batch {number}")
                 for lane in range(self._num_lanes)
             ]
             found += [f"in call {number} {told}" for told in differences(everyone)]

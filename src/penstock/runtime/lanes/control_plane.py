@@ -107,13 +107,13 @@ class ProcessControl:
 
     def end_call(self) -> None:
         """Raise if the batches of the processes differ: all of them do."""
-        with self.together():
+        with self.coordinated():
             found = self._batches.compare()
         if found:
             raise UsageError(found)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def coordinated(self) -> Iterator[None]:
         """Work with the other processes; after a failure here, tell them, and agree on a new start before the next."""
         try:
             yield
@@ -167,19 +167,22 @@ class ProcessControl:
 
     def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
         """Return what each process gave, in the order of their lanes."""
-        return self._told_by_all(self._next("gather"), thing)
+        return self._exchange(self._next("gather"), thing)
 
     def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
         """Return what each process gave before, or in, a step; raises if one of them refuses the step, or fails."""
         self.begin(step)
-        with self.together():
+        with self.coordinated():
             self.start(step)
-            return self._told_by_all(f"{what} {step.number}", thing)
+            return self._exchange(f"{what} {step.number}", thing)
 
-    def _told_by_all(self, name: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+    def _exchange(self, name: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
         for other in self._others:
-            self._transport.tell(other, name, thing)
-        return [thing if lane == self._lane else self._transport.hear(lane, name) for lane in range(self._num_lanes)]
+            self._transport.send_message(other, name, thing)
+        return [
+            thing if lane == self._lane else self._transport.receive_message(lane, name)
+            for lane in range(self._num_lanes)
+        ]
 
     def _next(self, what: str) -> str:
         self._count_of[what] = self._count_of.get(what, 0) + 1
@@ -194,12 +197,12 @@ class ProcessControl:
         """
         if self._lane == 0:
             for other in self._others:
-                self._transport.hear(other, self._next(f"clock of {other}"))
+                self._transport.receive_message(other, self._next(f"clock of {other}"))
             return 0.0
         best = (float("inf"), 0.0)
         for _ in range(_PINGS):
             self._transport.links.send(0, PING, f"{time.monotonic_ns()},".encode())
-            sent, theirs, back = self._transport.hear(0, "pong")
+            sent, theirs, back = self._transport.receive_message(0, "pong")
             best = min(best, (back - sent, theirs - (sent + back) / 2))
-        self._transport.tell(0, self._next(f"clock of {self._lane}"), True)
+        self._transport.send_message(0, self._next(f"clock of {self._lane}"), True)
         return best[1] / 1e9

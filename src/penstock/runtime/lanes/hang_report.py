@@ -70,7 +70,9 @@ def stack_of_process(process: int, file: int) -> str:
                 break
             seen = size
         written = path.read_bytes()[before:].decode(errors="replace")
-        return _told(written.strip().rpartition("\n\n")[2].splitlines()[1:])  # threads by age: the first comes last
+        return _stack_text(
+            written.strip().rpartition("\n\n")[2].splitlines()[1:]
+        )  # threads by age: the first comes last
     return ""
 
 
@@ -80,8 +82,8 @@ def stack_of_thread(thread: int | None) -> str:
     if frame is None:
         return ""
     lines = [f'  File "{at.filename}", line {at.lineno} in {at.name}' for at in traceback.extract_stack(frame)]
-    return _told(lines[::-1])
+    return _stack_text(lines[::-1])
 
 
-def _told(lines: list[str]) -> str:
+def _stack_text(lines: list[str]) -> str:
     return "\n".join(["where it is (most recent call first):", *lines[:_MOST_FRAMES]]) if lines else ""

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from penstock.devices.streams import Streams, around_step, make_streams
+from penstock.devices.streams import Streams, make_streams, ordered_step
 from penstock.errors import UsageError, nearest
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.lanes.control_plane import ControlPlane, OneProcess
-from penstock.runtime.lanes.shared_values import OneMemory, SharedValues
+from penstock.runtime.lanes.shared_values import OneProcessValues, SharedValues
 from penstock.runtime.lanes.thread_lanes import LaneThreads
 from penstock.runtime.step import Step
 from penstock.runtime.wire.transport import Transport
@@ -61,7 +61,7 @@ class LaneGroup(Protocol):
         """Where they say what they are doing."""
         ...
 
-    def wait_at_most(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Let lanes wait so long for a value, and no longer."""
         ...
 
@@ -86,7 +86,7 @@ class ThreadLanes:
         self._devices = devices
         self._threads = LaneThreads(num_lanes, timeout_seconds=timeout_seconds, num_threads=num_threads)
         self.streams: Mapping[int, Streams] = {}
-        self.control, self.values = OneProcess(), OneMemory()
+        self.control, self.values = OneProcess(), OneProcessValues()
         self.lanes = tuple(range(num_lanes))
         self.transports: Mapping[int, Transport] = dict(enumerate(self._threads.transports))
         self.rows = {lane: self._threads.board.row(lane) for lane in self.lanes}
@@ -95,7 +95,7 @@ class ThreadLanes:
         """Make the streams; lanes of a group hold the same tensors."""
         self.streams = self._threads.streams = make_streams(dict(enumerate(self._devices)), groups)
 
-    def wait_at_most(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Let lanes wait so long for a value, and no longer."""
         self._threads.timeout_seconds = self._threads.boxes.timeout_seconds = seconds
 
@@ -107,7 +107,7 @@ class ThreadLanes:
     def _on_streams(self, step: Step, *, is_recorded: bool) -> AbstractContextManager[None]:
         """Return what puts the lanes' streams behind the caller's, and those behind the lanes."""
         is_replay = step.tapes is not None and all(tape.is_replay for tape in step.tapes.values())
-        return around_step(self.streams, may_lend=is_replay and not is_recorded)
+        return ordered_step(self.streams, may_lend=is_replay and not is_recorded)
 
     def close(self) -> None:
         """Stop the lanes."""

@@ -1,4 +1,4 @@
-"""Signs: whether a process that others wait for, before the first step, goes on with what it does.
+"""Heartbeats: whether a process that others wait for, before the first step, goes on with what it does.
 
 Before the first step nobody knows how long something takes: a lane may measure for minutes. It gives a sign every
 second. Who gives none any more, or is stopped, is named by those who wait, long before their time is over.
@@ -15,14 +15,14 @@ from penstock.runtime.lanes.hang_report import state_of
 from penstock.runtime.lanes.status_board import StatusBoard
 from penstock.runtime.wire.process_transport import BEAT, LAST_BEAT, ProcessTransport
 
-__all__ = ["Signs"]
+__all__ = ["Heartbeats"]
 
 _EVERY_SECONDS = 1.0
 _STOPPED_SECONDS, _SILENT_SECONDS = 10.0, 60.0  # that a lane may be stopped, or give no sign, while others wait
 _SAY_FIRST_SECONDS, _SAY_SECONDS = 15.0, 30.0
 
 
-class Signs:
+class Heartbeats:
     """The signs that this process gives until `stop`, and those of the lanes that it waits for.
 
     Args:

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.devices.streams import Streams, around_step, make_streams
+from penstock.devices.streams import Streams, make_streams, ordered_step
 from penstock.errors import HangError, UsageError
-from penstock.runtime.exclusive_use import Use
+from penstock.runtime.exclusive_use import ExclusiveUse
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.lanes.control_plane import ProcessControl
 from penstock.runtime.lanes.hang_report import stack_file, stack_of_process, state_of
-from penstock.runtime.lanes.liveness import Signs
+from penstock.runtime.lanes.liveness import Heartbeats
 from penstock.runtime.lanes.shared_values import ProcessValues
-from penstock.runtime.lanes.status_board import NUM_COLUMNS, StatusBoard, follow
+from penstock.runtime.lanes.status_board import NUM_COLUMNS, StatusBoard, explain_wait
 from penstock.runtime.step import Step
 from penstock.runtime.wire.process_transport import BOARD, ProcessTransport
-from penstock.runtime.wire.rendezvous import meet
+from penstock.runtime.wire.rendezvous import join_processes
 from penstock.runtime.wire.shared_memory import SharedMemory, is_available
 from penstock.runtime.wire.sockets import Links, Store
 from penstock.runtime.wire.torch_p2p import TorchP2P
@@ -69,37 +69,39 @@ class ProcessLanes:
         self._executor: Executor | None = None
         self.control = ProcessControl(self._transport)
         self.values = ProcessValues(self._transport, self.control)
-        self._is_closed, self._use = False, Use()
-        self._signs = Signs(self._transport, self._board)
-        self._transport.on_look = self._signs.look  # until the first step
+        self._is_closed, self._use = False, ExclusiveUse()
+        self._heartbeats = Heartbeats(self._transport, self._board)
+        self._transport.on_wait = self._heartbeats.look  # until the first step
         atexit.register(self.close)
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - one lane runs here
         """Make the lane's streams."""
-        self._signs.stop()  # from now on nothing takes long
+        self._heartbeats.stop()  # from now on nothing takes long
         self.streams = make_streams({self.lane: self._device})
         self._transport.streams = self.streams[self.lane]
 
-    def wait_at_most(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Let lanes wait for a value no longer than this."""
         self._timeout_seconds = self._transport.timeout_seconds = seconds
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         """Run this lane's part of a step; when one lane fails, all raise."""
         (executor,) = executors
-        self._executor, self._transport.on_look = executor, None
+        self._executor, self._transport.on_wait = executor, None
         self.control.begin(step)
-        with self.control.together():
+        with self.control.coordinated():
             self.control.start(step)
             self.control.look_at_batch(step)
-            with around_step(self.streams):
+            with ordered_step(self.streams):
                 executor.run(step, None if spans is None else spans[0])
 
     def _hang(self, from_lane: int, what: str) -> HangError:
-        doing, culprit = "not ready", from_lane
+        doing, hanging_lane = "not ready", from_lane
         if self._executor is not None:
-            doing, culprit = follow(self._board, from_lane, finder=self.lane, program_of=self._executor.program_of)
-        process, file = self._board.process(culprit)
+            doing, hanging_lane = explain_wait(
+                self._board, from_lane, finder=self.lane, program_of=self._executor.program_of
+            )
+        process, file = self._board.process(hanging_lane)
         state = state_of(process)
         error = HangError(
             f"lane {self.lane} has waited {self._timeout_seconds:g} s {what} is {doing}"
@@ -107,7 +109,7 @@ class ProcessLanes:
         )
         stack = stack_of_process(process, file)
         if stack:
-            error.add_note(f"lane {culprit}: {stack}")
+            error.add_note(f"lane {hanging_lane}: {stack}")
         return error
 
     # ---- beginning and end
@@ -123,7 +125,7 @@ class ProcessLanes:
             for other in self._links.peers:
                 self._links.send(other, BOARD, b"", (descriptor,))
         else:
-            self._transport.hear(0, "board")
+            self._transport.receive_message(0, "board")
             descriptor = self._links.descriptor(0)
         memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
@@ -138,7 +140,7 @@ class ProcessLanes:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._signs.stop()
+        self._heartbeats.stop()
         self._transport.close()
 
 
@@ -146,7 +148,7 @@ def _join(timeout_seconds: float) -> None:
     """Join the processes that torchrun started, unless the user's script has; left again when the process ends."""
     if dist.is_initialized():
         return
-    meet(timeout_seconds)
+    join_processes(timeout_seconds)
     atexit.register(_leave)
 
 

@@ -13,7 +13,7 @@ from penstock.runtime.wire.process_transport import ProcessTransport
 from penstock.runtime.wire.transport import Key
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["OneMemory", "ProcessValues", "SharedValues"]
+__all__ = ["OneProcessValues", "ProcessValues", "SharedValues"]
 
 
 class SharedValues(Protocol):
@@ -34,7 +34,7 @@ class SharedValues(Protocol):
         ...
 
 
-class OneMemory:
+class OneProcessValues:
     """Lanes of one process hold the same tensors."""
 
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
@@ -66,7 +66,7 @@ class ProcessValues:
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
         """Return what each of some lanes gave, in order; all of them call it, with the same number."""
         plain = [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in tensors]
-        with self._control.together():
+        with self._control.coordinated():
             for lane in lanes:
                 if lane != self._lane:
                     self._transport.send(Key("R", self._lane, number, 0), lane, plain)
@@ -77,7 +77,7 @@ class ProcessValues:
 
     def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
         """Return the loss of every micro-batch: the lanes that end the model tell all others."""
-        with self._control.together():
+        with self._control.coordinated():
             losses = self._share_losses(step, schedule)
         self._control.end_call()
         return losses
@@ -95,11 +95,11 @@ class ProcessValues:
                 for mb, loss in step.losses.items()
             }
             for other in self._transport.links.peers:
-                self._transport.tell(other, name, told)
+                self._transport.send_message(other, name, told)
         found = dict(step.losses)
         for lane in ends:
             if lane != self._lane:
-                for mb, (loss, dtype, metrics) in self._transport.hear(lane, name).items():
+                for mb, (loss, dtype, metrics) in self._transport.receive_message(lane, name).items():
                     found[int(mb)] = torch.tensor(loss, dtype=getattr(torch, dtype))
                     step.metrics[int(mb)] = {
                         key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()
@@ -110,7 +110,7 @@ class ProcessValues:
         self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
     ) -> Mapping[int, list[Any]] | None:
         """Return the results of every micro-batch; if they end on several lanes, all of those get all results."""
-        with self._control.together():
+        with self._control.coordinated():
             found = self._share_outputs(own, num_mbs, schedule, to_all=to_all)
         self._control.end_call()
         return found

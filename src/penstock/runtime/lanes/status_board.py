@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.runtime.lane_program import Instruction, LaneProgram
 from penstock.schedule.actions import Kind
 
-__all__ = ["DATA", "IDLE", "NUM_COLUMNS", "Place", "StatusBoard", "follow"]
+__all__ = ["DATA", "IDLE", "NUM_COLUMNS", "Place", "StatusBoard", "explain_wait"]
 
 IDLE, DATA = -1, -2  # places outside of a program: nothing is done; the lane waits for its data
 NUM_COLUMNS = 5  # place, since when, step; and of processes their number, and where their stacks are written
@@ -58,7 +58,7 @@ class StatusBoard:
         return int(process), int(stack_file)
 
 
-def follow(
+def explain_wait(
     board: StatusBoard, lane: int, *, finder: int, program_of: Callable[[int], LaneProgram]
 ) -> tuple[str, int]:  # fmt: skip
     """Say in words what a lane is doing while another waits for it; one that waits too is followed to who does not.

@@ -13,7 +13,7 @@ from penstock.devices.streams import Streams
 from penstock.errors import HangError, LaneError
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.lanes.hang_report import stack_of_thread
-from penstock.runtime.lanes.status_board import StatusBoard, follow
+from penstock.runtime.lanes.status_board import StatusBoard, explain_wait
 from penstock.runtime.step import Step
 from penstock.runtime.wire.local_transport import LocalTransport, Mailboxes
 from penstock.runtime.wire.transport import Key, Stopped
@@ -116,13 +116,13 @@ class LaneThreads:
 
     def _hang(self, lane: int, from_lane: int, key: Key) -> HangError:
         program_of = self._executors[lane].program_of
-        doing, culprit = follow(self.board, from_lane, finder=lane, program_of=program_of)
+        doing, hanging_lane = explain_wait(self.board, from_lane, finder=lane, program_of=program_of)
         error = HangError(
             f"lane {lane} has waited {self.timeout_seconds:g} s for {key} from lane {from_lane}, which is {doing}"
         )
-        stack = stack_of_thread(self._threads[culprit].ident) if self._threads else ""
+        stack = stack_of_thread(self._threads[hanging_lane].ident) if self._threads else ""
         if stack:
-            error.add_note(f"lane {culprit}: {stack}")
+            error.add_note(f"lane {hanging_lane}: {stack}")
         return error
 
     def close(self) -> None:

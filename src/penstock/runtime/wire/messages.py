@@ -17,7 +17,7 @@ import torch
 from penstock.errors import LaneError
 from penstock.runtime.wire.transport import Key
 
-__all__ = ["Description", "Head", "Known", "describe"]
+__all__ = ["Description", "Head", "SentDescriptions", "describe"]
 
 _ALIGN = 64
 _KINDS = ("F", "B", "R")
@@ -154,7 +154,7 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if order == tuple(range(tensor.dim())) else order
 
 
-class Known:
+class SentDescriptions:
     """The descriptions that one receiver knows already, by number."""
 
     def __init__(self) -> None:

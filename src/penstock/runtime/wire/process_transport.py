@@ -15,7 +15,7 @@ import torch
 
 from penstock.devices.streams import Event, HostStreams, Streams, Workspace
 from penstock.errors import HangError, LaneError, LostError
-from penstock.runtime.wire.messages import HEAD, INLINE, Description, Head, Known
+from penstock.runtime.wire.messages import HEAD, INLINE, Description, Head, SentDescriptions
 from penstock.runtime.wire.sockets import Frame, Links
 from penstock.runtime.wire.transport import Key, Payload
 from penstock.runtime.wire.value_carrier import ValueCarrier
@@ -32,12 +32,12 @@ HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
 _INLINE_BYTES = 1 << 14  # smaller values travel with their head
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
-_WORD_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 2.0
 _MOST_AWAKE_SECONDS = 2.0  # between two looks: a process that was stopped itself has not waited meanwhile
 _REMEMBERED_STEPS = 64
 
 
-class _Letter(NamedTuple):
+class _Message(NamedTuple):
     """A message whose values the carrier is to send."""
 
     key: Key
@@ -69,17 +69,17 @@ class ProcessTransport:
         self.lane = links.lane
         self.streams: Streams = HostStreams(device)  # of the lane
         self._carrier, self._on_hang = carrier, on_hang
-        self._known = {other: Known() for other in links.peers}
+        self._known = {other: SentDescriptions() for other in links.peers}
         self._descriptions: dict[tuple[int, int], Description] = {}
-        self._here: dict[tuple[int, Key], Any] = {}
-        self._had: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
-        self._letters: dict[tuple[int, str], Any] = {}
+        self._arrived: dict[tuple[int, Key], Any] = {}
+        self._seen: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
+        self._messages: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
         self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
-        self.on_look: Callable[[int, float], None] | None = None  # called with whom it waits for, and for how long
+        self.on_wait: Callable[[int, float], None] | None = None  # called with whom it waits for, and for how long
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
-        self._aside: _Aside | None = None
+        self._sender: _Sender | None = None
         self._news = threading.Condition()
         self._reader: _Reader | None = None
         if carrier.needs_reader:
@@ -92,10 +92,10 @@ class ProcessTransport:
         self._step, self._num_samples = step, num_samples
         self._refusals = {number: told for number, told in self._refusals.items() if number >= step}
         with self._news:
-            for name in [name for name in self._here if name[0] < step]:
-                del self._here[name]
+            for name in [name for name in self._arrived if name[0] < step]:
+                del self._arrived[name]
             if step % _REMEMBERED_STEPS == 0:
-                self._had = {name for name in self._had if name[0] >= step - _REMEMBERED_STEPS}
+                self._seen = {name for name in self._seen if name[0] >= step - _REMEMBERED_STEPS}
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
         """Hand values to a lane; big ones are copied beside compute."""
@@ -111,28 +111,28 @@ class ProcessTransport:
             self._post(to_lane, DESCRIPTION, HEAD_OF_DESCRIPTION.pack(number) + description.to_json())
         size = description.num_bytes
         ready = self.streams.mark()
-        letter = _Letter(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
+        message = _Message(key, self._step, self._num_samples, to_lane, payload, number, description, ready)
         if size <= _INLINE_BYTES:
             head = Head(self._step, self._num_samples, key, number, INLINE, size)
             self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
         elif size < self._carrier.beside_bytes:
-            self._carry(letter)
+            self._carry(message)
         else:  # one thread for all, so that messages stay in order
-            if self._aside is None:
-                self._aside = _Aside(self._carry)
-            self._aside.put(letter)
+            if self._sender is None:
+                self._sender = _Sender(self._carry)
+            self._sender.put(message)
 
-    def _carry(self, letter: _Letter) -> None:
+    def _carry(self, message: _Message) -> None:
         """Let the carrier send a message's values."""
-        to_lane = letter.to_lane
+        to_lane = message.to_lane
 
         def announce(number: int, body: bytes) -> None:
-            size = letter.description.num_bytes
-            head = Head(letter.step, letter.num_samples, letter.key, letter.number, number, size)
+            size = message.description.num_bytes
+            head = Head(message.step, message.num_samples, message.key, message.number, number, size)
             self._post(to_lane, DATA, head.pack() + body)
 
         self._carrier.send(
-            to_lane, letter.description, letter.payload, announce=announce,
+            to_lane, message.description, message.payload, announce=announce,
             introduce=lambda body, descriptors: self._post(to_lane, INTRODUCTION, body, descriptors),
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ class ProcessTransport:
         """
         if self.links.send(to_lane, kind, body, descriptors):
             return
-        if self._aside is not None and self._aside.is_here:  # the lane itself finds out, if that takes too long
+        if self._sender is not None and self._sender.is_here:  # the lane itself finds out, if that takes too long
             self.links.drain(to_lane, self.timeout_seconds)
         else:
             self._wait(
@@ -159,9 +159,9 @@ class ProcessTransport:
 
     def _receive(self, key: Key, from_lane: int) -> Payload:
         name = (self._step, key)
-        if name not in self._here:
-            self._wait(lambda: name in self._here, from_lane, f"for {key} from lane {from_lane}, which")
-        head, body = self._here.pop(name)
+        if name not in self._arrived:
+            self._wait(lambda: name in self._arrived, from_lane, f"for {key} from lane {from_lane}, which")
+        head, body = self._arrived.pop(name)
         if head.num_samples != self._num_samples:
             raise LaneError(
                 f"lane {self.lane} was given a batch of {self._num_samples} samples, lane {from_lane} one of "
@@ -174,16 +174,16 @@ class ProcessTransport:
 
     # ---- words
 
-    def tell(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+    def send_message(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
         """Send a lane something small under a name."""
         self._post(to_lane, JSON, json.dumps([name, thing]).encode())
 
-    def hear(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
+    def receive_message(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
         """Return what a lane told under a name, when it is there."""
         at = (from_lane, name)
-        if at not in self._letters:
-            self._wait(lambda: at in self._letters, from_lane, f"for {name} from lane {from_lane}, which")
-        return self._letters.pop(at)
+        if at not in self._messages:
+            self._wait(lambda: at in self._messages, from_lane, f"for {name} from lane {from_lane}, which")
+        return self._messages.pop(at)
 
     def abort(self, error: BaseException) -> None:
         """Tell all others that this lane failed."""
@@ -204,7 +204,7 @@ class ProcessTransport:
         """Forget a failure that has been raised: the next step may run."""
         with self._news:
             self._failure = None
-            self._here.clear()
+            self._arrived.clear()
         self._carrier.forget()
 
     # ---- reading
@@ -215,12 +215,12 @@ class ProcessTransport:
         while not is_there():
             self._check()
             now = time.monotonic()
-            if self.on_look is not None:
+            if self.on_wait is not None:
                 awake, last = awake + min(now - last, _MOST_AWAKE_SECONDS), now
-                self.on_look(from_lane, awake)
+                self.on_wait(from_lane, awake)
             if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
                 # it may have heard of a failure whose word is still on its way here
-                end, patience = min(end, now + _WORD_SECONDS), _WORD_SECONDS / 20
+                end, patience = min(end, now + _LAST_WORDS_SECONDS), _LAST_WORDS_SECONDS / 20
             if now >= end:
                 if self.links.peers[from_lane].is_open:
                     raise self._on_hang(from_lane, what)
@@ -274,15 +274,15 @@ class ProcessTransport:
     def _take_data(self, peer: int, body: bytes) -> None:
         head = Head.unpack(body)
         name = (head.step, head.key)
-        if name in self._had:
+        if name in self._seen:
             return
         if head.key.kind != "R":  # results and shared parameters may go more than once between two steps
-            self._had.add(name)
+            self._seen.add(name)
         rest: Any = body[HEAD.size :]
         if head.carrier != INLINE:
             rest = self._carrier.arrived(peer, head, rest)
         if head.step >= self._step:
-            self._here[name] = (head, rest)
+            self._arrived[name] = (head, rest)
         elif head.carrier != INLINE:  # of a step that failed
             self._carrier.drop(peer, head, rest)
 
@@ -295,7 +295,7 @@ class ProcessTransport:
 
     def _take_json(self, peer: int, body: bytes) -> None:
         name, thing = json.loads(body)
-        self._letters[peer, name] = thing
+        self._messages[peer, name] = thing
 
     def _take_abort(self, peer: int, body: bytes) -> None:
         step, name, message = json.loads(body)
@@ -309,7 +309,7 @@ class ProcessTransport:
         self.links.peers[peer].said_goodbye = True
 
     def _take_board(self, peer: int, _: bytes) -> None:
-        self._letters[peer, "board"] = True
+        self._messages[peer, "board"] = True
 
     def _take_beat(self, peer: int, body: bytes) -> None:
         self.num_beats[peer] = 0 if body == LAST_BEAT else self.num_beats[peer] + 1
@@ -319,19 +319,19 @@ class ProcessTransport:
 
     def _take_pong(self, peer: int, body: bytes) -> None:
         sent, theirs = body.split(b",")
-        self._letters[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
+        self._messages[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
 
     def close(self) -> None:
         """Say goodbye, and close everything."""
-        if self._aside is not None:
-            self._aside.close()
+        if self._sender is not None:
+            self._sender.close()
         if self._reader is not None:
             self._reader.close()
         self._tell_all(GOODBYE, b"")
         for other, peer in self.links.peers.items():
             with contextlib.suppress(LostError):
                 if peer.is_open and peer.unsent:
-                    self.links.drain(other, _WORD_SECONDS)
+                    self.links.drain(other, _LAST_WORDS_SECONDS)
         self.links.close()
         self._carrier.close()
 
@@ -351,11 +351,11 @@ _TAKERS: dict[int, Callable[[ProcessTransport, int, bytes], None]] = {
 }
 
 
-class _Aside:
+class _Sender:
     """A thread that copies big values, so that the lane computes on."""
 
-    def __init__(self, send: Callable[[_Letter], None]) -> None:
-        self._tasks: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+    def __init__(self, send: Callable[[_Message], None]) -> None:
+        self._tasks: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._send = send
         self._thread = threading.Thread(target=self._work, name="penstock-send", daemon=True)
         self._thread.start()
@@ -365,7 +365,7 @@ class _Aside:
         """Whether this is the thread."""
         return threading.current_thread() is self._thread
 
-    def put(self, task: _Letter) -> None:
+    def put(self, task: _Message) -> None:
         """Hand over one message."""
         self._tasks.put(task)
 

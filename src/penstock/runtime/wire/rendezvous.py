@@ -15,13 +15,13 @@ from penstock.devices import cuda
 from penstock.errors import LostError, UsageError
 from penstock.torchrun import attempt
 
-__all__ = ["meet", "owner_of_port"]
+__all__ = ["join_processes", "owner_of_port"]
 
 _LEAST_SECONDS = 60.0  # processes of a large job do not all start at once
 _LISTENS = "0A"  # a state, in /proc/net/tcp
 
 
-def meet(timeout_seconds: float) -> None:
+def join_processes(timeout_seconds: float) -> None:
     """Join the processes that torchrun started.
 
     Raises:
@@ -37,7 +37,7 @@ def meet(timeout_seconds: float) -> None:
         store = dist.PrefixStore(f"attempt {attempt()}", store)  # type: ignore[attr-defined]  # it is there
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are of these
-        raise _told(error) from None  # one line says it all; many would hide it
+        raise _readable_error(error) from None  # one line says it all; many would hide it
 
 
 def _check_environment() -> None:
@@ -53,7 +53,7 @@ def _check_environment() -> None:
         raise UsageError(f"MASTER_ADDR: there is no host {host!r:.80} ({error.strerror}): check its name") from None
 
 
-def _told(error: Exception) -> UsageError | LostError:
+def _readable_error(error: Exception) -> UsageError | LostError:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():

@@ -1,1 +1,1 @@
-"""Callbacks: what is told of a training while it runs, and writes it down."""
+"""Callbacks: observers that are notified of events in a training and record them."""

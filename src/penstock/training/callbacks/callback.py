@@ -1,4 +1,4 @@
-"""Callback: what a user, a log or a view is told of while a training runs."""
+"""Callback: the base class of objects that are notified of events in a training."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ __all__ = ["Callback", "Callbacks"]
 
 
 class Callback:
-    """Told of what happens in a training; override what you care about.
+    """Notified of events in a training; override the methods you need.
 
-    Under torchrun each process tells its own callbacks, and all are told the same; `trainer.is_first` says whether this
-    is the process that speaks for all. An exception in a callback is warned about, once for each place, and training
-    goes on; `strict = True` lets it end the training.
+    Under torchrun, each process notifies its own callbacks of the same events; `trainer.is_first` is True in the
+    process that should write output. An exception in a callback causes a warning, once per place, and the training
+    continues. Set `strict = True` to let an exception end the training.
     """
 
     strict = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """All is ready, and what is resumed from is loaded: `trainer.step`."""
+        """The training starts; a checkpoint, if any, is loaded: `trainer.step`."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """A step begins; its batch is asked for next."""
+        """A step begins; its batch is requested next."""
 
     def on_pre_optimizer_step(self, trainer: Trainer) -> None:
-        """Gradients are there and clipped; weights have not changed yet."""
+        """Gradients are complete and clipped; the weights have not changed yet."""
 
     def on_step_end(self, trainer: Trainer, reading: Reading) -> None:
-        """A step is done, with its update."""
+        """A step is done, including its update."""
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
-        """Every `log_every` steps: the figures of the step, and means since the last time."""
+        """Every `log_every` steps: the figures of the step, and means since the last log."""
 
     def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
         """A validation is done."""
@@ -51,30 +51,30 @@ class Callback:
         """A checkpoint is complete."""
 
     def on_fault(self, trainer: Trainer, fault: Mapping[str, Any]) -> None:
-        """Something went wrong; training goes on, or is about to end with an error."""
+        """A fault occurred; the training continues, or is about to end with an error."""
 
     def on_recover(self, trainer: Trainer, step: int) -> None:
-        """Training goes on from a checkpoint."""
+        """The training continues from a checkpoint."""
 
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
-        """All is done and saved."""
+        """The training is done and saved."""
 
     def close(self) -> None:
-        """The training has ended, in whatever way: let go of files and terminals."""
+        """The training has ended, for any reason: release files and terminals."""
 
 
 class Callbacks:
-    """Several callbacks, told one after the other."""
+    """Several callbacks, called one after the other."""
 
     def __init__(self, given: Iterable[Callback]) -> None:
         self._all = list(given)
         wrong = [one for one in self._all if not isinstance(one, Callback)]
         if wrong:
-            raise UsageError(f"callbacks: give penstock.Callback objects; given: {type(wrong[0]).__name__}")
+            raise UsageError(f"callbacks: expected penstock.Callback objects; given: {type(wrong[0]).__name__}")
         self._warned: set[tuple[int, str]] = set()
 
-    def tell(self, name: str, trainer: Trainer, *what: Any) -> None:  # noqa: ANN401 - as the method takes
-        """Call a method of each."""
+    def notify(self, name: str, trainer: Trainer, *what: Any) -> None:  # noqa: ANN401 - the method's arguments
+        """Call a method of each callback."""
         for callback in self._all:
             method = getattr(callback, name)
             if getattr(type(callback), name) is getattr(Callback, name):
@@ -87,7 +87,7 @@ class Callbacks:
                 self._warn(callback, name, error)
 
     def close(self) -> None:
-        """Close all of them; one that cannot be closed is passed over."""
+        """Close all callbacks; ignore errors."""
         for callback in self._all:
             with suppress(Exception):
                 callback.close()
@@ -97,6 +97,6 @@ class Callbacks:
             return
         self._warned.add((id(callback), name))
         warn_user(
-            f"{type(callback).__name__}.{name} raised {error_in_short(error)}; training goes on. "
-            "It is told once; strict = True in the callback makes it end the training"
+            f"{type(callback).__name__}.{name} raised {error_in_short(error)}; the training continues. "
+            "This warning appears once. Set strict = True in the callback to end the training instead"
         )

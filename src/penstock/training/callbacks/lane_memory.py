@@ -1,4 +1,4 @@
-"""What each lane of a pipeline holds in memory, wherever the lanes are."""
+"""Lane memory: the memory that each lane of a pipeline holds."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["lane_bytes"]
 def lane_bytes(
     pipe: Pipeline, *, optimizers: Iterable[torch.optim.Optimizer] = (), timeline: Timeline | None = None
 ) -> tuple[int, ...]:
-    """Return what each lane holds, for all lanes; called by all processes, between steps.
+    """Return the memory of each lane, for all lanes; all processes call it, between steps.
 
-    On a GPU that is the most that its device has held. On CPUs it is what the lane's process holds now; where lanes are
-    threads of one, it is the lane's parameters, gradients, buffers and optimizer state, and the most that saved values
-    took in a recorded step. What several of them share counts on the first.
+    On a GPU, it is the peak memory of the device. On a CPU with lanes as processes, it is the current memory of the
+    process. On a CPU with lanes as threads, it is the lane's parameters, gradients, buffers and optimizer state, plus
+    the peak of saved values in a recorded step; shared memory counts for the first lane.
 
     Args:
         pipe: the pipeline.
-        optimizers: of its parameters.
-        timeline: of a step that was recorded.
+        optimizers: the optimizers of its parameters.
+        timeline: the timeline of a recorded step.
     """
     are_processes = len(pipe.lanes) < pipe.schedule.num_lanes
     state_of = {} if are_processes else _states(optimizers)
@@ -55,7 +55,7 @@ def lane_bytes(
 
 
 def _held_bytes(pipe: Pipeline, lane: int, state_of: dict[int, int], seen: set[int]) -> int:
-    """Return what a lane holds between steps, and the gradients, which a step fills; what was seen does not count."""
+    """Return the memory that a lane holds between steps, plus gradients; tensors in `seen` do not count."""
     total = 0
     for s in pipe.schedule.stages_of(lane):
         held = stage_on(pipe.internals.chains, pipe.schedule, lane, s).held
@@ -67,7 +67,7 @@ def _held_bytes(pipe: Pipeline, lane: int, state_of: dict[int, int], seen: set[i
 
 
 def _states(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
-    """Return the bytes of each parameter's optimizer state, by the parameter's identity."""
+    """Return the size of each parameter's optimizer state, by the parameter's id."""
     return {
         id(parameter): sum(_num_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
         for optimizer in optimizers
@@ -80,12 +80,12 @@ def _num_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     try:
         return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # sparse ones have several
+    except (NotImplementedError, RuntimeError):  # sparse tensors have several storages
         return 0
 
 
 def _resident_bytes() -> int:
-    """Return what this process holds in memory: now where the system tells, else at most so far."""
+    """Return the memory of this process: the current value if the system reports it, otherwise the peak."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

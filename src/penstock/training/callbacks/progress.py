@@ -1,4 +1,4 @@
-"""Reading: where a training is after a step. Summary: how it ended."""
+"""Progress: `Reading`, the state of a training after a step, and `Summary`, its result."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Reading", "Summary"]
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a training is after a step. Plain numbers: whoever is told of it need not wait for a device.
+    """The state of a training after a step. All values are plain numbers, so nothing waits for a device.
 
     Attributes:
-        step: how many steps are done.
-        steps: how many there will be.
-        epoch: of the data, from 0.
-        loss: of this step.
+        step: the number of completed steps.
+        steps: the number of all steps.
+        epoch: the epoch of the data, counted from 0.
+        loss: the loss of this step.
         gradient_norm: over all lanes, before clipping.
         lr: the learning rates of the optimizer's groups in this step.
-        seconds: what the step took, the optimizer included.
-        num_samples: in its batch.
-        num_tokens: in its batch, where they are counted.
-        timeline: of the last step that was recorded.
-        lane_bytes: what each lane's device holds, where that is known.
-        metrics: what the loss returned beside the loss, by name.
+        seconds: the time of the step, including the optimizer.
+        num_samples: the number of samples in its batch.
+        num_tokens: the number of tokens in its batch, if they are counted.
+        timeline: the timeline of the last recorded step.
+        lane_bytes: the memory of each lane, if it is known.
+        metrics: the additional results of the loss, by name.
     """
 
     step: int
@@ -47,18 +47,18 @@ class Reading:
 
     @property
     def samples_per_second(self) -> float:
-        """How many samples a second this step trained."""
+        """The samples per second of this step."""
         return self.num_samples / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How many tokens a second this step trained, where they are counted."""
+        """The tokens per second of this step, if they are counted."""
         if self.num_tokens is None or not self.seconds:
             return None
         return self.num_tokens / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """Return what goes into a log: plain names and numbers."""
+        """Return the figures for a log as plain names and numbers."""
         found: dict[str, Any] = {
             "step": self.step,
             "epoch": self.epoch,
@@ -81,22 +81,22 @@ class Reading:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a training ended.
+    """The result of a training.
 
     Attributes:
-        status: "done", "data ended", "stopped" (a callback asked), "time" (all that was given), or a signal's name.
-        step: the steps that are done, those before a resume counted in.
-        steps: that were asked for.
-        loss: of the last step; None where none was run.
-        validation: the last validation loss, where there was one.
-        seconds: of this run.
-        folder: where everything is.
-        resumed_from: the step of the checkpoint that it went on from; None where it started afresh.
-        restarts: how often torchrun started the processes again; `seconds` are those since the last time.
-        checkpoints: that are complete, the newest last.
-        failures: of saves.
+        status: "done", "data ended", "stopped" (by a callback), "time" (after `max_seconds`), or the name of a signal.
+        step: the number of completed steps, including those before a resume.
+        steps: the number of requested steps.
+        loss: the loss of the last step; None if no step ran.
+        validation: the last validation loss, if any.
+        seconds: the time of this run.
+        folder: the run folder.
+        resumed_from: the step of the checkpoint that it resumed from; None if it started anew.
+        restarts: the number of restarts by torchrun; `seconds` counts from the last one.
+        checkpoints: the complete checkpoints, the newest last.
+        failures: messages of failed saves.
         timelines: the pages of recorded steps.
-        skipped: steps whose update was skipped, for a loss or gradient that is not finite.
+        skipped: steps whose update was skipped because a loss or gradient was not finite.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""Slowness: says once that a lane is slower than the others, when two recorded steps in a row have shown it."""
+"""Slow lane warning: reports once that a lane is slower than the others, after two recorded steps in a row."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from penstock.faults.straggler import slow_lanes
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
 
-__all__ = ["Slowness"]
+__all__ = ["SlowLaneWarning"]
 
-_RATIO = 1.5  # what is less may be the cuts, which cannot be quite even
-_IN_A_ROW = 2  # recorded steps: one alone may be bad luck
+_RATIO = 1.5  # a smaller ratio may come from cuts that cannot be even
+_IN_A_ROW = 2  # recorded steps; a single one may be chance
 
 
-class Slowness:
-    """What recorded steps have shown of slow lanes so far."""
+class SlowLaneWarning:
+    """Counts how often recorded steps showed a slow lane."""
 
     def __init__(self) -> None:
         self._times: dict[int, int] = {}
         self._told: set[int] = set()
 
-    def look(self, timeline: Timeline) -> Iterator[str]:
-        """Yield a sentence for each lane that has just shown itself to be slow."""
+    def check(self, timeline: Timeline) -> Iterator[str]:
+        """Yield a message for each lane that is now known to be slow."""
         found = [slow for slow in slow_lanes(timeline) if slow.ratio > _RATIO]
         self._times = {slow.lane: self._times.get(slow.lane, 0) + 1 for slow in found}
         for slow in found:
             if self._times[slow.lane] >= _IN_A_ROW and slow.lane not in self._told:
                 self._told.add(slow.lane)
-                yield f"{slow}; {_IN_A_ROW} recorded steps in a row have shown it"
+                yield f"{slow}; seen in {_IN_A_ROW} recorded steps in a row"

@@ -1,7 +1,7 @@
-"""TensorBoard: the figures of a training for TensorBoard; an extra."""
+"""TensorBoard: a callback that writes the figures of a training for TensorBoard; an optional extra."""
 
 # ruff: noqa: ARG002
-# (a callback is told more than it needs)
+# (callbacks ignore some arguments)
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorBoard"]
 
-# what a figure of the log is called there: names before the stroke become groups of charts
+# the names of the figures in TensorBoard: the part before the slash groups the charts
 _NAMES = {
     "loss": "train/loss",
     "mean_loss": "train/mean_loss",
@@ -34,21 +34,21 @@ _NAMES = {
 
 
 class TensorBoard(Callback):
-    """Writes loss, learning rate, speed, bubble, memory of each lane and validation, by the first process.
+    """Writes loss, learning rate, speed, bubble, memory of each lane and validation; only the first process writes.
 
-    They go to `tensorboard/` in the run folder: `tensorboard --logdir RUN/tensorboard` shows them. A training that
-    resumes takes the place of the steps that it runs again.
+    The files go to `tensorboard/` in the run folder: `tensorboard --logdir RUN/tensorboard` shows them. A training that
+    resumes replaces the steps that it runs again.
 
     Args:
-        folder: another place for them.
+        folder: another folder for the files.
 
     Raises:
-        UsageError: when TensorBoard is not installed.
+        UsageError: if TensorBoard is not installed.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if find_spec("tensorboard") is None:
-            raise UsageError("TensorBoard is not installed; pip install 'penstock[tensorboard]' does that")
+            raise UsageError("TensorBoard is not installed; run: pip install 'penstock[tensorboard]'")
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
@@ -76,7 +76,7 @@ class TensorBoard(Callback):
             self._add(f"memory/lane_{lane}", size, trainer.step)
 
     def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
-        """Write what a validation found."""
+        """Write the result of a validation."""
         self._add("validation/loss", figures["validation_loss"], trainer.step)
         for name, value in figures.get("metrics", {}).items():
             self._add(f"validation/{name}", value, trainer.step)
@@ -86,7 +86,7 @@ class TensorBoard(Callback):
         self.close()
 
     def close(self) -> None:
-        """Close the file; for a training that ended with an error."""
+        """Close the file, also after an error."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()

@@ -1,4 +1,4 @@
-"""Pages: the recorded timelines of a training, beside its logs."""
+"""Timeline pages: the recorded timelines of a training, in its folder."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 from penstock.errors import warn_user
 
-__all__ = ["Pages"]
+__all__ = ["TimelinePages"]
 
 
-class Pages:
+class TimelinePages:
     """Writes timelines into a run folder.
 
     Args:
-        folder: of the run.
-        predicted: returns the step that was predicted, to stand beside the measured one; None where nothing was.
+        folder: the run folder.
+        predicted: returns the predicted step to show beside the measured one, or None.
 
     Attributes:
-        paths: of those that were written.
+        paths: the written pages.
     """
 
     def __init__(self, folder: Path, predicted: Callable[[], Timeline | None]) -> None:
@@ -30,13 +30,13 @@ class Pages:
         self.paths: list[Path] = []
 
     def write(self, step: int, timeline: Timeline) -> Path | None:
-        """Write the page of a step; None, with a warning, where that does not work: a full disk ends no training."""
+        """Write the page of a step; on an error, warn and return None, since a full disk must not end the training."""
         page = self._folder / f"step-{step:06d}.html"
         try:
             self._folder.mkdir(exist_ok=True)
             timeline.to_html(page, compare=self._predicted())
         except OSError as error:
-            warn_user(f"the timeline of step {step} was not written: {error}; training goes on")
+            warn_user(f"the timeline of step {step} was not written: {error}; the training continues")
             return None
         self.paths.append(page)
         return page

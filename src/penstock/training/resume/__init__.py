@@ -1,1 +1,1 @@
-"""Resume: go on from a run folder."""
+"""Resume: continue a training from its run folder."""

@@ -1,4 +1,4 @@
-"""Position: where a training is in its data, as checkpoints keep it."""
+"""Data position: the position of a training in its data, as checkpoints store it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.feeding.feed import Feed
 
-__all__ = ["Position"]
+__all__ = ["DataPosition"]
 
 
-class Position:
-    """The place in a feed; what a checkpoint saves and restores of the data.
+class DataPosition:
+    """The position in a feed, in the form that a checkpoint saves and restores.
 
     Args:
         feed: the data.
@@ -24,7 +24,7 @@ class Position:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore a checkpoint inside, and go on with the data that follows what was used, not what it had seen."""
+        """While the context is active, restoring a checkpoint keeps the current position instead of the saved one."""
         self._is_kept = True
         try:
             yield
@@ -32,18 +32,18 @@ class Position:
             self._is_kept = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data is."""
+        """Return the position."""
         return self._feed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the next iteration.
+        """Continue from a position in the next iteration.
 
         Raises:
-            UsageError: when the data is another.
+            UsageError: if the data is different.
         """
         if self._is_kept:
             return
         try:
             self._feed.load_state_dict(state)
         except UsageError as error:
-            raise UsageError(f"{error}; resume_data=False begins an epoch anew") from None
+            raise UsageError(f"{error}; resume_data=False starts a new epoch") from None

@@ -1,4 +1,4 @@
-"""Settings: what an optimizer was made with, and what a checkpoint has put in its place."""
+"""Optimizer settings: compare the settings that an optimizer was made with and those from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Return in words what is another now; each setting once.
+    """Describe the settings that differ now, each once.
 
     >>> changes([{"lr": 5.0, "betas": (0.9, 0.95)}], [{"lr": 0.001, "betas": (0.9, 0.95)}])
     ['lr 0.001, not 5.0']
-    >>> changes([{"lr": 0.2, "initial_lr": 0.1}], [{"lr": 0.3, "initial_lr": 0.1}])  # a schedule moves it
+    >>> changes([{"lr": 0.2, "initial_lr": 0.1}], [{"lr": 0.3, "initial_lr": 0.1}])  # a scheduler changes it
     []
     """
-    told = [
+    differences = [
         f"{name} {new[name]}, not {old[name]}"
         for own, other in zip(before, after, strict=False)
-        for old, new in ((_as_given(own, other), _as_given(other, own)),)
+        for old, new in ((_original(own, other), _original(other, own)),)
         for name in old
         if name in new and old[name] != new[name]
     ]
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(differences))
 
 
-def _as_given(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as they were given: what schedules move, then as now, is another in every step."""
+def _original(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the original settings: undo values that schedulers change in every step."""
     kept = dict(settings)
     rate = kept.pop("initial_lr", None)
     if rate is not None and "initial_lr" in other:

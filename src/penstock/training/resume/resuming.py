@@ -1,4 +1,4 @@
-"""Resume: which checkpoint a training goes on from, and what of the optimizer comes from there."""
+"""Resuming: choose the checkpoint that a training resumes from, and report changed optimizer settings."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ __all__ = ["resume"]
 def resume(
     checkpoints: Checkpoints, source: str, folder: Path, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Restored | None:
-    """Take up the checkpoint that is asked for; None where a training begins afresh.
+    """Restore the right checkpoint; return None if the training starts anew.
 
     Args:
-        checkpoints: of the training.
+        checkpoints: the checkpoints of the training.
         source: "auto", "never", or the folder of a checkpoint.
-        folder: of the run.
-        optimizers: whose settings come from the checkpoint; a warning says which are others now.
+        folder: the run folder.
+        optimizers: a warning lists their settings that the checkpoint has changed.
 
     Raises:
-        UsageError: when there are checkpoints, and none is to be taken up.
+        UsageError: if there are checkpoints, but `source` is "never".
     """
-    is_again = attempt() > 0  # what was asked for was for the first start
+    is_restart = attempt() > 0  # `source` applies only to the first start
     if source == "never":
-        if checkpoints.steps() and not is_again:
+        if checkpoints.steps() and not is_restart:
             raise UsageError(
-                f"{folder}: has checkpoints of an earlier training, and resume is never: choose another folder, or "
+                f'{folder}: has checkpoints of an earlier training, but resume is "never": choose another folder, or '
                 'resume="auto"'
             )
-        if not is_again:
+        if not is_restart:
             return None
         source = "auto"
     if source != "auto" and checkpoints.steps():
         is_own = Path(source).resolve().parent == folder.resolve()
-        if not is_own or is_again:
-            source = "auto"  # it began from there, and has come further since
+        if not is_own or is_restart:
+            source = "auto"  # the run started from `source` and has its own checkpoints since
     before = settings_of(optimizers)
     try:
         restored = checkpoints.restore("newest" if source == "auto" else source)
@@ -54,11 +54,11 @@ def resume(
         if source != "auto":
             raise
         raise MisfitError(
-            f"{error}. {folder} holds the run of another training: give another folder, or remove this one"
+            f"{error}. {folder} contains the run of another training: choose another folder, or remove this one"
         ) from error
     if restored is not None and (changed := changes(before, settings_of(optimizers))):
         warn_user(
-            f"the optimizer goes on with the settings of the checkpoint: {'; '.join(changed)}. To change them, set "
-            "them in a callback's on_train_begin, or begin a new run"
+            f"the optimizer uses the settings of the checkpoint: {'; '.join(changed)}. To change them, set them in a "
+            "callback's on_train_begin, or start a new run"
         )
     return restored

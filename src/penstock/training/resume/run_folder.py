@@ -1,4 +1,4 @@
-"""RunFolder: where a training keeps everything, and the lock that keeps a second one out."""
+"""Run folder: the folder of a training's results, and its lock against a second training."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from penstock.torchrun import attempt
 __all__ = ["RunFolder"]
 
 _LOCK = "lock"
-_PATIENCE_SECONDS = (1.0, 10.0)  # of a first start, and of a restart
+_PATIENCE_SECONDS = (1.0, 10.0)  # for a first start, and for a restart
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-_HELD: set[int] = set()  # locks of this process
+_HELD_LOCKS: set[int] = set()
 
 
-def _let_go() -> None:
-    """In a child, as a data worker is: the lock is the parent's, and must go with it."""
-    for lock in _HELD:
+def _close_locks() -> None:
+    """Close the locks in a forked child, such as a data worker: they belong to the parent and must end with it."""
+    for lock in _HELD_LOCKS:
         with suppress(OSError):
             os.close(lock)
-    _HELD.clear()
+    _HELD_LOCKS.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_locks)
 
 
 class RunFolder:
     """A folder that belongs to one training at a time.
 
-    The first process holds a lock of the operating system's, which goes with the process, however that ends; so a lock
-    file that was left behind keeps nobody out. Where a file system has no locks, or a network that came apart let them
-    go, whoever takes the folder last has it: its mark is in the lock file, and the one before finds it there.
+    The first process holds a file lock. The operating system releases it when the process ends, for any reason, so a
+    leftover lock file blocks nobody. If the file system has no locks, or lost them in a network failure, the last
+    training to take the folder owns it: its mark is in the lock file, and the previous training finds it there.
 
     Args:
-        path: of the folder; made if it is not there.
-        is_first: whether this process speaks for all; others write nothing.
+        path: the folder; created if it does not exist.
+        is_first: whether this is the first process; other processes write nothing.
     """
 
     def __init__(self, path: str | Path, *, is_first: bool) -> None:
-        self.path, self.is_first = Path(path).absolute(), is_first  # wherever the user's code goes meanwhile
+        self.path, self.is_first = Path(path).absolute(), is_first  # the user's code may change the working directory
         self._lock: int | None = None
         self._mark = b""
 
     def take(self) -> None:
-        """Make the folder and take its lock.
+        """Create and lock the folder.
 
         Raises:
-            OutputError: when it cannot be made or written.
-            UsageError: when another training has it.
+            OutputError: if it cannot be created or written.
+            UsageError: if another training has it.
         """
         if not self.is_first:
             return
@@ -68,7 +68,7 @@ class RunFolder:
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be used as a run folder: {error.strerror}") from error
-        # a training that was killed a moment ago, and is being restarted, may not be gone yet
+        # a killed training that is being restarted may not be gone yet
         end = time.monotonic() + _PATIENCE_SECONDS[attempt() > 0]
         while True:
             try:
@@ -77,8 +77,8 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in _TAKEN:
                     warn_user(
-                        f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second "
-                        "training out"
+                        f"{self.path}: its file system has no locks ({error.strerror}): a second training would not be "
+                        "detected"
                     )
                     break
                 if time.monotonic() > end:
@@ -93,34 +93,34 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, self._mark, 0)
         self._lock = lock
-        _HELD.add(lock)
+        _HELD_LOCKS.add(lock)
 
     def why_lost(self) -> str:
-        """Return who has taken the folder since this training did; nothing where it is still this one's."""
+        """Return a reason if another training has taken the folder since, otherwise ""."""
         if self._lock is None:
             return ""
         try:
             found = (self.path / _LOCK).read_bytes()
-        except OSError:  # deleted, or out of reach: nobody else has it for that
+        except OSError:  # deleted or unreachable: that does not mean that another training has it
             return ""
         if found == self._mark:
             return ""
         other = found.decode(errors="replace").strip() or "unknown"
-        return f"{self.path}: another training has taken this folder since ({other:.200})"
+        return f"{self.path}: another training has taken over this folder ({other:.200})"
 
     def release(self) -> None:
-        """Let another training have it."""
+        """Unlock the folder."""
         if self._lock is not None:
-            _HELD.discard(self._lock)
-            if not self.why_lost():  # else the text is of whoever has the folder now
+            _HELD_LOCKS.discard(self._lock)
+            if not self.why_lost():  # otherwise the text belongs to another training
                 os.ftruncate(self._lock, 0)
-            with suppress(OSError):  # there are file systems without locks
+            with suppress(OSError):  # some file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file whole, or not at all."""
+        """Write a file atomically."""
         path = self.path / name
         if self.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class RunFolder:
         return path
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Add a line of JSON; one write, so that lines of several processes do not mix."""
+        """Append a line of JSON with a single write, so that lines of several processes do not mix."""
         data = (json.dumps({"time": round(time.time(), 3), **line}) + "\n").encode()
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,1 +1,1 @@
-"""View: a training as a terminal shows it."""
+"""View: show a training in a terminal."""

@@ -1,7 +1,7 @@
-"""View: a callback that shows a training: a live picture in a terminal, plain lines elsewhere, a summary at the end."""
+"""View: a callback that shows a training: a live picture in a terminal, plain lines elsewhere, and a final summary."""
 
 # ruff: noqa: ARG002
-# (a callback is told more than it needs)
+# (callbacks ignore some arguments)
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.training.callbacks.callback import Callback
-from penstock.training.callbacks.slow_lane_warning import Slowness
+from penstock.training.callbacks.slow_lane_warning import SlowLaneWarning
 from penstock.training.view.view_figures import Totals
 from penstock.training.view.view_lines import (
     begin_line,
@@ -32,68 +32,68 @@ __all__ = ["View"]
 
 
 class View(Callback):
-    """Shows a training in the first of its processes.
+    """Shows a training; only the first process does.
 
-    In a terminal a picture is drawn anew in its place: a bar with the time to go, the loss, samples or tokens a second,
-    the step's time, the measured bubble, the memory of each lane, and what the lanes did in the step recorded last.
-    Validations, checkpoints and faults are lines above it. Elsewhere, where NO_COLOR is set, and with `quiet` each log
-    is a line. A terminal that goes away ends nothing.
+    In a terminal, it redraws one picture in place: a bar with the remaining time, the loss, samples or tokens per
+    second, the step time, the measured bubble, the memory of each lane, and the work of the lanes in the last recorded
+    step. Validations, checkpoints and faults are lines above it. Elsewhere, with NO_COLOR, and with `quiet`, it prints
+    one line per log. If the terminal goes away, the training continues.
 
     Args:
-        quiet: plain lines also in a terminal.
-        again: the command that goes on with the training, for the summary of one that ended early.
-        file: where to write; by default standard output.
+        quiet: print plain lines even in a terminal.
+        again: the command that continues the training, for the summary of a training that ended early.
+        file: the output file; by default standard output.
     """
 
     def __init__(self, *, quiet: bool = False, again: str | None = None, file: TextIO | None = None) -> None:
         self._quiet, self._again, self._file = quiet, again, file
         self._screen: Screen | None = None
-        self._slowness = Slowness()
+        self._slow_lane_warning = SlowLaneWarning()
         self._totals = Totals()
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Say what is trained, and open the picture."""
+        """Describe the training, and open the picture."""
         if not trainer.is_first:
             return
         self.close()
         self._totals = Totals()
         memory = memory_kind(trainer)
-        screen = Screen(trainer.asked.steps, step=trainer.step, memory=memory, quiet=self._quiet, file=self._file)
+        screen = Screen(trainer.options.steps, step=trainer.step, memory=memory, quiet=self._quiet, file=self._file)
         screen.line(begin_line(trainer), style="bold")
         self._screen = screen.__enter__()
 
     def on_step_end(self, trainer: Trainer, reading: Reading) -> None:
-        """Draw, if it is time to."""
+        """Draw if enough time has passed."""
         if self._screen is None:
             return
         self._totals.add(reading)
         self._screen.add(reading)
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
-        """Draw, or write a line."""
+        """Draw, or print a line."""
         if self._screen is not None:
             self._screen.log()
 
     def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
-        """Say what the validation found."""
+        """Show the result of a validation."""
         if self._screen is not None:
             self._screen.picture.validation = figures["validation_loss"]
             self._screen.line(evaluate_line(figures))
 
     def on_record(self, trainer: Trainer, page: Path) -> None:
-        """Say once when a lane is slow."""
+        """Report a slow lane once."""
         timeline = None if trainer.reading is None else trainer.reading.timeline
         if self._screen is not None and timeline is not None:
-            for words in self._slowness.look(timeline):
+            for words in self._slow_lane_warning.check(timeline):
                 self._screen.line(f"step {trainer.step}: {words}", style="yellow")
 
     def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
-        """Say where the checkpoint is."""
+        """Show the folder of the checkpoint."""
         if self._screen is not None:
             self._screen.line(save_line(step, folder))
 
     def on_fault(self, trainer: Trainer, fault: Mapping[str, Any]) -> None:
-        """Say what went wrong; before an error that ends the training, leave the terminal as it was."""
+        """Show a fault; if it ends the training, restore the terminal first."""
         if self._screen is None:
             return
         if fault.get("kind") == "error" or fault.get("policy") == "stop":
@@ -101,12 +101,12 @@ class View(Callback):
         self._screen.line(fault_line(fault), style="bold red")
 
     def on_recover(self, trainer: Trainer, step: int) -> None:
-        """Say where it goes on."""
+        """Show the step from which the training continues."""
         if self._screen is not None:
             self._screen.line(recover_line(step), style="yellow")
 
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
-        """Say how it ended, and where everything is."""
+        """Show the summary."""
         if self._screen is None:
             return
         screen = self._screen
@@ -124,7 +124,7 @@ class View(Callback):
             screen.line(line)
 
     def close(self) -> None:
-        """Leave the terminal as it was; for a training that ended with an error."""
+        """Restore the terminal, also after an error."""
         if self._screen is not None:
             self._screen.close()
             self._screen = None

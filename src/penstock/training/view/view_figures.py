@@ -1,4 +1,4 @@
-"""Figures of a view: how fast a training goes now, and its loss in a line of bars."""
+"""View figures: the current speed of a training, and its loss as a line of bars."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.report.units import show_seconds
 if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["Pace", "Spark", "Totals"]
+__all__ = ["Pace", "Sparkline", "Totals"]
 
-_RECENT = 20  # steps whose speed is that of now
+_RECENT = 20  # steps that count for the current speed
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Pace:
-    """How fast a training goes: over its last steps, for one alone says little.
+    """The speed of a training over its last steps; a single step varies too much.
 
     >>> from penstock.training.callbacks.progress import Reading
     >>> pace = Pace()
@@ -35,37 +35,37 @@ class Pace:
             self.add(reading)
 
     def add(self, reading: Reading) -> None:
-        """Take a step in."""
+        """Add a step."""
         if self._recent and reading.step <= self._recent[-1].step:
-            self._recent.clear()  # it was rewound
+            self._recent.clear()  # the training was rewound
         self._recent.append(reading)
 
     @property
     def step_seconds(self) -> float:
-        """The mean of the last steps."""
+        """The mean time of the last steps."""
         return math.fsum(r.seconds for r in self._recent) / len(self._recent) if self._recent else 0.0
 
     @property
     def samples_per_second(self) -> float:
-        """Over the last steps."""
+        """The samples per second over the last steps."""
         return self._per_second(sum(reading.num_samples for reading in self._recent))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last steps, where tokens are counted."""
+        """The tokens per second over the last steps, if tokens are counted."""
         counts = [reading.num_tokens for reading in self._recent]
         return self._per_second(sum(filter(None, counts))) if counts and None not in counts else None
 
     @property
     def speed_text(self) -> str:
-        """Tokens a second, or samples where no tokens are counted."""
+        """The tokens per second, or the samples per second if no tokens are counted."""
         tokens = self.tokens_per_second
         speed, what = (self.samples_per_second, "samples") if tokens is None else (tokens, "tokens")
         return _speed(speed, what)
 
     @property
     def seconds_to_go(self) -> float | None:
-        """What is left, at the speed of now; None where nothing is known yet."""
+        """The remaining time at the current speed; None before the first step."""
         if not self._recent:
             return None
         last = self._recent[-1]
@@ -77,10 +77,10 @@ class Pace:
 
 
 class Totals:
-    """What all steps of this run came to.
+    """The totals over all steps of this run.
 
     Attributes:
-        first_loss: of the first of them.
+        first_loss: the loss of the first step.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Totals:
         self._num_steps, self._num_samples, self._num_tokens, self._seconds = 0, 0, 0, 0.0
 
     def add(self, reading: Reading) -> None:
-        """Take a step in."""
+        """Add a step."""
         if self.first_loss is None:
             self.first_loss = reading.loss
         self._num_steps += 1
@@ -98,41 +98,41 @@ class Totals:
 
     @property
     def speed_text(self) -> str:
-        """The speed over all steps; nothing where none was run."""
+        """The speed over all steps; empty if no step ran."""
         if not self._seconds:
             return ""
         count, what = (self._num_tokens, "tokens") if self._num_tokens else (self._num_samples, "samples")
         seconds = show_seconds(self._seconds / self._num_steps, digits=3)
-        return f"{_speed(count / self._seconds, what)}, {seconds} a step"
+        return f"{_speed(count / self._seconds, what)}, {seconds} per step"
 
 
-class Spark:
-    """A curve in a line of bars: all values so far, however many there are.
+class Sparkline:
+    """A curve as a line of bars, for any number of values.
 
-    >>> spark = Spark(8)
+    >>> spark = Sparkline(8)
     >>> for value in (8, 7, 6, 5, 4, 3, 2, 1):
     ...     spark.add(value)
     >>> str(spark)
     '█▇▆▅▄▃▂▁'
 
     Args:
-        width: the most bars.
+        width: the maximum number of bars.
     """
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._bars: list[tuple[float, int]] = []  # the sum and the count of the values that a bar stands for
-        self._size = 1  # values of a bar
+        self._bars: list[tuple[float, int]] = []  # sum and count of the values of each bar
+        self._size = 1  # values per bar
 
     def add(self, value: float) -> None:
-        """Take a value in; what is not a number leaves no mark."""
+        """Add a value; ignore values that are not finite."""
         if not math.isfinite(value):
             return
         if self._bars and self._bars[-1][1] < self._size:
             total, count = self._bars[-1]
             self._bars[-1] = (total + value, count + 1)
             return
-        if len(self._bars) == self._width:  # two bars become one
+        if len(self._bars) == self._width:  # merge pairs of bars
             halves = zip(self._bars[::2], self._bars[1::2], strict=False)
             odd = self._bars[-1:] if self._width % 2 else []
             self._bars = [(a + b, m + n) for (a, m), (b, n) in halves] + odd

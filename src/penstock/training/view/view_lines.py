@@ -1,4 +1,4 @@
-"""Lines of a view: what is said of a step, a validation, a checkpoint, a fault, and of the end, as plain text."""
+"""View lines: text lines for a step, a validation, a checkpoint, a fault and the end of a training."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = [
 
 _WHY = {
     "done": "Done",
-    "data ended": "Ended early, for the data has no more batches",
+    "data ended": "Ended early: the data has no more batches",
     "stopped": "Stopped by a callback",
-    "time": "Ended, for its time is over",
+    "time": "Ended: max_seconds is over",
     "SIGINT": "Stopped by Ctrl-C",
 }
 
 
 def show_loss(loss: float) -> str:
-    """Return a loss in four digits or so.
+    """Format a loss with about four digits.
 
     >>> show_loss(2.30259), show_loss(0.000123456), show_loss(float("nan"))
     ('2.303', '0.0001235', 'nan')
@@ -47,7 +47,7 @@ def show_loss(loss: float) -> str:
 
 
 def show_clock(seconds: float) -> str:
-    """Return a time as a clock does.
+    """Format a duration.
 
     >>> show_clock(75.4), show_clock(100_000)
     ('0:01:15', '1 day, 3:46:40')
@@ -56,17 +56,17 @@ def show_clock(seconds: float) -> str:
 
 
 def begin_line(trainer: Trainer) -> str:
-    """Say what is trained, and where."""
-    schedule, asked = trainer.pipe.schedule, trainer.asked
+    """Describe the training at its start."""
+    schedule, options = trainer.pipe.schedule, trainer.options
     lanes = f"{schedule.num_lanes} lane{'s' if schedule.num_lanes > 1 else ''}"
-    parts = f"{printable(schedule.name)}, {lanes}, {schedule.num_mbs} micro-batches, {asked.steps} steps"
+    parts = f"{printable(schedule.name)}, {lanes}, {schedule.num_mbs} micro-batches, {options.steps} steps"
     kept = trainer.pipe.plan.source
-    plan = f"; cuts as before, by {_shown(Path(kept))}" if kept else ""
-    return f"training: {parts}, in {_shown(trainer.folder.path)}{plan}"
+    plan = f"; cuts from {_relative(Path(kept))}" if kept else ""
+    return f"training: {parts}, in {_relative(trainer.folder.path)}{plan}"
 
 
 def memory_kind(trainer: Trainer) -> str:
-    """Return what the bytes of lanes are: see `penstock.training.callbacks.lane_memory`."""
+    """Return the kind of memory that `lane_memory.lane_bytes` reports."""
     pipe = trainer.pipe
     if pipe.devices[pipe.lanes[0]].type == "cuda":
         return "peak allocated"
@@ -74,18 +74,18 @@ def memory_kind(trainer: Trainer) -> str:
 
 
 def step_line(reading: Reading, pace: Pace, memory: str = "held") -> str:
-    """Say where the training is; `memory` is what the bytes of lanes are."""
+    """Describe a step; `memory` is the kind of memory in `lane_bytes`."""
     parts = [f"loss {show_loss(reading.loss)}", *_shown_metrics(reading.metrics), pace.speed_text]
     if reading.timeline is not None:
         parts.append(f"bubble {show_share(reading.timeline.bubble)}")
-    parts.append(f"{show_seconds(pace.step_seconds, digits=3)} a step")
+    parts.append(f"{show_seconds(pace.step_seconds, digits=3)} per step")
     if reading.lane_bytes:
-        parts.append(f"at most {show_bytes(max(reading.lane_bytes), digits=3)} {memory} a lane")
+        parts.append(f"at most {show_bytes(max(reading.lane_bytes), digits=3)} {memory} per lane")
     return f"step {reading.step:>{len(str(reading.steps))}} of {reading.steps}: {', '.join(parts)}"
 
 
 def evaluate_line(figures: Mapping[str, Any]) -> str:
-    """Say what a validation found."""
+    """Describe the result of a validation."""
     loss, samples, seconds = figures["validation_loss"], figures.get("samples"), figures.get("seconds")
     facts = [] if samples is None else [f"{samples:,} samples"]
     facts += [] if seconds is None else [show_seconds(seconds, digits=3)]
@@ -98,42 +98,43 @@ def _shown_metrics(metrics: Mapping[str, float]) -> list[str]:
 
 
 def save_line(step: int, folder: Path) -> str:
-    """Say that a checkpoint is complete."""
-    return f"step {step}: checkpoint {_shown(folder)}"
+    """Report a complete checkpoint."""
+    return f"step {step}: checkpoint {_relative(folder)}"
 
 
 def fault_line(fault: Mapping[str, Any]) -> str:
-    """Say what went wrong; a message may have several lines."""
+    """Describe a fault; its message may have several lines."""
     message = "\n".join(map(printable, str(fault.get("message", "")).splitlines()))
     head = f"fault ({printable(str(fault.get('kind', 'unknown')))})"
     return f"{head}: {message}" if message.startswith("step ") else f"step {fault.get('step')}: {head}: {message}"
 
 
 def recover_line(step: int) -> str:
-    """Say where the training goes on."""
-    return f"goes on from the checkpoint of step {step}"
+    """Report the checkpoint that the training continues from."""
+    return f"continues from the checkpoint of step {step}"
 
 
 def summary_lines(
     summary: Summary, *, first_loss: float | None, speed: str, events: Path | None, again: str | None
 ) -> list[str]:
-    """Say how a training ended, where everything is, and how to go on.
+    """Describe the result of a training, the location of its files, and how to continue.
 
     Args:
-        summary: how it ended.
-        first_loss: of this run.
-        speed: over all its steps.
-        events: the journal, where there is one.
-        again: the command that goes on from here, where it is known.
+        summary: the result.
+        first_loss: the first loss of this run.
+        speed: the speed over all steps.
+        events: the journal, if there is one.
+        again: the command to continue, if it is known.
     """
     why = _WHY.get(summary.status, f"Ended by {printable(summary.status)}")
     head, clock = f"{why}: {summary.step} of {summary.steps} steps", f", in {show_clock(summary.seconds)}"
     if summary.restarts:
         times = "once" if summary.restarts == 1 else f"{summary.restarts} times"
-        clock += f"; the processes were started again {times}, and the time is since then"
+        clock += f"; the processes were restarted {times}, and this is the time since then"
     if summary.is_done and summary.resumed_from is not None and summary.resumed_from >= summary.steps:
-        asked = f"{summary.steps} step{'s were' if summary.steps > 1 else ' was'} asked for"
-        head = f"Nothing was trained: already at step {summary.resumed_from}, and {asked}; give more steps"
+        head = (
+            f"Nothing was trained: already at step {summary.resumed_from}, and steps = {summary.steps}; increase steps"
+        )
         clock = ""
     elif summary.resumed_from is not None:
         head += f", {summary.resumed_from} of them before"
@@ -142,14 +143,14 @@ def summary_lines(
     rows.append(("speed", speed))
     rows.append(("checkpoints", _newest(summary.checkpoints)))
     rows.append(("timelines", _newest(summary.timelines)))
-    rows.append(("events", "" if events is None else _shown(events)))
+    rows.append(("events", "" if events is None else _relative(events)))
     rows.append(("skipped", f"the updates of {_numbers(summary.skipped)}" if summary.skipped else ""))
     rows += [("not saved", "; ".join(map(printable, failure.splitlines()))) for failure in summary.failures]
     lines = [head + clock]
     lines += [f"  {name:<12}{text}" for name, text in rows if text]
     if not summary.is_done and summary.checkpoints:
-        how = printable(again) if again else f"run it again with the same folder, {_shown(summary.folder)}"
-        lines.append(f"To go on: {how}")
+        how = printable(again) if again else f"run it again with the same folder, {_relative(summary.folder)}"
+        lines.append(f"To continue: {how}")
     return lines
 
 
@@ -163,7 +164,7 @@ def _newest(paths: tuple[Path, ...]) -> str:
     if not paths:
         return ""
     more = len(paths) - 1
-    return _shown(paths[-1]) + (f" and {more} before" if more else "")
+    return _relative(paths[-1]) + (f" and {more} before" if more else "")
 
 
 def _numbers(steps: tuple[int, ...]) -> str:
@@ -171,8 +172,8 @@ def _numbers(steps: tuple[int, ...]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 10} more" if len(steps) > 10 else "")
 
 
-def _shown(path: Path) -> str:
-    """Return a path as one would type it here."""
+def _relative(path: Path) -> str:
+    """Return a path relative to the current folder if possible."""
     with suppress(ValueError, OSError):
         path = path.resolve().relative_to(Path.cwd())
     return printable(str(path))

@@ -1,4 +1,4 @@
-"""Outlet: where a view writes, which may be gone at any moment; a training does not end for that."""
+"""View outlet: the file that a view writes to. It may disappear at any time without ending the training."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TextIO
 
 __all__ = ["Outlet"]
 
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a reader, a terminal, a file that is not there any more
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal or the file is gone
 
 
 class Outlet:
-    """A text file whose writes never fail: what cannot be written is dropped.
+    """A text file whose writes never fail: text that cannot be written is dropped.
 
     Args:
-        file: the real one.
+        file: the real file.
 
     Attributes:
-        is_gone: whether nobody will read anything that is written from now on.
+        is_gone: whether the file is gone for good.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -26,45 +26,45 @@ class Outlet:
 
     @property
     def encoding(self) -> str:
-        """As the file's."""
+        """The encoding of the file."""
         return getattr(self._file, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the file is a terminal."""
         try:
             return self._file.isatty()
         except (AttributeError, ValueError):
             return False
 
     def fileno(self) -> int:
-        """As the file's."""
+        """The descriptor of the file."""
         return self._file.fileno()
 
     def write(self, text: str) -> int:
-        """Write, as far as the file takes it."""
+        """Write text if possible."""
         if not self.is_gone:
             try:
                 self._file.write(text)
-            except UnicodeEncodeError:  # a terminal that knows no bars and dots
+            except UnicodeEncodeError:  # the terminal cannot show bars and dots
                 self._file.write(text.encode(self.encoding, "replace").decode(self.encoding))
             except (OSError, ValueError) as error:
-                self._note(error)
+                self._handle(error)
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the file if possible."""
         if not self.is_gone:
             try:
                 self._file.flush()
             except (OSError, ValueError) as error:
-                self._note(error)
+                self._handle(error)
 
-    def _note(self, error: OSError | ValueError) -> None:
-        """Give the file up, unless it may take more later, as one on a disk that is full may."""
+    def _handle(self, error: OSError | ValueError) -> None:
+        """Mark the file as gone, unless it may recover, for example from a full disk."""
         if isinstance(error, OSError) and error.errno not in _GONE:
             return
         self.is_gone = True
-        try:  # what is left in its buffer would fail once more when Python ends
+        try:  # otherwise its buffer would fail again when Python exits
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())
             os.close(nowhere)

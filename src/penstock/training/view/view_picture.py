@@ -1,4 +1,4 @@
-"""Picture: a training as a terminal shows it now: figures, memory, what the lanes did, and a bar."""
+"""View picture: the current state of a training in a terminal: figures, memory, the work of the lanes, and a bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock.report.terminal_chart import draw_text, summary
 from penstock.report.units import show_bytes, show_seconds, show_share
-from penstock.training.view.view_figures import Pace, Spark
+from penstock.training.view.view_figures import Pace, Sparkline
 from penstock.training.view.view_lines import show_clock, show_loss
 
 if TYPE_CHECKING:
@@ -24,21 +24,21 @@ __all__ = ["Picture"]
 
 _GAP, _SPARK = "   ", 16
 _LEAST_BAR, _MOST_BAR = 4, 40
-_LEAST_LANES = 2  # a strip of fewer, where there are more, says nothing
+_LEAST_LANES = 2  # fewer lanes of many would say too little
 
 
 class Picture:
-    """All that is known of a training, drawn to fit.
+    """Everything known about a training, drawn to fit the terminal.
 
     Args:
-        steps: how many there will be.
-        step: how many are done already.
-        memory: what the bytes of lanes are: held, resident, or peak allocated.
+        steps: the number of steps.
+        step: the number of completed steps.
+        memory: the kind of memory in `lane_bytes`: held, resident, or peak allocated.
     """
 
     def __init__(self, steps: int, *, step: int = 0, memory: str = "held") -> None:
         self.steps, self.step, self.memory = steps, step, memory
-        self.pace, self._spark = Pace(), Spark(_SPARK)
+        self.pace, self._loss_line = Pace(), Sparkline(_SPARK)
         self.reading: Reading | None = None
         self.validation: float | None = None
         self._begin = time.monotonic()
@@ -46,22 +46,22 @@ class Picture:
         self._strip: tuple[Timeline, int, list[Text]] | None = None
 
     def add(self, reading: Reading) -> None:
-        """Take a step in."""
+        """Add a step."""
         before = None if self.reading is None else self.reading.timeline
         if reading.timeline is not before:
             self._recorded_at = reading.step
         self.reading, self.step = reading, reading.step
         self.pace.add(reading)
-        self._spark.add(reading.loss)
+        self._loss_line.add(reading.loss)
 
     def draw(self, width: int, height: int, *, is_last: bool = False) -> RenderableType:
-        """Return what to show in so many columns and lines; the last picture, which stays, is without the lanes."""
-        room = height - 2  # beside the bar, and the line of the cursor
-        top = [*self._figures(width), *self._memory(width)][:room]
-        lanes = [] if is_last else self._lanes(width, room - len(top))
+        """Return the picture for this many columns and lines; the last picture, which stays, has no lanes."""
+        space = height - 2  # besides the bar and the cursor's line
+        top = [*self._figures(width), *self._memory(width)][:space]
+        lanes = [] if is_last else self._lanes(width, space - len(top))
         return Group(*top, *lanes, self._bar(width, is_last=is_last))
 
-    # ---- its parts
+    # ---- the parts
 
     def _bar(self, width: int, *, is_last: bool) -> RenderableType:
         to_go = self.pace.seconds_to_go
@@ -69,7 +69,7 @@ class Picture:
         clock = Text(show_clock(time.monotonic() - self._begin), style="dim")
         left = Text(f"to go {'?' if to_go is None else show_clock(to_go)}", style="cyan")
         words = [Text("training"), count, clock, *([] if is_last else [left])]
-        for least in (words[0], clock):  # what one can do without
+        for least in (words[0], clock):  # optional words
             if _LEAST_BAR + 1 + _width_of(words) >= width:
                 words.remove(least)
         bar = ProgressBar(total=self.steps, completed=self.step, width=_bar_width(width - 2 - _width_of(words)))
@@ -83,8 +83,8 @@ class Picture:
     def _figures(self, width: int) -> list[Text]:
         reading = self.reading
         if reading is None:
-            return [Text("the first step is under way", style="dim")]
-        loss = Text.assemble("loss ", (show_loss(reading.loss), "bold"), " ", (str(self._spark), "green"))
+            return [Text("the first step is running", style="dim")]
+        loss = Text.assemble("loss ", (show_loss(reading.loss), "bold"), " ", (str(self._loss_line), "green"))
         parts = [loss, Text(self.pace.speed_text), Text(f"step {show_seconds(self.pace.step_seconds, digits=3)}")]
         if reading.timeline is not None:
             parts.append(Text(f"bubble {show_share(reading.timeline.bubble)}"))
@@ -105,29 +105,29 @@ class Picture:
         fullest = max(range(len(held)), key=held.__getitem__)
         low, high = (show_bytes(size, digits=3) for size in (min(held), max(held)))
         return _packed(
-            [Text(f"memory {self.memory}"), Text(f"{low} to {high} a lane"), Text(f"most on lane {fullest}")], width
+            [Text(f"memory {self.memory}"), Text(f"{low} to {high} per lane"), Text(f"most on lane {fullest}")], width
         )
 
-    def _lanes(self, width: int, room: int) -> list[Text]:
-        """Return the lanes of the step recorded last, as far as there is room for them."""
+    def _lanes(self, width: int, space: int) -> list[Text]:
+        """Return the lanes of the last recorded step, as far as there is space."""
         timeline = None if self.reading is None else self.reading.timeline
         if timeline is None:
             return []
         head, num_lanes = Text(f"lanes in step {self._recorded_at}", style="dim"), timeline.num_lanes
         lines = self._drawn(timeline, width)
-        if len(lines) + 1 <= room:
+        if len(lines) + 1 <= space:
             return [head, *lines]
-        num_shown = min(room - 2, num_lanes)  # beside the head and what says that there are more
+        num_shown = min(space - 2, num_lanes)  # besides the head and the line with the number of further lanes
         if num_shown < min(_LEAST_LANES, num_lanes):
             return []
         more = [Text(f"({num_lanes - num_shown} more lanes)", style="dim")] if num_shown < num_lanes else []
         return [head, *lines[:num_shown], *more]
 
     def _drawn(self, timeline: Timeline, width: int) -> list[Text]:
-        """Draw a timeline, once for a width: it stays for many pictures."""
+        """Draw a timeline; the result is cached for later pictures."""
         if self._strip is None or self._strip[0] is not timeline or self._strip[1] != width:
             drawn = draw_text(timeline, width=width - 1, color=True).removesuffix(summary(timeline))
-            # what says that it is too narrow is for a timeline that one studies
+            # omit the note that the terminal is too narrow
             lines = [Text.from_ansi(line) for line in drawn.splitlines() if not line.startswith("(too narrow")]
             self._strip = (timeline, width, [_cut(line, width) for line in lines])
         return self._strip[2]
@@ -137,8 +137,8 @@ def _width_of(words: Iterable[Text]) -> int:
     return sum(len(word) + 1 for word in words)
 
 
-def _bar_width(room: int) -> int:
-    return max(_LEAST_BAR, min(_MOST_BAR, room))
+def _bar_width(space: int) -> int:
+    return max(_LEAST_BAR, min(_MOST_BAR, space))
 
 
 def _cut(line: Text, width: int) -> Text:
@@ -148,16 +148,16 @@ def _cut(line: Text, width: int) -> Text:
 
 
 def _packed(parts: Iterable[Text], width: int) -> list[Text]:
-    """Put parts side by side, in as few lines as hold them."""
+    """Put parts side by side, in as few lines as possible."""
     lines: list[list[Text]] = []
-    room = 0
+    space = 0
     for part in parts:
-        if lines and len(part) + len(_GAP) <= room:
+        if lines and len(part) + len(_GAP) <= space:
             lines[-1].append(part)
-            room -= len(part) + len(_GAP)
+            space -= len(part) + len(_GAP)
         else:
             lines.append([part])
-            room = width - 1 - len(part)
+            space = width - 1 - len(part)
     return [_cut(_joined(line), width) for line in lines]
 
 

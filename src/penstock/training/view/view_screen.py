@@ -1,4 +1,4 @@
-"""Screen: shows a training while it goes: one picture drawn anew in its place, or plain lines where that cannot be."""
+"""View screen: shows a training while it runs: one picture that is redrawn in place, or plain lines."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Screen"]
 
-_PAUSE_SECONDS = 0.15  # between two pictures: the eye asks for no more, and each takes time from the lanes
+_PAUSE_SECONDS = 0.15  # between two pictures; drawing takes time from the lanes
 
 
 class Screen:
-    """Where a training is shown; a context manager, for a terminal must get its cursor back.
+    """The output of a training; a context manager, because it must restore the terminal's cursor.
 
-    A picture is shown in a terminal. Elsewhere, where NO_COLOR is set, and when it is to be quiet there is a line for
-    each log.
+    In a terminal it shows a picture. Elsewhere, with NO_COLOR, and with `quiet`, it prints one line per log.
 
     Args:
-        steps: how many there will be.
-        step: how many are done already.
-        memory: what the bytes of lanes are: held, resident, or peak allocated.
-        quiet: plain lines also in a terminal.
-        file: where to write; by default standard output.
+        steps: the number of steps.
+        step: the number of completed steps.
+        memory: the kind of memory in `lane_bytes`: held, resident, or peak allocated.
+        quiet: print plain lines even in a terminal.
+        file: the output file; by default standard output.
     """
 
     def __init__(
         self, steps: int, *, step: int = 0, memory: str = "held", quiet: bool = False, file: TextIO | None = None
     ) -> None:
         outlet = Outlet(sys.stdout if file is None else file)
-        self._console = Console(file=outlet, highlight=False)  # type: ignore[arg-type]  # all that rich asks of a file
+        self._console = Console(file=outlet, highlight=False)  # type: ignore[arg-type]  # has all that rich needs
         self.picture = Picture(steps, step=step, memory=memory)
         console = self._console
         self.is_live = console.is_terminal and not (console.is_dumb_terminal or console.no_color or quiet)
@@ -55,7 +54,7 @@ class Screen:
             try:
                 self._live.start()
                 self._draw()
-            except BaseException:  # Ctrl-C in the middle of the first picture
+            except BaseException:  # Ctrl-C during the first picture
                 self.close()
                 raise
         return self
@@ -66,25 +65,25 @@ class Screen:
         self.close()
 
     def add(self, reading: Reading) -> None:
-        """Take a step in; draw, if it is time to."""
+        """Add a step; draw if enough time has passed."""
         self.picture.add(reading)
         if time.monotonic() - self._drawn_at > _PAUSE_SECONDS:
             self._draw()
 
     def log(self) -> None:
-        """Show the step that was taken in last, whether or not it is time to."""
+        """Show the last step at once."""
         if self._live is None and self.picture.reading is not None:
             self.line(step_line(self.picture.reading, self.picture.pace, self.picture.memory))
         self._draw()
 
     def line(self, text: str, *, style: str = "") -> None:
-        """Say something that stays, above the picture."""
-        # a line that a program may read is not broken; in a terminal words are
+        """Print a line that stays, above the picture."""
+        # wrap words in a terminal only: programs may read the lines
         self._console.print(Text(text, style=style), soft_wrap=self._live is None)
         self._console.file.flush()
 
     def close(self) -> None:
-        """Leave the last picture as it is, and the terminal as it was; more lines may follow."""
+        """Keep the last picture and restore the terminal; more lines may follow."""
         if self._live is None:
             return
         live, self._live = self._live, None

@@ -14,7 +14,7 @@ from penstock.model.capture.export.symbolic_sizes import affine
 from penstock.model.capture.export.traced_graph import ExportGraph
 from penstock.model.capture.export.traced_operations import draws
 from penstock.model.source import SOURCE, line_of_trace
-from penstock.model.stages import Held
+from penstock.model.stages import HeldTensors
 from penstock.randomness.draw_names import enter, enter_all
 from penstock.randomness.placed_draws import draw_at
 
@@ -62,7 +62,7 @@ class ExportProgram:
         self._places = tuple(places)
         self._compiled = compiled(self.module, options)
 
-    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+    def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; buffers that the model gives another tensor get its content."""
         tensors = [held.get(name) for name in self.held_names]
         device = next((tensor.device for tensor in (*tensors, *values)), self.device)
@@ -90,7 +90,7 @@ class ExportProgram:
                 module.recompile()
 
 
-def renew(held: Held, name: str, tensor: torch.Tensor) -> None:
+def renew(held: HeldTensors, name: str, tensor: torch.Tensor) -> None:
     """Give a buffer the content of the tensor that the model put in its place."""
     held.set(name, tensor.detach())  # not by a copy: the backward may still need the old one
 

@@ -20,9 +20,9 @@ from penstock.devices.sanitizer import unsanitized
 from penstock.errors import CaptureError
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards, hint
 from penstock.model.example import Call
-from penstock.model.parameters import tensors_at_home
+from penstock.model.parameters import new_tensors_on_meta
+from penstock.model.preserve.model_state import TORCH_ATTRIBUTES, preserve_attributes
 from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.untouched import OF_TORCH, untouched
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
 
@@ -104,7 +104,7 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
     try:
         with (
             unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len(),
-            tensors_at_home(model, call),
+            new_tensors_on_meta(model, call),
         ):  # fmt: skip
             program = _export(reduced, call, open_dims)
             if seen["kept"]:
@@ -132,7 +132,7 @@ def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.ex
             for dim, dims in zip(call.batch_dims, free, strict=True)
         )
         tensors = call.resized(batch_size).tensors
-        with untouched(reduced.model):
+        with preserve_attributes(reduced.model):
             return torch.export.export(reduced, tensors, dynamic_shapes=(shapes,), strict=False)
 
     unusual, another = _unusual_sizes(reduced, call)
@@ -267,7 +267,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
         f"{path}.{key}" if path else key: _outline(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in OF_TORCH and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
+        if key not in TORCH_ATTRIBUTES and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
     }
 
 
@@ -294,7 +294,7 @@ def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]])
     """
     model = reduced.model
     put = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in kept.items()}
-    with untouched(model):
+    with preserve_attributes(model):
         for name, tensor in put.items():
             path, _, key = name.rpartition(".")
             vars(model.get_submodule(path))[key] = tensor

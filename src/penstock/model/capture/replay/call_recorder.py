@@ -17,9 +17,9 @@ from penstock.model.capture.replay.module_shell import containers_of, make_shell
 from penstock.model.capture.replay.placeholder_tensors import describe, is_imaginable
 from penstock.model.capture.replay.torch_functions import is_data_shaped, is_look, is_plain_result, is_read
 from penstock.model.example import Call
-from penstock.model.parameters import held_tensors, tensors_at_home
+from penstock.model.parameters import held_tensors, new_tensors_on_meta
+from penstock.model.preserve.model_state import preserve_state
 from penstock.model.preserve.modes import RandomStates, in_mode
-from penstock.model.preserve.untouched import unchanged
 from penstock.model.structure import flatten
 
 __all__ = ["Recording", "Seen", "Unit", "record"]
@@ -177,7 +177,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     versions = {name: (tensor, tensor._version) for name, tensor in held_tensors(model).items()}
     before = {name: _ids_in(container) for name, container in containers_of(model).items()}
     try:
-        with unchanged(model), tensors_at_home(model, call):
+        with preserve_state(model), new_tensors_on_meta(model, call):
             result = recorder.run(shell, inside, call)
             after = held_tensors(shell)
             changed = {name for name, (t, v) in versions.items() if after.get(name) is not t or t._version != v}

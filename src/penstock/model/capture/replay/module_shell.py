@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.model.preserve.untouched import CONTAINERS, OF_TORCH
+from penstock.model.preserve.model_state import CONTAINERS, TORCH_ATTRIBUTES
 
 __all__ = ["containers_of", "make_shell", "model_hooks", "without_model_hooks"]
 
@@ -171,7 +171,7 @@ def containers_of(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
         for name, value in vars(module).items()
-        if name not in OF_TORCH and type(value) in CONTAINERS
+        if name not in TORCH_ATTRIBUTES and type(value) in CONTAINERS
     }
 
 

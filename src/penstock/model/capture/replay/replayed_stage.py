@@ -21,8 +21,8 @@ from penstock.model.capture.replay.stage_player import Part, Play
 from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.module_hooks import HOOKS, is_of_library
-from penstock.model.preserve.untouched import refill
-from penstock.model.stages import Held
+from penstock.model.preserve.model_state import refill
+from penstock.model.stages import HeldTensors
 from penstock.model.structure import flatten
 from penstock.randomness.draw_names import here, seeded_python
 
@@ -183,7 +183,7 @@ class ReplayProgram:
         """Refuse."""
         raise UsageError("compile: the model's own code runs again, stage by stage: capture_path='export' may do")
 
-    def run(self, held: Held, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
+    def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs; where the way depends on data, more values than were named may come and go."""
         for module, kind, key, name in self._places:
             getattr(module, kind)[key] = held.get(name)
@@ -239,7 +239,7 @@ class ReplayProgram:
             return (play.notes.to_tensor(), *(_apart(tensor, held) for tensor in play.living))
         return tuple(_apart(play.made[name], held) for name in self.outputs)
 
-    def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: Held) -> None:
+    def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: HeldTensors) -> None:
         """Take over buffers that are this stage's own, and undo what the code before the stage left in the modules."""
         owned = {(id(module), key): name for module, kind, key, name in self._places if kind == "_buffers"}
         for module, buffers, attributes in before:

@@ -1,4 +1,4 @@
-"""Untouched: a model after a trace is as it was before: a trace leaves fake tensors, and numbers, in attributes."""
+"""Model state: restore the attributes and buffers of a model that a run or a trace of its forward changes."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model.preserve.put_back import put_back
+from penstock.model.preserve.tensor_values import restore_values
 
-__all__ = ["CONTAINERS", "OF_TORCH", "refill", "unchanged", "untouched"]
+__all__ = ["CONTAINERS", "TORCH_ATTRIBUTES", "preserve_attributes", "preserve_state", "refill"]
 
 CONTAINERS = (list, dict, set, deque)
 
-OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
 
 
 def refill(container: Any, content: Any) -> None:  # noqa: ANN401 - a list, dict, set or deque
-    """Let a container hold what another one holds, and nothing else."""
+    """Replace the content of a container."""
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what runs of a model's forward leave in it: attributes, and the buffers with their values."""
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore attributes, buffers and buffer values after runs of a model's forward."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
-        with untouched(model):
+        with preserve_attributes(model):
             yield
     finally:
         for buffer, before in buffers:
-            put_back(buffer, before)
+            restore_values(buffer, before)
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back what a trace leaves in a model's modules."""
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of a model's modules after a trace, which leaves fake tensors and numbers there."""
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
-    own = [value for _, attributes, _ in before for key, value in attributes.items() if key not in OF_TORCH]
+    own = [value for _, attributes, _ in before for key, value in attributes.items() if key not in TORCH_ATTRIBUTES]
     inside = [(value, value.copy()) for value in own if type(value) in CONTAINERS]
-    # tensors that are neither parameters nor buffers are real to a trace, which changes them as a call would
+    # a trace treats tensors that are neither parameters nor buffers as real, and changes them as a call would
     tensors = [
         (value, value.detach().clone(), value._version)
         for value in own

@@ -1,7 +1,7 @@
-"""Homes: where a model's tensors were when it was captured, so that it can be captured there once more.
+"""Original devices: the device of each tensor at the first capture, so that the model can be captured there again.
 
-Lanes take parameters and buffers to their devices. The mode that was not captured at first is captured when it is first
-asked for, and then the tensors of one model may be on several devices, where its own forward cannot run.
+Lanes move parameters and buffers to their devices. The second mode (training or evaluation) is captured when it is
+first needed. The tensors of the model may then be on several devices, where its own forward cannot run.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import nn
 
 from penstock.model.parameters import held_tensors
 
-__all__ = ["Homes", "on_device"]
+__all__ = ["OriginalDevices", "on_device"]
 
 
-class Homes:
-    """The devices of a model's parameters and buffers, as they are now."""
+class OriginalDevices:
+    """The current devices of a model's parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._device_of = {name: tensor.device for name, tensor in held_tensors(model).items()}
 
     @contextmanager
-    def visited(self) -> Iterator[None]:
-        """Bring the tensors back for a while; their own memory, which CUDA graphs may know, waits as it is."""
+    def restored(self) -> Iterator[None]:
+        """Temporarily move tensors to their original devices; keep their storage, which CUDA graphs may refer to."""
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for name, tensor in held_tensors(self._model).items():
-                home = self._device_of.get(name, tensor.device)
-                if tensor.device != home and not tensor.is_meta:
+                device = self._device_of.get(name, tensor.device)
+                if tensor.device != device and not tensor.is_meta:
                     moved.append((tensor, tensor.data))
-                    tensor.data = tensor.data.to(home)
+                    tensor.data = tensor.data.to(device)
             yield
         finally:
             for tensor, data in moved:
@@ -41,7 +41,7 @@ class Homes:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device: a parameter itself, moved there, or a copy of anything else."""
+    """Return a tensor on a device: a parameter is moved in place, any other tensor is copied."""
     if tensor.device == device or tensor.is_meta:
         return tensor
     if isinstance(tensor, nn.Parameter):

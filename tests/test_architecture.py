@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,16 @@ ARROWS = {
     "files": "",
     "torchrun": "",
     "devices": "",
-    "metrics": "",
+    "metrics": "devices",
     "model/small_models": "",
     "randomness": "",
     "compile": "devices randomness",
     "model": "compile files",
-    "model/preserve": "model",
+    "model/preserve": "devices model",
     "model/capture/export": "compile devices model model/preserve randomness",
     "model/capture/replay": "compile model model/capture/export model/preserve randomness",
     "model/capture": "compile model model/capture/export model/capture/replay model/preserve randomness",
-    "model/profiling": "model model/preserve",
+    "model/profiling": "devices model model/preserve",
     "infer/graph": "compile devices model model/capture model/capture/export model/preserve model/profiling",
     "runtime/backward": "compile",
     "runtime/keep": "devices model/profiling",
@@ -46,7 +47,7 @@ ARROWS = {
     "infer/stream": "devices infer/graph model runtime",
     "infer": "infer/graph infer/stream",
     "pipeline/splitting": "model runtime",
-    "pipeline/exactness": "model model/preserve pipeline/splitting runtime",
+    "pipeline/exactness": "devices model model/preserve pipeline/splitting runtime",
     "runtime/graphs": "devices model runtime schedule",
     "runtime/lanes": "devices runtime runtime/wire schedule",
     "schedule/builders": "schedule",
@@ -59,7 +60,7 @@ ARROWS = {
         "planning/partition schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
-    "launch/config": "report schedules torchrun",
+    "launch/config": "report schedule schedules torchrun",
     "pipeline/planned": (
         "_version deciding devices model model/capture pipeline/exactness pipeline/splitting "
         "planning/partition runtime/keep runtime/lanes schedule schedules"
@@ -69,16 +70,16 @@ ARROWS = {
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
         "runtime/lanes runtime/wire schedule"
     ),
-    "checkpoint": "_version pipeline schedule",
+    "checkpoint": "_version devices pipeline schedule",
     "checkpoint/formats": "checkpoint",
     "feeding": "devices model pipeline pipeline/planned",
-    "timing": "model/profiling",
-    "doctor": "feeding report timing",
-    "training/callbacks": "faults pipeline torchrun",
+    "timing": "devices model/profiling",
+    "doctor": "devices feeding report timing",
+    "training/callbacks": "devices faults pipeline torchrun",
     "training/resume": "checkpoint feeding torchrun",
     "training/view": "report training/callbacks",
     "training": (
-        "checkpoint deciding faults feeding pipeline pipeline/planned runtime/lanes torchrun "
+        "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
         "training/callbacks training/resume training/view"
     ),
     "__init__": (
@@ -86,21 +87,26 @@ ARROWS = {
         "schedules training"
     ),
     "launch/build": (
-        "_version compile deciding launch/config model model/small_models pipeline pipeline/planned "
-        "runtime/lanes schedules training training/callbacks"
+        "_version compile deciding devices launch/config model model/small_models pipeline "
+        "pipeline/planned runtime/lanes schedules training training/callbacks"
     ),
     "launch/processes": (
         "faults launch/build launch/config model/capture runtime/lanes runtime/wire torchrun training/resume "
         "training/view"
     ),
     "cli": (
-        "__init__ _version checkpoint checkpoint/formats deciding doctor files launch/build launch/config "
-        "launch/processes model model/small_models pipeline pipeline/planned planning report schedule "
-        "schedules training/callbacks training/view"
+        "__init__ _version checkpoint checkpoint/formats deciding devices doctor files launch/build "
+        "launch/config launch/processes model model/small_models pipeline pipeline/planned planning "
+        "report schedule schedules training/callbacks training/view"
     ),
     "__main__": "cli",
     "launch": "launch/processes",
 }
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def part_of(path):
@@ -108,6 +114,7 @@ def part_of(path):
     return "/".join(relative.parts[:-1]) or relative.stem
 
 
+@cache
 def file_of(module):
     """Return the file of a module of ours, or of the module that a name is in."""
     path = ROOT / "src" / Path(*module.split("."))
@@ -124,7 +131,7 @@ def is_for_types(node):
 
 
 def imports_of(path, *, with_types=True):
-    todo = [ast.parse(path.read_text())]
+    todo = [tree_of(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
@@ -140,16 +147,29 @@ def imports_of(path, *, with_types=True):
             todo += ast.iter_child_nodes(node)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_follow_the_arrows(path):
+def imported_parts(path):
+    """Yield the folders that a file imports at run time, with the module that it names."""
     own = part_of(path)
     for module in imports_of(path, with_types=False):
         if module.split(".")[0] != "penstock" or module == "penstock":
             continue
         part = part_of(file_of(module))
         if part == "__init__" or (part != own and file_of(module).name == "__init__.py" and module.count(".") > 1):
-            continue  # a folder, from which a name of one of its files is taken: that name is looked at for itself
-        assert part in (own, "errors") or part in ARROWS[own].split(), f"{path.name} imports {module}"
+            continue  # a folder, from which a name of one of its files is taken: that name is checked on its own
+        if part not in (own, "errors"):
+            yield part, module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_follow_the_arrows(path):
+    for part, module in imported_parts(path):
+        assert part in ARROWS[part_of(path)].split(), f"{path.name} imports {module}"
+
+
+def test_no_arrow_is_unused():
+    used = {(part_of(path), part) for path in FILES for part, _ in imported_parts(path)}
+    drawn_arrows = {(part, other) for part, others in ARROWS.items() for other in others.split()}
+    assert drawn_arrows - used == {("cli", "__init__")}  # `import penstock` itself
 
 
 def test_every_folder_has_its_arrows():
@@ -168,7 +188,7 @@ def drawn():
     lines = []
     for part, others in ARROWS.items():
         path = SOURCE / part / "__init__.py" if (SOURCE / part).is_dir() else SOURCE / f"{part}.py"
-        purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+        purpose = ast.get_docstring(tree_of(path)).splitlines()[0]
         lines.append(f"- `{part}` {purpose}" + (f" Imports {', '.join(others.split())}." if others else ""))
     return "\n".join(lines)
 
@@ -206,7 +226,7 @@ def top_of(path):
 
 def imports_at_once(path):
     """Return what importing a file imports: not what its functions do, nor what is there for types only."""
-    todo, found = list(ast.parse(path.read_text()).body), set()
+    todo, found = list(tree_of(path).body), set()
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
@@ -258,6 +278,24 @@ def test_only_the_worker_imports_the_solver():
             assert module.split(".")[0] != "ortools" or path.name == "exact_worker.py", path
 
 
+def test_only_devices_uses_torch_cuda():
+    """What a device can do has one home. Doctests of scripts that use CUDA, as users write them, are no exception."""
+    for path in FILES:
+        if top_of(path) != "devices":
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    assert (node.value.id, node.attr) != ("torch", "cuda"), f"{path}:{node.lineno}"
+            assert not any(name.startswith("torch.cuda") for name in imports_of(path)), path
+
+
+def test_every_lane_has_streams():
+    """Nothing in the runtime asks whether there are streams: a lane on a CPU has `HostStreams`."""
+    asks = re.compile(r"\bstreams? is (not )?None")
+    for path in FILES:
+        if top_of(path) in ("runtime", "pipeline"):
+            assert not asks.search(path.read_text()), path
+
+
 PRIVATE = re.compile(r"\b_?pipe(?:line)?\._[a-z]")
 
 
@@ -271,7 +309,7 @@ def test_nobody_outside_of_pipeline_reads_its_private_attributes():
 
 def test_every_file_says_its_purpose_in_its_first_line():
     for path in FILES:
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert ast.get_docstring(tree_of(path)), path
 
 
 def documented(heading):
@@ -298,7 +336,7 @@ BANNED = {"eval", "exec", "compile", "__import__"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_nothing_unpickles_or_evaluates_what_it_reads(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in BANNED
     assert not {module.split(".")[0] for module in imports_of(path)} & {"pickle", "marshal", "shelve", "yaml"}
@@ -312,7 +350,7 @@ def test_every_schedule_of_the_catalog_has_a_file_of_its_own_or_its_family():
     for entry in CATALOG:
         path = Path(entry.builder.__code__.co_filename)
         assert len(path.read_text().splitlines()) <= 150, path
-        assert entry.name in ast.get_docstring(ast.parse(path.read_text())).splitlines()[0], path
+        assert entry.name in ast.get_docstring(tree_of(path)).splitlines()[0], path
 
 
 def test_every_dependency_has_its_reason():

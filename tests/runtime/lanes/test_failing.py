@@ -252,6 +252,9 @@ def hanging_process():
     x, target = data(16)
     pipe = pipe_of(stages)
     pipe.step(x, target)
+    # Under gpipe, lanes end a step at different times. On a busy machine lane 0 once needed more than the timeout below
+    # for its first backward of step 1, and was rightly named as the lane that the others waited for.
+    dist.barrier()
     switch.arm("hang", 3)
     pipe.timeout = 3.0
     try:

@@ -57,7 +57,7 @@ def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
         assert run.wait() == 1, run.told()
         told = run.err.read_text()
     assert told.count("is stopped (SIGSTOP, or Ctrl-Z)") == 2
-    assert told.count("all are started again") == 1
+    assert told.count("all processes restart") == 1
     assert "the same failure twice, at step 3: lane 0 has waited" in told
     assert [line["code"] for line in launched.faults(tmp_path / "run", "give up")] == [1]
 
@@ -76,7 +76,7 @@ def test_a_data_loader_that_hangs_is_named(tmp_path, nproc, how):
     assert f"Error: {who}" in told
     assert " s for a batch from its data loader" in told
     assert ("; the other lanes wait for it" in told) == (nproc == 2)
-    assert "the data loader: where it is (most recent call first):" in told
+    assert "the data loader: stack (most recent call first):" in told
     assert launched.faults(tmp_path / "run", "end")[0]["step"] == 3
     if nproc == 2:
         assert code == 1

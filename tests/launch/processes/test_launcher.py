@@ -153,9 +153,9 @@ def test_processes_that_are_killed_or_hang_are_started_again_and_nothing_changes
     secret = {"A_SECRET_OF_TESTS": "canary-7f3a"}
     code, out, err = finished("--nproc", "2", "--timeout", "3", PENSTOCK_FAULTS=faults, **secret)
     assert code == 0, err
-    assert "process 1 was killed by SIGKILL: all are started again" in err
+    assert "process 1 was killed by SIGKILL: all processes restart" in err
     assert "lane 1 has waited 3 s" in err
-    assert "process 0 did not end by itself, and was killed: all are started again, in 1 s" in err
+    assert "process 0 did not end by itself and was killed: all processes restart in 1 s" in err
     assert "Done: 40 of 40 steps" in out
     begun = [event["step"] for event in events() if event["event"] == "train_begin"]
     assert len(begun) == 3

@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
         if not verdict.is_again:
             self._remaining_restarts = 0
             return
-        wait = f", in {verdict.seconds:g} s" if verdict.seconds else ""
+        wait = f" in {verdict.seconds:g} s" if verdict.seconds else ""
         self._say(f"{verdict.why}: all processes restart{wait}, from the last checkpoint")
         end = time.monotonic() + verdict.seconds
         while time.monotonic() < end:

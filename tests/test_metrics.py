@@ -80,7 +80,7 @@ def test_what_is_no_number_is_refused_by_name():
     metrics = penstock.Metrics()
     for wrong in ("a", None, [1.0]):
         with pytest.raises(
-            penstock.errors.UsageError, match=f"loss: a metric is one number a step; given: {type(wrong).__name__}"
+            penstock.errors.UsageError, match=f"loss: a metric is one number per step; given: {type(wrong).__name__}"
         ):
             metrics.add(loss=wrong)
     assert metrics.step == 0
@@ -98,7 +98,7 @@ def test_narrow_numbers_do_not_overflow(number, mean):
 
 def test_of_a_step_that_is_refused_nothing_counts():
     metrics = penstock.Metrics(every=2)
-    with pytest.raises(penstock.errors.UsageError, match="bad: a metric is one number a step"):
+    with pytest.raises(penstock.errors.UsageError, match="bad: a metric is one number per step"):
         metrics.add(loss=torch.tensor(9.0), bad=[1, 2])
     metrics.add(loss=torch.tensor(1.0))
     metrics.add(loss=torch.tensor(4.0))

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a module
-    """Import names that need torch on first use; the deciding half works without torch."""
+    """Import names that need torch on first use, so that planning and simulation work without torch."""
     if name == "Pipeline":
         from penstock.pipeline import Pipeline
 

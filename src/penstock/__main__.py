@@ -1,4 +1,4 @@
-"""`python -m penstock` is `penstock`."""
+"""`python -m penstock`: the same as the command `penstock`."""
 
 from penstock.cli.main import run
 

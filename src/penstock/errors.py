@@ -8,9 +8,9 @@ PenstockError                    the base class: catch it to catch all of them
 ├── GraphError (ValueError)      an inconsistent graph, or invalid cuts
 ├── CaptureError                 a model that no capture path supports; says where it failed and what to do
 ├── CheckpointError              a checkpoint that is damaged, incomplete or of another model; names the file
-├── PartitionError (ValueError)  no cuts fit; says what each lane lacks and what would fit
+├── PartitionError (ValueError)  no cuts fit; says how much memory is missing and what would fit
 ├── LaneError (RuntimeError)     an action failed; names lane, stage, micro-batch, action and the line in the model
-│   ├── HangError                a lane waited too long; names the value, its sender and what the sender was doing
+│   ├── HangError                a lane waited too long; names the value, its sender and the sender's current action
 │   └── LostError                a process of the pipeline is gone
 ├── NonFiniteError (ArithmeticError)  a loss or gradient that is not finite; says where it began
 ├── OutputError (OSError)        a file that cannot be written
@@ -81,18 +81,18 @@ class CheckpointError(PenstockError):
 
 
 class PartitionError(PenstockError, ValueError):
-    """No cuts fit the memory or the requested constraints; the message says what is missing and what would fit."""
+    """No cuts fit the memory or the requested constraints; the message says how much is missing and what would fit."""
 
 
 class LaneError(PenstockError, RuntimeError):
     """An action of a lane failed; the message names lane, stage, micro-batch, action and the line in the model."""
 
-    was_told = False  # another process reported it, and has reported it to all others
-    was_refused = False  # another process did not start the step
+    was_told = False  # another process raised it, and has reported it to all other processes
+    was_refused = False  # another process refused to start the step
 
 
 class HangError(LaneError):
-    """A lane waited too long; the message names the value, its sender and what the sender was doing."""
+    """A lane waited too long; the message names the value, its sender and the sender's current action."""
 
 
 class LostError(LaneError):
@@ -133,7 +133,7 @@ def error_in_short(error: BaseException, most: int = 1_000) -> str:
 
 
 _OUR_FOLDER = str(Path(__file__).parent)
-_OF_TORCH = "/site-packages/torch/"  # its decorators stand between our frames and the user's
+_OF_TORCH = "/site-packages/torch/"  # frames of its decorators lie between our frames and the user's
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

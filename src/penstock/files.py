@@ -1,4 +1,4 @@
-"""Files: write a file atomically."""
+"""Files: atomic writes, and a check in advance whether a file can be written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_whole(path: str | PathLike[str], content: str | bytes) -> None:
     """Write a temporary file and rename it to the target; follow links, and write directly to pipes and devices.
 
     Raises:
-        OutputError: if the file cannot be written; nothing is left behind.
+        OutputError: if the file cannot be written; no partial file is left.
     """
     part: Path | None = None
     try:
@@ -62,7 +62,7 @@ def check_writable(path: str | PathLike[str]) -> None:
 
 
 def _is_stream(path: str | PathLike[str]) -> bool:
-    """Return whether the path is a pipe or a device, whose real path need not exist (such as /dev/stdout)."""
+    """Return whether the path is a pipe or a device, whose real path may not exist, as for /dev/stdout."""
     try:
         mode = Path(path).stat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Metrics: means over several steps that stay on the device and are read without waiting."""
+"""Metrics: means of numbers over several steps, computed on the device and read without waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tell = Callable[[int, dict[str, float]], None]
 class Metrics:
     """Means of numbers over windows of steps.
 
-    `add` sums on the device of each number. At the end of a window, the means are copied to the host asynchronously.
+    `add` adds each number on its own device. At the end of a window, the means are copied to the host asynchronously.
     A later `add` calls `tell` when they have arrived. The host never waits, so the means come a few steps late.
 
     >>> import torch
@@ -59,10 +59,10 @@ class Metrics:
         for name, number in numbers.items():  # check all of them before adding any
             if isinstance(number, torch.Tensor) and number.numel() != 1:
                 raise UsageError(
-                    f"{name}: a metric is one number a step; given: a tensor of shape {tuple(number.shape)}"
+                    f"{name}: a metric is one number per step; given: a tensor of shape {tuple(number.shape)}"
                 )
             if not isinstance(number, (torch.Tensor, Real)):
-                raise UsageError(f"{name}: a metric is one number a step; given: {type(number).__name__}")
+                raise UsageError(f"{name}: a metric is one number per step; given: {type(number).__name__}")
         for name, number in numbers.items():
             # copy, since the caller may change the tensor, and use float64, since sums of narrow types overflow
             is_tensor = isinstance(number, torch.Tensor)

@@ -92,7 +92,7 @@ def build(
         given["memory_limit"] = memory_limit
     schedule = _REGISTRY.build(name, lanes=lanes, micro_batches=micro_batches, options=given)
     if costs is not None:
-        costs.for_stages(schedule.num_stages)  # raises if there is not one per stage
+        costs.for_stages(schedule.num_stages)  # raises if the number of stages differs
     if memory_limit is not None and "memory_limit" not in entry.options:
         verify(schedule, costs=costs, memory_limit=memory_limit)
     return schedule
@@ -135,18 +135,18 @@ def verify(
     channels: Channels | None = None,
     skips: Iterable[Sequence[int]] = (),
 ) -> None:
-    """Return if a schedule can run; otherwise raise an error with all faults and the lanes around the first one.
+    """Verify that a schedule can run; if not, raise an error with all faults and the lanes around the first one.
 
     Args:
         schedule: a schedule or a lowered schedule.
-        costs: costs with bytes, for the memory limit; without costs, a stage micro-batch counts as 1.
+        costs: costs with bytes, for the memory limit; without costs, one micro-batch of one stage counts as 1.
         memory_limit: limit of each lane: one number, or one per lane.
         channels: how the transport matches receives to sends: "tagged", "ordered" or "blocking". The default is the
             choice made when lowering, or "tagged".
-        skips: (from stage, to stage) for values that skip stages.
+        skips: pairs (from stage, to stage) for the values that skip stages.
 
     Raises:
-        VerifyError: its attribute `faults` has all faults.
+        VerifyError: if the schedule cannot run; the attribute `faults` has all faults.
     """
     memory = _memory(schedule, costs, memory_limit)
     _verify(schedule, memory=memory, channels=channels, skips=skips)
@@ -191,11 +191,11 @@ def prove(
     stages_per_lane: int | None = None,
     time_limit_seconds: float = 60.0,
 ) -> Proof:
-    """Solve a small case exactly, to find out how close to the optimum the search of `auto` is.
+    """Solve a small case exactly, to find out how close the search of `auto` comes to the optimum.
 
     The solver starts from the schedule that `auto` finds with each stage on one lane (`two_ways=False`), and keeps
     its placement of stages. The proof has the better of the two schedules, and a lower bound for all schedules with
-    this placement. Needs OR-Tools, the extra `exact`.
+    this placement. It needs OR-Tools, which the extra `exact` installs.
 
     Raises:
         SolverError: if OR-Tools is missing or the case is too large.
@@ -229,7 +229,7 @@ def _auto(
     stages_per_lane: int | None = None,
     two_ways: bool = True,
 ) -> Schedule:
-    """Make a schedule for costs and memory from the named schedules and a search, see `synthesize`.
+    """Make a schedule for given costs and memory from the named schedules and a search; see `synthesize`.
 
     `two_ways=False` leaves out schedules that keep the weights of each stage on two lanes.
     """

@@ -65,7 +65,7 @@ class Measurement:
 
 def measure(
     fn: Callable[..., object],
-    *args: Any,  # noqa: ANN401 - whatever the function takes
+    *args: Any,  # noqa: ANN401 - the arguments of the function
     repeats: int = 10,
     warm: int = 3,
     device: torch.device | str | None = None,
@@ -84,14 +84,15 @@ def measure(
     Args:
         fn: the function to time. It may run more often than `warm` and `repeats` say. Only work on the current stream
             is measured.
-        args: its positional arguments.
+        args: the positional arguments of the function.
         repeats: number of timed runs.
         warm: number of untimed runs before them, which load kernels, choose algorithms and allocate memory.
-        device: the device of the work; by default that of the tensors among the arguments, and without tensors the
-            current GPU or, without a GPU, the CPU.
+        device: the device of the work. The default is the device of the tensors among the arguments. Without tensors,
+            it is the current GPU, or the CPU if there is no GPU.
         flush_cache: whether to empty the caches of the device before each run, as other work would do.
         host: whether to include the work of the host.
-        kwargs: its keyword arguments. To pass one that `measure` itself takes, wrap `fn` in a lambda.
+        kwargs: the keyword arguments of the function. If one has the name of an argument of `measure`, wrap `fn` in a
+            lambda.
 
     Raises:
         UsageError: if an argument is invalid, or if the function gives the GPU no work.
@@ -130,7 +131,7 @@ def measure(
 
 
 def _burst(clock: Clock, call: Call, device: torch.device, *, one_at_a_time: bool) -> tuple[int, float]:
-    """Return the number of calls per burst, and how long the device must wait so that the host can launch them."""
+    """Return the number of calls per burst, and the seconds for which the device waits while the host launches them."""
     if device.type != "cuda":
         return 1, 0.0
     looks = [clock.time(call, 1)]

@@ -50,8 +50,8 @@ def test_options(given, wanted):
             "compile: triton.persistent_reductions must be True or False; given: 2",
         ),
         ({"triton": {"max_tile": 2}}, "Inductor has no option 'triton.max_tile'. Did you mean 'triton.max_tiles'?"),
-        ({"triton": {"cudagraphs": True}}, "would capture graphs within ours"),
-        ({"triton.cudagraphs": True}, "would capture graphs within ours"),
+        ({"triton": {"cudagraphs": True}}, "conflicts with the CUDA graphs of Penstock"),
+        ({"triton.cudagraphs": True}, "conflicts with the CUDA graphs of Penstock"),
         ({"fallback_random": False}, "fallback_random must stay True"),
     ],
 )

@@ -88,7 +88,7 @@ def turning(**options):
 def check_turning(told):
     assert told[:2] == ["fine", "fine"]
     assert "lane 1, stage 1, micro-batch 0, action 1F0 (forward)" in told[2]
-    assert "stage 0 handed stage 1 torch.float64 (2, 6), whose parameters are torch.float32" in told[2]
+    assert "stage 0 sent torch.float64 (2, 6) to stage 1, whose parameters are torch.float32" in told[2]
 
 
 def test_a_wrong_type_names_the_edge():

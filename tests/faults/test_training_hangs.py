@@ -287,7 +287,7 @@ def test_a_lane_that_gives_no_sign_while_it_measures_is_named():
     (_, one), (_, other) = processes.run(busy_process, 2, 8.0, "keeps_the_interpreter")
     assert "lane 1 has waited" in other
     assert (
-        "for lane 0, which captures, measures and cuts the model, and has sent no heartbeat for 3 s; its process" in other
+        "for lane 0, which captures, measures and cuts the model, and has sent no heartbeat for 3 s; its proc" in other
     )
     assert one == "no error" or "lane 1" in one
 

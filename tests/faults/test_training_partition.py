@@ -133,7 +133,7 @@ def test_a_network_that_parts_two_processes(tmp_path):
         assert all("UsageError" in told and "another training is running in this folder" in told for told, _ in others)
         told = processes.finish(started)
         assert all("HangError: lane" in text and "has waited 4 s" in text for text, _ in told), told
-        assert any("not to be seen from here" in text for text, _ in told)
+        assert any("not visible from here" in text for text, _ in told)
         ended_at = int(newest(folder).name.removeprefix("checkpoint-"))
         assert ended_at <= cut_at + 1, "a step that was not made by both has no checkpoint"
     finally:

@@ -116,7 +116,7 @@ class Mixing(nn.Module):
     ("options", "message"),
     [
         ({"schedule": "1f1b"}, "needs a schedule in which the last stage runs all its forwards"),
-        ({"schedule": "chimera"}, "take zb_gpipe, gpipe or looped_bfs"),
+        ({"schedule": "chimera"}, "use zb_gpipe, gpipe or looped_bfs"),
         ({"loss_over": "epoch"}, "loss_over: 'epoch' is not one of micro_batch, batch"),
         ({"weight": "sum"}, "weight: has no effect"),
         ({"loss": None}, "needs loss="),

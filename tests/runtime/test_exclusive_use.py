@@ -53,7 +53,7 @@ def test_a_second_thread_is_refused(lanes, call):
         first.start()
         assert entered.wait(_SECONDS)
         try:
-            with pytest.raises(UsageError, match=r"in use, by thread 'the first', .* this is thread 'MainThread'"):
+            with pytest.raises(UsageError, match=r"in use by thread 'the first'; .* this is thread 'MainThread'"):
                 getattr(pipe, call)(*([x] if call == "forward" else [x, target]))
         finally:
             go_on.set()

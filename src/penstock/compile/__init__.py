@@ -1,1 +1,1 @@
-"""Compile: stages compiled by Inductor, and what Penstock changes in their graphs."""
+"""Compile: stages compiled by Inductor, and the changes that Penstock makes to their graphs."""

@@ -1,8 +1,8 @@
-"""Added products: what a compiled backward gives to a weight is added to its gradient by the product that makes it.
+"""Added products: matrix products in a compiled backward that add their result to the existing weight gradient.
 
-A product can add what it makes to what is in memory, as it writes it. Otherwise it writes a gradient, and a kernel
-behind it reads that, and the sum so far, and writes the sum. Who runs a backward says which weights have a sum
-(`adding_to`); for others the operation makes the product alone.
+A matrix product can add its result to memory while it writes. Otherwise it writes a new gradient, and a kernel after it
+reads this gradient and the sum so far, and writes the new sum. The caller of a backward names the weights that have a
+sum (`adding_to`); for other weights the operation only computes the product.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Sum:
     """The sum of a weight's gradients so far, while a backward runs.
 
     Args:
-        weight: whose gradients they are.
+        weight: the weight.
         total: the sum.
 
     Attributes:
-        task: what tells the backward from others that run within it, as in a hook; None until it is known.
-        returned: what autograd got in place of the gradient that was added.
+        task: the number of the backward; a nested backward, as in a hook, has another one. None until it is known.
+        returned: the tensor that autograd got in place of the added gradient.
     """
 
     __slots__ = ("returned", "task", "total", "weight")
@@ -35,7 +35,7 @@ class Sum:
         self.returned: torch.Tensor | None = None
 
     def is_untouched(self) -> bool:
-        """Return whether what was returned is all that autograd has put in the place of the gradient since."""
+        """Return whether the weight's `.grad` is exactly the tensor that autograd got, with nothing added to it."""
         now = self.weight.grad
         return (
             self.returned is not None
@@ -45,19 +45,19 @@ class Sum:
         )
 
 
-_sums: dict[int, Sum] = {}  # by the id of the weight: lanes add entries of their own
+_sums: dict[int, Sum] = {}  # by the id of the weight; each lane adds its own entries
 
 _library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _library.define("add_product(Tensor given, Tensor rows, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _add_product(given: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight's gradient, or memory that nobody reads, where it was added to the sum.
+    """Return a weight's gradient; if it was added to the sum instead, return memory that is never read.
 
     Args:
-        given: the gradient of what the weight made, a row for each sample.
-        rows: what the weight was multiplied with.
-        weight: itself.
+        given: the gradient of the output, one row per sample.
+        rows: the input that was multiplied with the weight.
+        weight: the weight.
     """
     found = _sums.get(id(weight))
     if found is None or found.weight is not weight or found.returned is not None or found.task != _task():
@@ -80,7 +80,7 @@ OPERATION = torch.ops.penstock.add_product.default
 
 @contextmanager
 def adding_to(sums: Mapping[int, Sum], outputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let products add to sums, by the ids of weights, in a backward of outputs that is run inside."""
+    """Let products add to `sums`, by the id of the weight, in a backward of `outputs` that runs inside the block."""
 
     def note(gradient: torch.Tensor) -> None:
         del gradient
@@ -99,5 +99,5 @@ def adding_to(sums: Mapping[int, Sum], outputs: Iterable[torch.Tensor]) -> Itera
 
 
 def _task() -> int:
-    """Return the number of the backward that this thread works for; one within another has a number of its own."""
+    """Return the number of the backward that this thread works for; a nested backward has its own number."""
     return int(torch._C._current_graph_task_id())

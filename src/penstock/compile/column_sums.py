@@ -1,8 +1,8 @@
-"""Column sums: what Inductor would add up column by column is a product with ones, where a product reads it anyway.
+"""Column sums: computes sums over rows as products with ones, if another product reads the rows anyway.
 
-The gradient of a linear layer's bias is the sum of the rows that the gradient of its weights is a product of. Inductor
-reads all of them once more for it, in a kernel that adds up parts and one that adds up these. As a product it is one
-kernel, which takes less time and less of the GPU (benchmarks/gpu).
+The gradient of a linear layer's bias is a sum over rows. The product that computes the gradient of the layer's weight
+reads the same rows. For the sum, Inductor reads all rows again, with one kernel for partial sums and one that adds
+these up. As a product, the sum is one kernel, which takes less time and less of the GPU (benchmarks/gpu).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _VIEWS = frozenset(
         _aten.expand.default,
     }
 )
-_EXACT = torch.bfloat16  # its products are exact in float32, which has the same range: no part of a sum overflows
+_EXACT = torch.bfloat16  # products are exact in float32, which has the same range: no partial sum overflows
 
 
 def sums_as_products(graph: fx.Graph, devices: Collection[str]) -> None:
-    """Let sums over rows that a product reads too be products, in a graph that Inductor is about to compile.
+    """Replace sums over rows that a product reads too by products, in a graph that Inductor is about to compile.
 
     Args:
-        graph: is changed.
-        devices: where; on a CPU nothing is won.
+        graph: the graph; it is changed in place.
+        devices: the types of devices where sums are replaced; on a CPU there is no gain.
     """
-    ones: dict[tuple[Any, ...], fx.Node] = {}  # one for all sums over as many rows
+    ones: dict[tuple[Any, ...], fx.Node] = {}  # shared by all sums over the same number of rows
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         if _is_of_rows(node, devices):
             made = _product(graph, node, ones)
@@ -48,7 +48,7 @@ def sums_as_products(graph: fx.Graph, devices: Collection[str]) -> None:
 
 
 def _is_of_rows(node: fx.Node, devices: Collection[str]) -> bool:
-    """Return whether a sum is over the rows of a matrix as it lies in memory, and a product reads them too."""
+    """Return whether a sum is over the rows of a contiguous matrix that a product reads too."""
     rows: Any = node.args[0]
     given, made = rows.meta.get("val"), node.meta.get("val")
     return (
@@ -65,7 +65,7 @@ def _is_of_rows(node: fx.Node, devices: Collection[str]) -> bool:
 
 
 def _product(graph: fx.Graph, node: fx.Node, ones: dict[tuple[Any, ...], fx.Node]) -> fx.Node:
-    """Add a product that gives what a sum over rows does."""
+    """Add a product that computes the same as a sum over rows, and return it."""
     rows: Any = node.args[0]
     given, wanted = rows.meta["val"], node.meta["val"]
     key = (given.shape[0], given.dtype, given.device)
@@ -86,7 +86,7 @@ def _product(graph: fx.Graph, node: fx.Node, ones: dict[tuple[Any, ...], fx.Node
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Return whether a product reads a value, in whatever view: then it is in memory anyway."""
+    """Return whether a product reads a value, or a view of it; the value is then in memory anyway."""
     while node.target in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     waiting, seen = list(node.users), set()

@@ -1,8 +1,9 @@
-"""Turns: while one thread compiles, no other begins to run what was compiled.
+"""Compile lock: while one thread compiles, no other thread begins to run compiled code.
 
-Torch notes for the whole process, not for a thread, that it traces. Compiled code that is called meanwhile, by another
-lane, is taken for a part of the trace and refused. So there is one lock: who compiles has it, and who calls waits for
-it. Torch would compile a backward when it is first run; here it is compiled together with its forward, within the turn.
+Torch records for the whole process, not per thread, that it traces. If another lane calls compiled code meanwhile,
+torch takes the call for a part of the trace and refuses it. So there is one lock: a thread that compiles holds it, and
+a thread that calls compiled code waits for it. Torch would compile a backward when it first runs; here the backward is
+compiled together with its forward, under the lock.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch._guards import TracingContext
 
 __all__ = ["in_turn", "inductor"]
 
-_REFUSED = "using FX to symbolically trace"  # a part of what torch says then
+_REFUSED = "using FX to symbolically trace"  # a part of torch's error message
 
 
 class _Turns:
-    """The lock, and how often somebody has begun to compile."""
+    """The lock, and the number of compilations that have begun."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # what is compiled may itself call what was
+        self.lock = threading.RLock()  # code being compiled may call compiled code
         self.num_begun = 0
 
 
@@ -31,7 +32,7 @@ _turns = _Turns()
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph and its backward, as a backend of torch.compile that is called with options of Inductor."""
+    """Compile a graph and its backward; this is a backend of torch.compile that takes Inductor's options."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -43,10 +44,10 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
 
 def _without_donations(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:  # noqa: ANN401 - torch's
-    """Compile a forward or a backward as Inductor does, so that the backward may run twice.
+    """Compile a forward or a backward as Inductor does, but so that the backward can run twice.
 
-    Inductor lets a backward overwrite what its forward saved, unless the first backward keeps its graph; and it refuses
-    to keep the graph later. That first backward is yet to come here, and hooks of the user's may keep it.
+    Inductor lets a backward overwrite saved tensors, unless the first backward keeps its graph. Later backwards must
+    then not keep it. Here no backward has run yet, and hooks of the user may keep the graph, so nothing is overwritten.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -59,7 +60,7 @@ def _without_donations(graph: fx.GraphModule, inputs: Sequence[Any], **options: 
 
 
 def in_turn(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs compiled code when nobody else compiles."""
+    """Return a function that runs compiled code while no other thread compiles."""
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
         while True:
@@ -68,7 +69,7 @@ def in_turn(run: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return run(*args, **kwargs)
             except RuntimeError as error:
-                # it is said before anything has run; unless somebody began in between, it is so
+                # torch refuses before anything has run, so call again if a compilation began in between
                 if _REFUSED not in str(error) or _turns.num_begun == num_begun:
                     raise
 

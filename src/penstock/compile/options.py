@@ -1,4 +1,4 @@
-"""Compiling: what Inductor is asked to compile, and with which of its options."""
+"""Compile options: the options of `compile=`, and the functions that Inductor compiles with them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["Compile", "GroupError", "Options", "compiled", "options_of"]
 
 Compile = bool | Mapping[str, Any]
 
-_IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
 class _Thread(threading.local):
-    """Whether torch's limit of variants was raised in this thread: its settings are each thread's own."""
+    """Whether torch's limit of variants was raised in this thread; torch keeps its settings per thread."""
 
     is_set = False
 
 
-# batches of many lengths: what comes in more shapes runs as it is, and draws other numbers than what is compiled
+# raised for batches of many lengths: beyond the limit, code runs uncompiled and draws other random numbers
 _thread = _Thread()
 
 Run = TypeVar("Run", bound=Callable[..., Any] | None)
 
 _numbers = count()
-_MOST_VARIANTS = 64  # shapes, and stages that look alike, for which a program is compiled
+_MOST_VARIANTS = 64  # of one program, for different shapes and for stages that look alike
 _PLAIN = (bool, int, float, str)
 
 
 class Options(dict[str, Any]):
-    """What one pipeline, or one graph, is compiled with; each has its number."""
+    """The options with which one pipeline or one graph is compiled; each object has its own number."""
 
     def __init__(self, given: Mapping[str, Any] = {}) -> None:
         super().__init__(given)
@@ -48,20 +48,20 @@ class Options(dict[str, Any]):
 
 
 def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch calls it
-    """Return the options that Inductor compiles with; None where nothing is compiled.
+    """Return the options that Inductor compiles with; None if nothing is compiled.
 
     >>> options_of(True), options_of(False)
     ({}, None)
 
     Raises:
-        UsageError: for what is neither True nor False nor options of Inductor.
+        UsageError: if the argument is neither True nor False nor options of Inductor.
     """
-    let_compile()  # here, for stages may run first in other threads
+    let_compile()  # called here, because stages may first run in other threads
     if isinstance(compile, bool):
         return Options() if compile else None
     if not isinstance(compile, Mapping):
         raise UsageError(f"compile: {compile!r:.40} is neither True nor False nor a dict of options for Inductor")
-    from torch._inductor import config, list_options  # takes a second
+    from torch._inductor import config, list_options  # this import takes a second
 
     known = list_options()
     found = dict(_by_full_names(compile, known))
@@ -69,19 +69,19 @@ def options_of(compile: object) -> Options | None:  # noqa: A002 - as torch call
         if str(name).replace("-", "_") not in known:
             raise UsageError(f"compile: Inductor has no option {name!r:.60}.{nearest(str(name), known)}")
         kind = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
-        if get_origin(kind) is None and not isinstance(value, kind):  # of others torch itself takes what is given
+        if get_origin(kind) is None and not isinstance(value, kind):  # torch accepts any value for other types
             raise UsageError(f"compile: {name} must be {_IN_WORDS.get(kind, kind.__name__)}; given: {value!r:.60}")
     if found.get("fallback_random", True) is False:
         raise UsageError(
-            "compile: fallback_random must stay True, for random numbers must not follow the cuts; leave it out"
+            "compile: fallback_random must stay True, because random numbers must not depend on the cuts; leave it out"
         )
     if found.get("triton.cudagraphs"):
-        raise UsageError("compile: triton.cudagraphs would capture graphs within ours; leave it out, graphs= has ours")
+        raise UsageError("compile: triton.cudagraphs conflicts with the CUDA graphs of Penstock; pass graphs= instead")
     return Options(found)
 
 
 def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield options by Inductor's own names: those of a group may be a table of their own, as in TOML."""
+    """Yield options with Inductor's full names; the options of a group may be a nested table, as in TOML."""
     for word, value in options.items():
         name = f"{group}{word}" if group else word
         if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in known):
@@ -91,22 +91,23 @@ def _by_full_names(options: Mapping[str, Any], known: Sequence[str], group: str 
 
 
 def compiled(run: Run, options: Options | None, *, is_group: bool = False) -> Run:
-    """Return what Inductor compiles when it runs first, for every shape anew; without options, what is given.
+    """Return a function that Inductor compiles at the first call with each shape; without options, return `run` itself.
 
-    What looks alike is compiled once, for the same options.
+    Functions that look alike are compiled once for the same options.
 
     Args:
         run: a function or a module.
-        options: of Inductor.
-        is_group: it is several modules in one; where they cannot be one graph, or draw, the call raises GroupError.
+        options: the options of Inductor.
+        is_group: whether `run` is several modules in one. The call raises GroupError if they cannot be one graph, or if
+            they draw random numbers.
     """
     if options is None or run is None:
         return run
-    from penstock.compile.passes import OwnPass  # brings Inductor
+    from penstock.compile.passes import OwnPass  # imports Inductor
 
     look = f"group {_look_of(run)}" if is_group else _look_of(run)
     own = OwnPass(look, may_draw=not is_group, behind=options.get("post_grad_custom_pre_pass"))
-    # random operations stay operations of their own: the pass lets each say which part of the model it draws for
+    # random operations stay separate operations: the pass gives each the part of the model that it draws for
     wanted = {**options, "fallback_random": True, "post_grad_custom_pre_pass": own}
     apart = _apart(run, options.number, look)
     made: Any = torch.compile(apart, dynamic=False, fullgraph=is_group, backend=inductor, options=wanted)
@@ -117,11 +118,11 @@ def compiled(run: Run, options: Options | None, *, is_group: bool = False) -> Ru
 
 
 class GroupError(Exception):
-    """Several modules cannot be compiled as one; nothing of them has run."""
+    """Several modules cannot be compiled as one graph; none of them has run."""
 
 
 def _unwrapped(run: Callable[..., Any], *, is_group: bool) -> Callable[..., Any]:
-    """Return a function that calls compiled code, and raises our own errors as they are."""
+    """Return a function that calls compiled code, and raises Penstock's own errors without torch's wrappers."""
     from torch._dynamo import config
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
 
@@ -148,7 +149,7 @@ def _unwrapped(run: Callable[..., Any], *, is_group: bool) -> Callable[..., Any]
 
 
 class _Code:
-    """A code object that functions of ours share; when the last of them goes, so does what torch compiled for it."""
+    """A code object that several functions share; when the last of them is deleted, torch's compiled code is freed."""
 
     def __init__(self, of: Callable[..., Any]) -> None:
         self.code: CodeType = of.__code__.replace()
@@ -159,18 +160,18 @@ _codes: WeakValueDictionary[tuple[int, str], _Code] = WeakValueDictionary()
 
 
 def _forget(code: CodeType) -> None:
-    """Let go of what torch compiled: it holds the code, and the code what was compiled, unseen by the collector."""
+    """Free torch's compiled code. It and the code object hold each other, which the garbage collector does not see."""
     from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 
     reset_code(code)
 
 
 def _apart(run: Callable[..., Any], group: int, look: str) -> Callable[..., Any]:
-    """Return a function that calls what is given, with code of its own: torch counts by code.
+    """Return a function that calls `run` with its own code object: torch counts compilations per code object.
 
-    All modules of torch's own kinds, and all captured graphs, run by the same few lines of torch. What comes by these
-    for the ninth time is no longer compiled, so of a pipeline of many stages the last ones would not be. Those of a
-    group that look alike, as the stages of one pipeline, share what is compiled.
+    All modules of torch's own classes, and all captured graphs, run through the same few lines of torch. Torch does not
+    compile the ninth variant of these lines, so the last of many stages would not be compiled. Functions of one group
+    that look alike, such as the stages of one pipeline, share their compiled code.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
@@ -178,14 +179,14 @@ def _apart(run: Callable[..., Any], group: int, look: str) -> Callable[..., Any]
 
     shared = _codes.setdefault((group, look), _Code(call))
     made = FunctionType(shared.code, call.__globals__, call.__name__, None, call.__closure__)
-    made._shared = shared  # type: ignore[attr-defined]  # lives as long
+    made._shared = shared  # type: ignore[attr-defined]  # keeps it alive as long
     return made
 
 
 def _look_of(run: Callable[..., Any]) -> str:
-    """Return what tells apart what is compiled in different ways, as far as it can be seen from outside.
+    """Return a string that differs for functions that torch compiles differently, as far as visible from outside.
 
-    Torch compiles anew for each number or text that a module has and uses, such as the number of its layer.
+    Torch compiles again for each number or string that a module has and uses, such as the number of its layer.
     """
     if isinstance(run, fx.GraphModule):
         return f"graph: {run.code}"

@@ -1,4 +1,4 @@
-"""Own pass: what Penstock changes in the graphs of stages before Inductor compiles them."""
+"""Own pass: the changes that Penstock makes to the graphs of stages before Inductor compiles them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FILES = (__file__, added_products.__file__, column_sums.__file__, placed.__file
 
 
 class OwnPass(CustomGraphPass):
-    """Random operations say where they draw, sums over rows become products, and gradients add to what there is.
+    """The pass: it places random operations, turns sums over rows into products, and lets products add to gradients.
 
     Args:
-        look: what tells apart programs whose parts have other numbers: the graph alone does not.
-        may_draw: otherwise a graph with random operations is refused.
-        behind: a pass of the user's own, which is run after it.
-        devices: where sums become products, and products add.
+        look: a text that differs for programs whose parts have other numbers; their graphs can be equal.
+        may_draw: whether the graph may contain random operations; if not, such a graph is refused.
+        behind: a pass of the user, which runs after this one.
+        devices: the types of devices where sums become products, and where products add to gradients.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class OwnPass(CustomGraphPass):
         placed.define()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other does the same: then what was compiled with it can be used."""
+        """Return whether another pass does the same; code that was compiled with it can then be reused."""
         return type(other) is type(self) and other._facts == self._facts
 
     def __hash__(self) -> int:
@@ -53,8 +53,8 @@ class OwnPass(CustomGraphPass):
     def _facts(self) -> tuple[Any, ...]:
         return self._look, self._may_draw, self._behind, self._devices
 
-    def uuid(self) -> Any:  # noqa: ANN401 - as torch has it
-        """Return what tells apart, in torch's cache, what was compiled with it; None if it cannot be kept there."""
+    def uuid(self) -> Any:  # noqa: ANN401 - as in torch
+        """Return the key of this pass in torch's cache of compiled code; None if its code must not be cached."""
         own = get_hash_for_files(_FILES, repr((self._look, self._may_draw, self._devices)))
         if self._behind is None:
             return own
@@ -62,7 +62,7 @@ class OwnPass(CustomGraphPass):
         return None if theirs is None else (own, theirs)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change a graph."""
+        """Change a graph in place."""
         say_places(graph, may_draw=self._may_draw)
         sums_as_products(graph, self._devices)
         products_that_add(graph, self._devices)
@@ -71,10 +71,10 @@ class OwnPass(CustomGraphPass):
 
 
 def products_that_add(graph: fx.Graph, devices: tuple[str, ...]) -> None:
-    """Let products that are gradients of weights be such that can add to what there is; in the graph of a backward.
+    """Replace products that are weight gradients by products that can add to existing gradients.
 
-    There the results are the gradients of what the forward was given, in order, and what it keeps of that has the same
-    names as in the forward's graph.
+    This applies only to the graph of a backward. Its results are the gradients of the forward's inputs, in order. The
+    inputs that the forward saved have the same names as in the forward's graph.
     """
     given = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if not any(name.startswith("tangents_") for name in given) or _has_tokens():
@@ -95,7 +95,7 @@ def products_that_add(graph: fx.Graph, devices: tuple[str, ...]) -> None:
 
 
 def _rows_of(made: fx.Node, weight: fx.Node, devices: tuple[str, ...]) -> fx.Node | None:
-    """Return the gradient of what a weight made, where a product of it is the weight's own gradient, and only that."""
+    """Return the gradient of a weight's output if a product of it is the weight's gradient, and nothing else."""
     if made.target is not _aten.mm.default or len(made.users) > 1:
         return None
     turned: Any = made.args[0]
@@ -109,13 +109,13 @@ def _rows_of(made: fx.Node, weight: fx.Node, devices: tuple[str, ...]) -> fx.Nod
     gradient, own = values[:2]
     if (gradient.shape, gradient.dtype) != (own.shape, own.dtype) or gradient.device.type not in devices:
         return None
-    # by the one thing that the same rows are multiplied with to go on backward: names alone are not relied on
+    # names are not reliable, so check that the same rows are multiplied only with this weight for the input gradient
     factors = {_base(user.args[1]) for user in rows.users if user.target is _aten.mm.default and user.args[0] is rows}
     return rows if factors == {weight} else None
 
 
 def _has_tokens() -> bool:
-    """Return whether the forward was given tokens, for operations whose order counts: named, without a result."""
+    """Return whether the forward has tokens, which order its operations: inputs with a name, but without a gradient."""
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return bool(getattr(metadata, "tokens", None))

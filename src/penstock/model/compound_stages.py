@@ -1,4 +1,4 @@
-"""Compound stages: several pieces of a model as one stage, of which some run differently, as with recompute."""
+"""Compound stages: stages of several pieces, some of which run differently, for example with recompute."""
 
 from __future__ import annotations
 

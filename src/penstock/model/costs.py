@@ -26,19 +26,19 @@ class Costs:
     array([1., 1.])
 
     Attributes:
-        forward: seconds of F.
-        backward: seconds of B; by default input_grad + weight_grad.
-        input_grad: seconds of I; by default half of backward.
-        weight_grad: seconds of W; by default backward - input_grad.
-        transfer: seconds from the end of an action until another lane sees its value. This is latency only:
-            for bandwidth and shared links, give output_bytes and a `Cluster`.
-        saved_bytes: held from F to B, or from F to I.
-        pending_bytes: held from I to W; by default equal to saved_bytes.
+        forward: the seconds of F.
+        backward: the seconds of B; by default input_grad + weight_grad.
+        input_grad: the seconds of I; by default half of backward.
+        weight_grad: the seconds of W; by default backward - input_grad.
+        transfer: the seconds from the end of an action until another lane has its value. This is latency only: for
+            bandwidth and shared links, give output_bytes and a `Cluster`.
+        saved_bytes: the bytes held from F to B, or from F to I.
+        pending_bytes: the bytes held from I to W; by default equal to saved_bytes.
         output_bytes: the bytes that a stage sends to the next one (and receives back as a gradient).
         input_bytes: the bytes that a recomputing stage holds instead of saved_bytes.
-        recompute: seconds of RECOMPUTE; by default those of forward.
-        overlapped: seconds of an overlapped forward and backward; by default their sum.
-        update: seconds of U.
+        recompute: the seconds of RECOMPUTE; by default those of forward.
+        overlapped: the seconds of an overlapped forward and backward; by default their sum.
+        update: the seconds of U.
     """
 
     forward: PerStage = 1.0
@@ -163,7 +163,7 @@ def _plain(value: object) -> object:
 
 
 def _fault(name: str, value: object, default: object) -> str:
-    """Return what is wrong with a field, or an empty string; None is allowed in fields whose default is None."""
+    """Return the fault of a field, or an empty string; None is allowed in fields whose default is None."""
     if value is None and default is None:
         return ""
     if isinstance(value, tuple):

@@ -56,7 +56,7 @@ class BatchLayout:
         """Check that all names are arguments of the call.
 
         Raises:
-            UsageError: names those that are not.
+            UsageError: if a name is not an argument; lists these names.
         """
         known = {*arguments, *(name.split(".")[0] for name in arguments), "target"}
         faults = [
@@ -137,8 +137,8 @@ def read_example(example: object, model: nn.Module | None = None, layout: BatchL
 
     Args:
         example: the arguments.
-        model: its forward names the positional arguments.
-        layout: the batch dimensions; by default the first.
+        model: the model, whose forward names the positional arguments.
+        layout: the batch dimensions; by default the first dimension of each tensor.
 
     Raises:
         UsageError: if no tensor has a batch dimension.
@@ -194,7 +194,7 @@ def read_call(
     Args:
         args: the positional arguments.
         kwargs: the keyword arguments.
-        names: of the positional parameters.
+        names: the names of the positional parameters.
         like: an earlier call, which gives the batch dimensions.
         layout: the batch dimensions, if there is no earlier call. The first tensor with a batch gives its size.
 
@@ -266,7 +266,7 @@ def array_hint(thing: object) -> str:
 
 
 def _tensor_names(arguments: Mapping[str, object]) -> Iterator[str]:
-    """Yield a name for each tensor, after its argument."""
+    """Yield a name for each tensor, which begins with the name of its argument."""
     for name, item in arguments.items():
         inside, template = flatten(item, apart=True)
         for index in range(len(inside)):

@@ -49,13 +49,14 @@ class Value:
     """A tensor that a node makes, or that the model is called with.
 
     Attributes:
-        name: unique in its graph.
+        name: the name, unique in its graph.
         producer: the index of the node that makes it; -1 for an input of the model.
         shape: each dimension as a function of the batch size.
         dtype: torch's name without the prefix `torch.`.
-        item_bytes: of one element.
-        has_grad: a gradient flows back through it.
-        is_dynamic: its shape depends on data, or is no such function; `shape` is then that of the capture.
+        item_bytes: the bytes of one element.
+        has_grad: whether a gradient flows back through it.
+        is_dynamic: whether a dimension depends on data, or is not a linear function of the batch size; `shape` is then
+            the shape during the capture.
     """
 
     name: str
@@ -83,9 +84,9 @@ class Parameter:
 
     Attributes:
         name: the first of its names.
-        num_bytes: of the whole tensor.
-        is_trainable: it gets a gradient; False for a buffer.
-        is_buffer: it is a buffer.
+        num_bytes: the bytes of the whole tensor.
+        is_trainable: whether it gets a gradient; False for a buffer.
+        is_buffer: whether it is a buffer.
         aliases: its other names, if modules share it.
     """
 
@@ -101,16 +102,16 @@ class Node:
     """One thing that the model does: an operation, or the call of a module.
 
     Attributes:
-        name: unique in its graph.
+        name: the name, unique in its graph.
         op: the operation or the module's class.
         module: the path of the module that contains it; "" for the model itself.
-        inputs: indices of the values that it uses.
-        outputs: indices of the values that it makes.
-        parameters: names of the parameters and buffers that it uses.
-        signature: two nodes with the same signature and inputs of the same shapes do the same work.
-        is_free: it costs almost nothing and depends on the inputs alone (masks, positions). Each stage that needs it
-            computes it, so its values never cross a cut.
-        source: file and line in the user's model, if known.
+        inputs: the indices of the values that it uses.
+        outputs: the indices of the values that it makes.
+        parameters: the names of the parameters and buffers that it uses.
+        signature: a text; two nodes with the same signature and inputs of the same shapes do the same work.
+        is_free: whether it costs almost nothing and depends only on the inputs (masks, positions). Each stage that
+            needs it computes it, so its values never cross a cut.
+        source: the file and the line in the user's model, if known.
     """
 
     name: str
@@ -129,13 +130,13 @@ class Graph:
     """A captured model. A cut at `c` divides it between node c - 1 and node c.
 
     Attributes:
-        nodes: in execution order.
-        values: made by the nodes or given by the caller.
-        inputs: indices of the values that the model is called with.
-        outputs: indices of the values that it returns.
+        nodes: the nodes in execution order.
+        values: the values that the nodes make or the caller gives.
+        inputs: the indices of the values with which the model is called.
+        outputs: the indices of the values that it returns.
         parameters: all parameters and buffers, by name.
-        batch_size: of the captured example.
-        uncuttable: positions where no cut may lie, for example because an in-place operation changes several values
+        batch_size: the number of samples in the captured example.
+        uncuttable: the positions where no cut may lie, for example because an in-place operation changes several values
             that would cross.
     """
 
@@ -209,7 +210,7 @@ class Graph:
         """Check that cuts are in order, leave no stage empty, and lie only where cuts are allowed.
 
         Raises:
-            GraphError: with all faults.
+            GraphError: if a cut is wrong; lists all faults.
         """
         faults = [f"cut {c} lies outside of the {len(self.nodes)} nodes" for c in cuts if not 0 < c < len(self.nodes)]
         faults += [f"cut {b} does not come after cut {a}" for a, b in pairwise(cuts) if b <= a]

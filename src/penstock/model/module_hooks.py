@@ -12,7 +12,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def hooks_in(model: nn.Module) -> str:
-    """Return which module has hooks of the user, which a trace would drop; an empty string if none has."""
+    """Return a text that names a module with hooks of the user, which a trace would drop; empty if there is none."""
     for name, module in model.named_modules():
         for kind in HOOKS:
             if any(not is_of_library(hook, module) for hook in (getattr(module, kind, None) or {}).values()):

@@ -34,14 +34,15 @@ class Profile:
     """The costs of each node of a graph; every array has one number per node.
 
     Attributes:
-        graph: of these nodes.
-        batch_size: the samples of the measured micro-batch.
-        forward: seconds.
-        input_grad: seconds of the gradient of the inputs.
-        weight_grad: seconds of the gradient of the parameters.
-        saved_bytes: memory that the forward keeps for the backward.
-        pending_bytes: memory that the input gradient keeps for the weight gradient.
-        optimizer_bytes: optimizer state per byte of a trainable parameter (2.0 for Adam in the same precision).
+        graph: the graph of these nodes.
+        batch_size: the number of samples in the measured micro-batch.
+        forward: the seconds of the forward.
+        input_grad: the seconds of the gradient of the inputs.
+        weight_grad: the seconds of the gradient of the parameters.
+        saved_bytes: the memory that the forward keeps for the backward.
+        pending_bytes: the memory that the input gradient keeps for the weight gradient.
+        optimizer_bytes: the bytes of optimizer state per byte of a trainable parameter (2.0 for Adam in the same
+            precision).
         device: a description of the measured device.
         method: "measured" or "analytic".
     """

@@ -330,12 +330,12 @@ def make_chain(
     """Return the chain of a model's stages; a buffer that one stage replaces is replaced in all of them.
 
     Args:
-        model: the user's.
-        stages: in order.
+        model: the user's model.
+        stages: the stages, in order.
         example: the call that was captured.
         results_of: returns the description of the model's result in training (True) or evaluation.
         forward_of: the module whose forward names the arguments; by default the model.
-        has_fixed_shapes: the programs hold only for the example's shapes, with any batch size.
+        has_fixed_shapes: whether the programs hold only for the example's shapes, with any batch size.
         forms: the programs for other shapes.
     """
     shared = buffer_places(model)

@@ -88,7 +88,7 @@ class _Walker:
         return _Built(walked, build)
 
 
-def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever was taken apart
+def rebuild(template: object, tensors: Sequence[Any]) -> Any:  # noqa: ANN401 - any structure
     """Return the structure of a template, with these tensors (or other objects) in the slots."""
     if isinstance(template, Slot):
         return tensors[template.index]

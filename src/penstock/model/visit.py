@@ -21,11 +21,11 @@ class Visitor(Protocol):
         """Return the node's outputs, as `run(inputs, parameters)` computes them; the visit continues with these.
 
         Args:
-            index: of the node in the graph.
+            index: the index of the node in the graph.
             run: computes the node's output values from its input values and its parameters and buffers. It may be
                 called several times, also with other tensors.
             inputs: the values that the node uses, in the order of `Node.inputs`.
-            parameters: in the order of `Node.parameters`.
+            parameters: the parameters and buffers, in the order of `Node.parameters`.
             glue: the name of a torch function between two module calls. The function belongs to the node of the
                 previous call, and `parameters` is empty.
         """

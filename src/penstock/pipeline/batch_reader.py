@@ -1,4 +1,4 @@
-"""BatchReader: check what a user gives to a step, cut it into micro-batches, and weigh them."""
+"""Batch reader: checks a batch, cuts it into micro-batches, and finds their loss weights."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from penstock.runtime.step import Batch
 
 __all__ = ["BatchReader", "Ready"]
 
-_WATCHED_STEPS = 16  # in which to look for targets that the default weights would get wrong
+_WATCHED_STEPS = 16  # the first steps, in which the default weights are checked against the targets
 _MOST_KNOWN = 64  # shapes of batches
-_WATCHED_ON_GPU = 1  # there the host would wait for the answer
+_WATCHED_ON_GPU = 1  # the same on a GPU, where each check makes the host wait
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that can run: its micro-batches, their targets (none, or one each), and what each counts."""
+    """A batch that can run: its micro-batches, their targets (one each, or none), and the weights of their losses."""
 
     batch: Batch
     targets: list[tuple[Any, ...]]
     shares: list[float]
-    target_dims: tuple[int | None, ...] = ()  # for each tensor of the target, in which dimension it was cut
-    total: torch.Tensor | None = None  # where losses are summed: over how much the batch averages; on the device
-    samples: Sequence[int] | None = None  # that the loss of each micro-batch sees, where the user has split the batch
+    target_dims: tuple[int | None, ...] = ()  # the dimension in which each tensor of the target was cut
+    total: torch.Tensor | None = None  # if losses are summed: the divisor of the sum; on the device
+    samples: Sequence[int] | None = None  # if the user splits the batch: the samples in the loss of each micro-batch
 
 
-def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - called as any weight
+def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - same signature as a user's weight
     return counted.count(target)
 
 
 def _must_be_waited_for(tensor: torch.Tensor) -> bool:
-    """Return whether the host would wait for a device to read a tensor."""
+    """Return whether reading a tensor makes the host wait for a device."""
     return tensor.is_cuda
 
 
 class BatchReader:
-    """Reads batches that are like the example.
+    """A reader of batches that are like the example.
 
     Args:
-        chain: the stages; knows the example.
-        num_mbs: micro-batches of a step.
-        loss: the user's.
-        exactness: knows what it averages over.
-        split: cuts batches, where the user does that.
+        chain: the stages, with the example.
+        num_mbs: the number of micro-batches per step.
+        loss: the user's loss function.
+        exactness: finds what the loss averages over.
+        split: the user's function that cuts batches, if there is one.
     """
 
     def __init__(
@@ -65,24 +65,25 @@ class BatchReader:
         self._chain, self._num_mbs, self._loss, self._exactness = chain, num_mbs, loss, exactness
         self._split = split
         self._left_to_watch = _WATCHED_STEPS
-        self._known: dict[object, tuple[list[int], list[float]]] = {}  # batches of one tensor that were read before
+        self._known: dict[object, tuple[list[int], list[float]]] = {}  # sizes and shares of earlier batches, by `_key`
 
     def with_micro_batches(self, num_mbs: int) -> BatchReader:
-        """Return one that cuts into so many."""
+        """Return a reader for another number of micro-batches."""
         return BatchReader(self._chain, num_mbs, loss=self._loss, exactness=self._exactness, split=self._split)
 
     def read(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None = None
     ) -> Ready:
-        """Return a batch in micro-batches.
+        """Check a batch and cut it into micro-batches.
 
         Args:
-            batch: as the example.
-            target: nothing, or one thing; None where no loss is asked for.
-            groups: micro-batches that an update takes together; their shares add up to one.
+            batch: a batch like the example.
+            target: a tuple with the target, or an empty tuple; None if no loss is computed.
+            groups: the micro-batches of each update, if the schedule updates weights within the step; the shares of a
+                group add up to one.
 
         Raises:
-            UsageError: when the batch is not like the example.
+            UsageError: if the batch is not like the example.
         """
         is_due = bool(target is not None and self._num_mbs > 1 and self._exactness.is_due())
         key = None if is_due else self._key(batch, target, groups)
@@ -92,7 +93,7 @@ class BatchReader:
             return self._again(batch, target, *self._known[key])
         if self._loss is not None and target == () and needs_target(self._loss):
             raise UsageError(
-                "target: the loss takes one; give it behind the batch: step(batch, target), evaluate(batch, target)"
+                "target: the loss takes one; pass it after the batch: step(batch, target), evaluate(batch, target)"
             )
         if self._split is not None:
             return self._read_split(batch, target, groups, is_due=is_due)
@@ -105,7 +106,7 @@ class BatchReader:
             for thing in target or ()
             for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes, dim)
         ] or [()] * len(sizes)
-        if target is None:  # nothing is weighed
+        if target is None:  # no loss is computed
             return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
         if len(sizes) > 1 and (is_due or self._exactness.must_compare(pieces, targets)):
             self._exactness.learn(call, target, dim)
@@ -114,14 +115,14 @@ class BatchReader:
             dims = self._target_dims(target, call.batch_size)
             return Ready(pieces, targets, [1.0] * len(sizes), dims, total)
         shares = self._shares(batch, pieces, targets, groups)
-        if key is not None and (not self._left_to_watch or len(sizes) == 1):  # one alone counts as it counts
+        if key is not None and (not self._left_to_watch or len(sizes) == 1):  # a single one has weight 1
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = (list(sizes), shares)
         return Ready(pieces, targets, shares, self._target_dims(target, call.batch_size))
 
     def _read_call(self, batch: object, *, is_part: bool = False) -> Call:
-        """Read a batch of any shapes; a part of one has the example's, for all parts run by the same programs."""
+        """Read a batch of any shapes; a part must have the example's shapes, since all parts run the same programs."""
         args, kwargs = arguments_of(batch, "batch")
         read = self._chain.read if is_part else self._chain.read_any
         try:
@@ -134,9 +135,9 @@ class BatchReader:
     def _read_split(
         self, batch: object, target: tuple[Any, ...] | None, groups: Sequence[Sequence[int]] | None, *, is_due: bool
     ) -> Ready:
-        """Return a batch in the micro-batches that the user makes of it."""
+        """Return a batch in micro-batches, cut by the user's function."""
         assert self._split is not None
-        if self._num_mbs == 1:  # nothing is to be cut
+        if self._num_mbs == 1:  # nothing to cut
             made = [(batch, target or ())]
         else:
             made = split_batch(self._split, batch, target, self._num_mbs)
@@ -157,16 +158,16 @@ class BatchReader:
 
     @property
     def is_split(self) -> bool:
-        """Whether the user cuts batches."""
+        """Whether a function of the user cuts batches."""
         return self._split is not None
 
     @property
     def is_sum(self) -> bool:
-        """Whether losses of micro-batches are added up, not averaged."""
+        """Whether the losses of the micro-batches are summed instead of averaged."""
         return self._exactness.weight == "sum"
 
     def num_samples(self, batch: object) -> int:
-        """Return the samples of a batch: the size of its batch dimension; 0 where it has none."""
+        """Return the number of samples of a batch: the size of its batch dimension, or 0 if it has none."""
         example = self._chain.example
         found = batch.get(example.batch_name) if isinstance(batch, Mapping) else None
         if not isinstance(found, torch.Tensor):
@@ -176,12 +177,12 @@ class BatchReader:
         return int(found.shape[example.batch_dim]) if found.dim() > example.batch_dim else 0
 
     def _key(self, batch: object, target: object, groups: object) -> object:
-        """Return what a batch has in common with all that are read in the same way; None where each is looked at."""
+        """Return the key of batches that share their sizes and shares; None if each batch must be examined."""
         is_plain = type(batch) is torch.Tensor and self._chain.example.batch_dims == (0,)
         if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.alternatives:
             return None
         weight = self._exactness.weight
-        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # one alone counts all
+        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # a single one has weight 1
             return None
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
@@ -189,7 +190,7 @@ class BatchReader:
         return tuple((thing.shape, thing.dtype) for thing in things)
 
     def _again(self, batch: Any, target: Any, sizes: list[int], shares: list[float]) -> Ready:  # noqa: ANN401
-        """Return a batch like one that was read before."""
+        """Return a batch with the stored sizes and shares of an earlier batch."""
         (name,) = self._chain.example.names
         count = len(sizes)
         pieces = [batch] if count == 1 else batch.split(sizes)
@@ -212,9 +213,9 @@ class BatchReader:
         if wrong:
             raise UsageError(f"the batch is not like the example that was captured: {'; '.join(wrong)}")
 
-    def _checked(self, target: Any, call: Call) -> Any:  # noqa: ANN401 - whatever the loss takes
+    def _checked(self, target: Any, call: Call) -> Any:  # noqa: ANN401 - any target of the loss
         if not isinstance(target, torch.Tensor) or not target.dim():
-            if hint := array_hint(target):  # it would not be cut: every micro-batch would get the whole of it
+            if hint := array_hint(target):  # it would not be cut: every micro-batch would get the whole array
                 raise UsageError(f"target: {type(target).__name__}{hint}")
             return target
         if batch_dim_of(target, call.batch_size, self._chain.example.batch_dim) is None:
@@ -224,9 +225,10 @@ class BatchReader:
     def _total(
         self, pieces: Batch, targets: Sequence[tuple[Any, ...]], groups: Sequence[Sequence[int]] | None
     ) -> torch.Tensor | None:
-        """Return over how much the loss of a batch averages, where labels on a GPU tell that; the host does not wait.
+        """Return the divisor of the summed losses, a count of labels on the GPU; None if losses are averaged instead.
 
-        The losses of micro-batches are then summed, not averaged: nobody need know what each of them counts.
+        Averaging needs the count of each micro-batch on the host. For labels on a GPU, the host would have to wait for
+        it. So the losses are summed, and the sum is divided on the GPU.
         """
         weight = self._exactness.weight
         if not isinstance(weight, Counted) or not self._exactness.is_summable or groups is not None:
@@ -243,7 +245,7 @@ class BatchReader:
 
     @staticmethod
     def _labels(weight: Counted, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return in what a weight counts, of each micro-batch."""
+        """Return, for each micro-batch, the input of the model or the target in which the weight counts."""
         if weight.name:
             return [inputs[weight.name] for inputs in pieces.inputs]
         return [target[0] if target else None for target in targets]

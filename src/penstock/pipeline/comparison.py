@@ -1,4 +1,4 @@
-"""Comparison: a batch in micro-batches beside the same batch whole, losses and all gradients."""
+"""Comparison: the losses and all gradients of a batch, in micro-batches and as a whole."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "Difference", "compare"]
 
 _SHOWN = 8
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}  # by rounding alone; 16 bits: 3e-2
-_TINY = 1e-3  # a gradient smaller than this share of the largest is compared with that share: it may be rounding
+_TOLERANCES = {
+    "float64": 1e-9,
+    "float32": 1e-4,
+}  # the largest differences that rounding explains; 3e-2 for 16-bit types
+_TINY = 1e-3  # differences are divided by at least this share of the largest norm: smaller gradients may be rounding
 
 Found = tuple[float, dict[str, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the gradient of one parameter is off.
+    """The difference between two gradients of one parameter.
 
     Attributes:
-        name: of the parameter.
-        relative: the norm of the difference, divided by that of the gradient.
-        dtype: of the gradient.
+        name: the name of the parameter.
+        relative: the norm of the difference, divided by the norm of the gradient.
+        dtype: the dtype of the gradient.
     """
 
     name: str
@@ -45,18 +48,18 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference."""
         return self.relative <= _TOLERANCES.get(self.dtype, 3e-2)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `Pipeline.check` found. Print it for a table.
+    """The result of `Pipeline.check`. Print it to see a table.
 
     Attributes:
-        loss: in micro-batches.
-        whole_loss: of the batch as a whole.
-        reference: what the whole batch was run with.
+        loss: the loss in micro-batches.
+        whole_loss: the loss of the batch as a whole.
+        reference: the way in which the whole batch ran, as text.
         differences: one per parameter, the largest first.
     """
 
@@ -67,12 +70,12 @@ class Comparison:
 
     @property
     def loss_difference(self) -> float:
-        """The difference of the losses, divided by the loss of the whole batch."""
+        """The difference between the losses, divided by the loss of the whole batch."""
         return abs(self.loss - self.whole_loss) / max(abs(self.whole_loss), 1e-30)
 
     @property
     def is_exact(self) -> bool:
-        """Whether loss and all gradients agree but for rounding."""
+        """Whether the loss and all gradients are equal up to rounding."""
         dtype = self.differences[0].dtype if self.differences else "float32"
         return Difference("loss", self.loss_difference, dtype).is_rounding and all(
             difference.is_rounding for difference in self.differences
@@ -80,38 +83,40 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [
-            f"{'exact but for rounding' if self.is_exact else 'NOT EXACT'}: micro-batches beside {self.reference}, in "
-            "evaluation (no dropout, batch norm by its running statistics)",
-            f"loss: {self.loss:.8g} in micro-batches, {self.whole_loss:.8g} whole ({self.loss_difference:.2g} off)",
+            f"{'exact up to rounding' if self.is_exact else 'NOT EXACT'}: micro-batches compared with {self.reference},"
+            " in evaluation mode (no dropout; batch norm uses its running statistics)",
+            f"loss: {self.loss:.8g} in micro-batches, {self.whole_loss:.8g} as a whole; relative difference: "
+            f"{self.loss_difference:.2g}",
         ]
         if self.differences:
-            lines.append(f"gradients of {len(self.differences)} parameters; the largest differences:")
+            lines.append(f"gradients of {len(self.differences)} parameters; the largest relative differences:")
             shown = self.differences[:_SHOWN]
             width = max(len(difference.name) for difference in shown)
             lines += [
-                f"  {d.name:<{width}}  {d.relative:.2g} of its norm{'' if d.is_rounding else '  <- more than rounding'}"
+                f"  {d.name:<{width}}  {d.relative:.2g}{'' if d.is_rounding else '  <- more than rounding'}"
                 for d in shown
             ]
         if not self.is_exact:
             lines.append(
-                "weight= says over what the loss averages, loss_over='batch' lets it see all micro-batches at once; "
-                "batch_dim=, whole= and split= say how a batch is cut"
+                "weight= sets what the loss averages over; loss_over='batch' computes one loss on all micro-batches; "
+                "batch_dim=, whole= and split= set how a batch is cut"
             )
         return "\n".join(lines)
 
 
 def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Comparison:
-    """Run a batch in micro-batches and whole, in evaluation; compare losses and gradients.
+    """Run a batch in micro-batches and as a whole, in evaluation mode; compare the losses and gradients.
 
-    The whole batch goes through the plain model where this process holds all of it on one device, else through the
-    pipeline as a single micro-batch. Gradients, buffers and random states stay as they are. Under torchrun all call it.
+    The plain model runs the whole batch if this process holds the entire model on one device. Otherwise the pipeline
+    runs it as a single micro-batch. Gradients, buffers and random states do not change. Under torchrun, all processes
+    must call this function.
 
     Raises:
-        UsageError: for schedules that update weights within the step.
+        UsageError: if the schedule updates weights within the step.
     """
     if pipe.schedule.versions is not None:
         raise UsageError(
-            f"check: {pipe.schedule.name} updates weights within the step, so no step equals the plain one"
+            f"check: {pipe.schedule.name} updates weights within the step, so it cannot equal the plain model"
         )
     with preserved_state(pipe):
         loss, found = _run(pipe, pipe._steps.reader, batch, target)
@@ -129,7 +134,7 @@ def compare(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Compariso
 
 
 def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, ...]) -> Found:
-    """Run one step in evaluation, with gradients; return the loss and the gradients by name."""
+    """Run one step in evaluation mode with gradients; return the loss and the gradients by name."""
     _forget_gradients(pipe)
     ready = pipe._steps.read(batch, target, reader=reader)
     with pipe._in_mode(False):
@@ -140,7 +145,7 @@ def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, 
 
 
 def _plain(pipe: Pipeline, batch: object, target: tuple[Any, ...]) -> Callable[[], Found] | None:
-    """Return what runs the plain model; None where it is not here as a whole."""
+    """Return a function that runs the plain model; None if this process does not hold all of it on one device."""
     model = pipe._planned.captured.model
     own = {id(parameter) for parameter in pipe.parameters()}
     is_whole = len(pipe.lanes) == pipe.schedule.num_lanes and len(set(pipe.devices)) == 1

@@ -1,4 +1,4 @@
-"""Setup: from stages and a schedule to executors that can run, for training or for the forward alone."""
+"""Executor setup: makes the executors of all lanes from the stages and a schedule."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["ExecutorSetup", "stage_on"]
 
-_STATISTICS = 1 << 16  # numbers of exchanges: those of parameters come before, those of buffers behind
+_STATISTICS = 1 << 16  # the first exchange number of statistics; parameters have lower numbers, buffers higher ones
 
 
 @dataclass
 class ExecutorSetup:
-    """What does not change from step to step.
+    """The executors of the lanes in this process, and their parts that are the same in all steps.
 
     Attributes:
-        chains: the stages, once for each way of the schedule: two lanes that share a stage run copies of its program.
-        schedule: what the lanes run.
-        keep: what each stage does with saved values.
-        devices: of each lane.
-        transports: of the lanes that run here.
-        streams: of each lane that runs here.
-        rows: where each lane says what it is doing.
-        optimizers: of each stage, for schedules that update weights within the step.
-        defers_batch_norm: batch norm's statistics are those of the whole batch.
-        is_compiled: stages are compiled; then one lane at a time runs a forward, for the compiler works for one only.
+        chains: one chain of stages per way of the schedule. Two lanes that share a stage run copies of its program.
+        schedule: the schedule that the lanes run.
+        keep: the keep policy of each stage.
+        devices: the device of each lane.
+        transports: the transport of each lane in this process.
+        streams: the streams of each lane in this process.
+        rows: for each lane, its row of the status board.
+        optimizers: the optimizer of each stage, if the schedule updates weights within the step.
+        defers_batch_norm: whether batch norm updates its running statistics once per step, from the whole batch.
+        is_compiled: whether the stages are compiled. If so, one lane at a time runs a forward, because the compiler
+            works for one thread at a time.
     """
 
     chains: Sequence[Chain]
@@ -64,9 +65,9 @@ class ExecutorSetup:
         self._made: dict[tuple[bool, bool, int], list[Executor]] = {}
         self._lowered: dict[tuple[bool, int], Lowered] = {}
         self._host = {lane: HostPool() for lane in self.transports}
-        self._locks: dict[int, AbstractContextManager[Any]] = {}  # a recompute takes its own twice
+        self._locks: dict[int, AbstractContextManager[Any]] = {}  # reentrant: a recompute acquires its lock twice
         self._accumulation = GradientAccumulation()
-        for chain in self.chains[1:]:  # a buffer that one way replaces is replaced on the others
+        for chain in self.chains[1:]:  # if one way replaces a buffer, all ways use the new one
             for stage in chain.stages:
                 stage.held.share(self.chains[0].stages[0].held.shared)
         self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
@@ -78,9 +79,9 @@ class ExecutorSetup:
                         self._statistics[index, lane] = statistics
 
     def end_step(self, lane_group: LaneGroup, *, is_done: bool) -> None:
-        """Update batch norm's running statistics once, if they were put off; forget them if the step failed.
+        """Apply the deferred statistics of batch norm once; discard them if the step failed.
 
-        Lanes of several processes that run the same stage tell each other what they collected.
+        If lanes of several processes run the same stage, they exchange their statistics.
         """
         if is_done:
             for (index, lane), statistics in self._statistics.items():
@@ -101,21 +102,21 @@ class ExecutorSetup:
                     statistics.reset()
 
     def wiring(self, training: bool) -> Wiring:
-        """Return how values pass between stages in a mode."""
+        """Return which values go from which stage to which, in training or in evaluation."""
         chain = self.chains[0]
         results = chain.results(training)
         has_rest = any(getattr(getattr(s.program, "part", None), "is_dynamic", False) for s in chain.stages)
         return wire(chain.stages, () if results.takes_all else results.names, has_rest=has_rest)
 
     def lowered(self, training: bool) -> Lowered:
-        """Return the schedule with all that lanes do, in a mode: what skips stages may differ."""
+        """Return the lowered schedule of a mode; other values may skip stages in evaluation than in training."""
         key = (training, self.chains[0].form)
         if key not in self._lowered:
             self._lowered[key] = lower(self.schedule, keep=self.keep, skips=self.wiring(training).skips)
         return self._lowered[key]
 
     def executors(self, *, training: bool, has_backward: bool) -> list[Executor]:
-        """Return the executors of the lanes that run here, for the shapes of batches that were read last."""
+        """Return the executors of the lanes in this process, for the shapes of the last batch that was read."""
         key = (training, has_backward, self.chains[0].form)
         if key not in self._made:
             wiring, lowered = self.wiring(training), self.lowered(training)
@@ -157,7 +158,7 @@ class ExecutorSetup:
         )
 
     def _shares_buffers(self, stage: Stage) -> bool:
-        """Return whether a stage on another lane here changes a buffer that this one changes, too."""
+        """Return whether a stage of another lane in this process changes a buffer that this stage also changes."""
         own: frozenset[str] = getattr(stage.program, "changed", frozenset())
         lanes = {way[stage.index] for way in self.schedule.ways}
         return bool(own) and any(
@@ -168,12 +169,12 @@ class ExecutorSetup:
         )
 
     def _is_alone(self, stage: Stage) -> bool:
-        """Return whether no other lane here runs a stage with the same parameters."""
+        """Return whether only one lane of this process uses the parameters of a stage."""
         return all(len(self._lanes_of[id(parameter)]) == 1 for parameter in stage.parameters())
 
     @cached_property
     def _lanes_of(self) -> dict[int, set[int]]:
-        """For each parameter the lanes here that run a stage with it."""
+        """For each parameter, the lanes of this process that use it."""
         found: dict[int, set[int]] = {}
         for lane in self.transports:
             for index in self.schedule.stages_of(lane):

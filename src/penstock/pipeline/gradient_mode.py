@@ -1,4 +1,4 @@
-"""Modes: how torch is to behave while a pipeline does something."""
+"""Gradient mode: a decorator that turns gradients off."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _R = TypeVar("_R")
 
 
 def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function run without gradients; where the user is in inference mode, outside of that.
+    """Run a function without gradients, and outside of inference mode.
 
-    What is made once and kept, as the program of a model's evaluation, must not be made of inference tensors.
+    The function may create objects that are kept, such as the program for evaluation. Inference tensors could not be
+    used in them later.
     """
     return torch.no_grad()(torch.inference_mode(False)(function))

@@ -1,4 +1,4 @@
-"""GraphSteps: run training steps as CUDA graphs where that can be, and one action after the other where it cannot."""
+"""Graph steps: training steps as CUDA graphs if possible, and eager steps otherwise."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ __all__ = ["GraphSteps", "GraphsOption", "trained_parameters"]
 
 
 class Run(Protocol):
-    """Runs one pass of all lanes."""
+    """A function that runs a step once on all lanes."""
 
     def __call__(self, step: Step, *, is_recorded: bool) -> None:
-        """Run it."""
+        """Run the step."""
         ...
 
 
 GraphsOption = bool | Literal["auto"]
 
 _MOST_SEEN = 256
-_MOST_SHAPES = 8  # of batches that graphs are kept for, the most frequent ones; others run eagerly
-_MIN_FREQUENCY_RATIO = 2  # a shape must come than one that has graphs, to take its place
+_MOST_SHAPES = 8  # batch shapes with graphs: the most frequent ones; batches of other shapes run eagerly
+_MIN_FREQUENCY_RATIO = 2  # a shape replaces another one that has graphs if it is this many times as frequent
 
 
 class GraphSteps:
-    """Steps of one pipeline.
+    """The training steps of one pipeline, run as CUDA graphs if possible.
 
-    The first step with a batch of some shape runs eagerly, and warms up what a capture may not do for the first time;
-    the second is captured and replayed, and those after it are replayed. What a captured graph relies on is looked at
-    before each replay: where parameters moved, were frozen or thawed, or got hooks, all is captured anew.
+    The first step with a given batch shape runs eagerly. It is the warm-up for everything that must not happen for the
+    first time during a capture. The second step is captured and then replayed; all later steps are replayed. Graphs
+    depend on the addresses of parameters and buffers, on which of them need a gradient, and on hooks. The pipeline
+    compares all of these before each replay. If one has changed, all graphs are captured again.
 
     Args:
-        wanted: True, False, or "auto": where they can be.
-        setup: the lanes.
-        lane_group: and those in other processes.
-        parameters: of the lanes that run here.
-        progress: is told of what is captured.
+        wanted: True, False, or "auto", which uses graphs if possible.
+        setup: the executors of the lanes in this process.
+        lane_group: all lanes, including those of other processes.
+        parameters: a function that yields the parameters of the lanes in this process.
+        progress: a function that is called after each captured action.
     """
 
     def __init__(
@@ -77,20 +78,20 @@ class GraphSteps:
         self._state: list[tuple[int, bool, bool]] = []
         on_gpu = all(map(has_graphs, setup.devices))
         if wanted is True and not on_gpu:
-            raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or give devices=")
+            raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or pass devices=")
         self.is_on = wanted is not False and on_gpu
         if self.is_on and (why := self._obstacle()):
             self._give_up(why)
 
     def for_setup(self, setup: ExecutorSetup) -> GraphSteps:
-        """Return the same for lanes that are set up anew; what was captured is let go."""
+        """Return an object with the same options for a new setup, and free all graphs."""
         self.forget()
         return GraphSteps(
             self._wanted, setup, self._lane_group, parameters=self.parameters, progress=self._progress
         )  # fmt: skip
 
     def _obstacle(self) -> str:
-        """Return why the lanes cannot run as graphs, as far as that can be known before; nothing if they may."""
+        """Return the reason why the lanes cannot run as graphs, if the setup shows one; otherwise an empty string."""
         if self._setup.schedule.versions is not None:
             return f"{self._setup.schedule.name} changes weights within the step"
         for policy in self._setup.keep:
@@ -101,28 +102,28 @@ class GraphSteps:
         return ""
 
     def forget(self) -> None:
-        """Let go of all graphs, and of their memory: a pool that no graph uses any more cannot be used again."""
+        """Free all graphs and their memory pools. A pool cannot be used again after its last graph is gone."""
         for tape in (tape for tapes in self._tapes.values() for tape in tapes.values()):
             tape.forget()
         self._tapes.clear()
         self._makers.clear()
         self._counts.clear()
-        self._gradients = _Gradients()  # what was frozen wants none any more
+        self._gradients = _Gradients()  # parameters frozen since then no longer get a gradient
 
     def _give_up(self, why: str) -> None:
         self.is_on = False
         self.forget()
         if self._wanted is True:
-            raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly then")
-        warn_user(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False says so from the start")
+            raise UsageError(f"graphs: {why}; graphs='auto' runs eagerly in this case")
+        warn_user(f"no CUDA graphs: {why}. Steps run eagerly; graphs=False turns this warning off")
 
     def run(self, step: Step, run: Run) -> None:
-        """Run a step, as graphs if that can be; `run` runs one pass of all lanes, and may record it."""
+        """Run a step, as graphs if possible; `run` runs it once on all lanes, and may record it."""
         if not self.is_on or step.measures_memory or step.watch is not None or not all(step.scales):
             run(step, is_recorded=True)
             return
         state, key = self._graph_state(), _signature(step)
-        # lanes of several processes capture together or not at all
+        # either all processes capture, or none does
         told = self._lane_group.control.agree(step, "state", [state != self._state, key in self._counts])
         if any(has_changed for has_changed, _ in told):
             self.forget()
@@ -132,7 +133,7 @@ class GraphSteps:
         tapes = self._tapes.get(key)
         if tapes is None:
             run(step, is_recorded=True)
-            self._count(key)  # not before: a step that failed has warmed up nothing
+            self._count(key)  # after the run, since a failed step is no warm-up
             self._gradients.note(self.parameters())
             return
         self._prepare_gradients()
@@ -147,9 +148,9 @@ class GraphSteps:
                 del self._counts[rare]
 
     def _has_room(self, key: object) -> bool:
-        """Return whether there may be graphs for one more shape; lets those of a rarer one go.
+        """Return whether there is room for the graphs of one more shape; if needed, free those of a rarer shape.
 
-        Steps have the same shapes in all processes, so these come to the same.
+        Steps have the same shapes in all processes, so all processes return the same.
         """
         if len(self._tapes) < _MOST_SHAPES:
             return True
@@ -161,12 +162,12 @@ class GraphSteps:
         return True
 
     def _prepare_gradients(self) -> None:
-        """Let gradients be where graphs add to, behind the step before, on whatever stream that was asked for."""
+        """Move gradients to the memory that graphs add to, after the last step, whichever stream it was called on."""
         after_callers(self._setup.streams)
         self._gradients.prepare()
 
     def _graph_state(self) -> list[tuple[int, bool, bool]]:
-        """Return what a captured graph relies on."""
+        """Return the state that captured graphs depend on: addresses, gradient flags and hooks."""
         stages = [run.stage for executor in self._executors() for run in executor.stages.values()]
         return [(t.data_ptr(), t.requires_grad, _has_hooks(t)) for stage in stages for t in stage.held.tensors()]
 
@@ -174,7 +175,7 @@ class GraphSteps:
         return self._setup.executors(training=True, has_backward=True)
 
     def _capture(self, step: Step, key: object, run: Run) -> None:
-        """Capture what a step like this one does; nothing of it is computed."""
+        """Capture the graphs of a step; nothing is computed."""
         told = [
             why for why in self._lane_group.control.agree(step, "capture obstacle", self._capture_obstacle()) if why
         ]
@@ -201,16 +202,16 @@ class GraphSteps:
             with no_collection(), _no_stream_warnings():
                 run(trial, is_recorded=False)
             if self._graph_state() != self._state:
-                why = "the model puts new tensors in the place of buffers or parameters"
+                why = "the model replaces buffers or parameters by new tensors"
             elif strays := self._gradients.strays(self.parameters()):
-                why = f"{strays} parameters have a gradient that they had not before"
+                why = f"{strays} parameters got a gradient that they did not get in earlier steps"
             told = [why for why in self._lane_group.control.agree(trial, "captured", why) if why]
             why, is_captured = told[0] if told else "", not told
         except LaneError as error:
             why = str(error)
         finally:
             step.number = trial.number + 1
-            if not is_captured:  # nothing of it was computed, so nothing of it may stay
+            if not is_captured:  # a failed capture has computed nothing, so undo its changes
                 for own, name, tensor in before:
                     if own.get(name) is not tensor:
                         own.set(name, tensor)
@@ -227,12 +228,12 @@ class GraphSteps:
         return self._makers[lane]
 
     def _capture_obstacle(self) -> str:
-        """Return what a replay would leave out, as far as it shows: code of the user's that runs with gradients."""
+        """Return the reason why a replay would differ from an eager step, if the eager step has shown one."""
         if any(map(_has_hooks, self.parameters())):
             return "a parameter has hooks, which a replay would not call"
         runs = [run for executor in self._executors() for run in executor.stages.values()]
         if any(run.restores_buffers for run in runs):
-            return "a stage that is recomputed changes buffers, as batch norm does"
+            return "a recomputed stage changes buffers, as batch norm does"
         if any(run.draws_on_host for run in runs):
             return "the model draws random numbers on the host"
         return ""
@@ -241,7 +242,7 @@ class GraphSteps:
 def trained_parameters(
     parameters: Callable[[], Iterator[nn.Parameter]], loss: object
 ) -> Callable[[], Iterator[nn.Parameter]]:
-    """Return what yields all parameters that a step may give a gradient: a loss may have some of its own."""
+    """Return a function that yields all parameters that a step may give a gradient to, including those of the loss."""
 
     def everything() -> Iterator[nn.Parameter]:
         yield from parameters()
@@ -255,24 +256,24 @@ def _has_hooks(tensor: torch.Tensor) -> bool:
 
 
 class _Gradients:
-    """The memory that captured backwards add gradients to: of all parameters that get one."""
+    """The memory to which captured backwards add the gradients of all parameters that get one."""
 
     def __init__(self) -> None:
         self._wanting: dict[int, nn.Parameter] = {}
         self._memory: dict[int, torch.Tensor] = {}
 
     def note(self, parameters: Iterator[nn.Parameter]) -> None:
-        """Note after an eager step which parameters got a gradient."""
+        """Record which parameters have a gradient after an eager step."""
         self._wanting |= {id(p): p for p in parameters if p.grad is not None and p.requires_grad}
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Let the gradients of all parameters be where captured backwards add to, with the values that they have."""
+        """Move the current gradients to the memory that captured backwards add to; missing gradients become zero."""
         empty: list[torch.Tensor] = []
         for key, parameter in self._wanting.items():
             memory, now = self._memory.get(key), parameter.grad
             if memory is None or memory.shape != parameter.shape or memory.device != parameter.device:
-                with torch.inference_mode(False):  # graphs could not add to it, if the caller is in that mode
+                with torch.inference_mode(False):  # graphs cannot add to inference tensors
                     memory = self._memory[key] = torch.empty_like(parameter, requires_grad=False)
             if now is None:
                 empty.append(memory)
@@ -283,12 +284,12 @@ class _Gradients:
             torch._foreach_zero_(empty)
 
     def strays(self, parameters: Iterator[nn.Parameter]) -> int:
-        """Return how many parameters have a gradient elsewhere."""
+        """Return how many parameters have a gradient outside this memory."""
         return sum(p.grad is not None and p.grad is not self._memory.get(id(p)) for p in parameters)
 
 
 def _signature(step: Step) -> object:
-    """Return what two steps must have in common to be replays of the same graphs."""
+    """Return the properties that steps must share to replay the same graphs."""
     inputs = tuple((name, tensor.shape, tensor.dtype) for given in step.batch.inputs for name, tensor in given.items())
     found: list[Any] = []
     for target in step.targets:
@@ -303,7 +304,7 @@ def _signature(step: Step) -> object:
 
 @contextmanager
 def _no_stream_warnings() -> Iterator[None]:
-    """Keep autograd from warning where lanes that hold the same parameter capture on streams of their own: it waits."""
+    """Turn off autograd's warning about lanes that share a parameter on different streams: autograd orders them."""
     get = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
     put = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda on: None)
     before = get()

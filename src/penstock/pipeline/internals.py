@@ -1,7 +1,7 @@
-"""Internals: what checkpoints, faults, feeding and training need of a pipeline beside its public methods.
+"""Internals: the parts of a pipeline that checkpoints, faults, feeding and training use beside its public methods.
 
-This is the whole of it: no file outside `penstock.pipeline` reads a private attribute of a pipeline, and a test holds
-that. A pipeline offers it as `pipe.internals`.
+`pipe.internals` returns them. A test checks that no file outside `penstock.pipeline` reads a private attribute of a
+pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Internals"]
 
 
 class Internals:
-    """The inside of a pipeline, as far as others need it.
+    """The internal parts of a pipeline that other packages use.
 
     Args:
         pipe: the pipeline.
@@ -41,20 +41,20 @@ class Internals:
 
     @property
     def group(self) -> LaneGroup:
-        """The lanes: threads of this process, or processes."""
+        """The lane group: threads of this process, or processes."""
         return self._pipe._lane_group
 
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave, in the order of their lanes."""
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return the values that all processes passed, in the order of their lanes."""
         return self._pipe._lane_group.control.gather(thing)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other processes of what ends this one outside of a step."""
+        """Report to the other processes an error that ends this process outside of a step."""
         self._pipe._lane_group.control.fail(error)
 
     @property
     def status_rows(self) -> Mapping[int, memoryview]:
-        """Where the lanes of this process say what they are doing."""
+        """The rows of the status board for the lanes of this process."""
         return self._pipe._lane_group.rows
 
     @property
@@ -63,32 +63,32 @@ class Internals:
         return self._pipe._planned.captured
 
     def predicted(self) -> Timeline | None:
-        """Return the predicted step, where the model was profiled."""
+        """Return the predicted step; None if the model was not profiled."""
         return self._pipe._planned.predicted()
 
     @property
     def loss(self) -> LossFunction | None:
-        """The user's loss."""
+        """The loss function of the user."""
         return self._pipe._steps.loss
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales losses of 16 bits."""
+        """The GradScaler, if there is one."""
         return self._pipe._steps.scaler
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages of the model's first copy: a bidirectional schedule has another."""
+        """The stages of the first chain. A bidirectional schedule has a second chain."""
         return self._pipe._chains[0].stages
 
     @property
     def chain(self) -> Chain:
-        """The same, with what the model is called with and returns."""
+        """The first chain: its stages, the example, and the structure of the results."""
         return self._pipe._chains[0]
 
     @property
     def chains(self) -> Sequence[Chain]:
-        """The model's copies: one, and a second where the schedule is bidirectional."""
+        """The chains: one per way of the schedule."""
         return self._pipe._chains
 
     @property
@@ -102,28 +102,28 @@ class Internals:
         return self._pipe._steps.setup.is_compiled
 
     def wiring(self) -> Wiring:
-        """Return which values go from which stage to which, in the mode that the pipeline is in."""
+        """Return which values go from which stage to which, in the current mode."""
         return self._pipe._steps.setup.wiring(self._pipe.training)
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters and buffers of the lanes that run here, by the model's own names."""
+        """Yield the parameters and buffers of the lanes in this process, under the model's own names."""
         yield from self._pipe._weights.held()
 
     def executors(self) -> Sequence[Executor]:
-        """Return what runs a training step on the lanes here."""
+        """Return the executors of a training step on the lanes in this process."""
         return self._pipe._steps.setup.executors(training=True, has_backward=True)
 
     def past_step(self, batch: object) -> PastStep | None:
-        """Return how a batch was run in one of the last training steps; None where it was not."""
+        """Return the past step that ran a batch, or else the last training step; None if there is none."""
         return self._pipe._steps.past.find(batch)
 
     def rerun_step(self, batch: object, target: tuple[Any, ...], prepare: Callable[[Step], None]) -> None:
-        """Run the training step of a batch once more, as it was run; nothing of the model or its gradients changes.
+        """Run the past training step of a batch again; the model and its gradients do not change.
 
         Args:
-            batch: the very one that the step was given.
-            target: nothing, or one thing.
-            prepare: called with the step before it is run, as to watch it.
+            batch: the same object that the past step got.
+            target: a tuple with the target, or an empty tuple.
+            prepare: called with the step before it runs, for example to set its watch.
         """
         pipe, past = self._pipe, self.past_step(batch)
         has_backward = pipe.schedule.versions is None

@@ -1,4 +1,4 @@
-"""ModelFace: what a pipeline offers as its model does: parameters, gradients and state, by the model's own names."""
+"""Model interface: the methods that a pipeline has in common with its model: parameters, gradients and state."""
 
 from __future__ import annotations
 
@@ -14,44 +14,60 @@ __all__ = ["ModelInterface"]
 
 
 class ModelInterface:
-    """The weights of the lanes that run here."""
+    """The parameters and buffers of the lanes in this process, under the model's own names."""
 
     _weights: Weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes that run here, each once.
+        """Yield the parameters of the lanes in this process, each once.
 
-        Under torchrun, a lane that trains none has an empty parameter beside them, so that an optimizer can be made.
+        Under torchrun, a lane without trainable parameters also yields an empty parameter, because torch cannot make an
+        optimizer without parameters.
         """
         yield from self._weights.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the lanes that run here under the model's own names, each once."""
+        """Yield the parameters of the lanes in this process with their names in the model, each once."""
         yield from self._weights.named_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None, or to zero if `set_to_none` is False."""
         self._weights.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all stages is at most so much; return the norm as it was."""
+        """Scale all gradients so that their norm over all stages is at most `max_norm`.
+
+        Returns:
+            the norm before the scaling.
+        """
         return self._weights.clip_grad_norm_(max_norm, norm_type)
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
-        """The optimizers of stages, where the schedule updates weights within the step."""
+        """The optimizer of each stage, if the schedule updates weights within the step; otherwise empty."""
         return self._weights.optimizers
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers of the lanes that run here, under the model's own names."""
+        """Return the parameters and buffers of the lanes in this process, under the model's own names."""
         return self._weights.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load the model's own state dict, or a lane's part of it; names that other lanes hold are passed over."""
+        """Load a state dict of the whole model, or the part of this lane; names of other lanes are ignored.
+
+        Args:
+            state: the state dict.
+            strict: whether missing and unknown names are errors.
+
+        Raises:
+            UsageError: if the state dict does not fit the model. Nothing is copied then.
+        """
         self._weights.load_state_dict(state, strict=strict)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients of parameters that several lanes hold unsummed until the first step outside."""
+        """Postpone the sum of the gradients of shared parameters until the first step after this block.
+
+        This saves communication when gradients accumulate over several steps.
+        """
         with self._weights.unsynchronised():
             yield

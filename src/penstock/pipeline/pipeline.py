@@ -1,4 +1,4 @@
-"""Pipeline: a model cut into stages, and the lanes that train it."""
+"""Pipeline: a model cut into stages, with the lanes that train it."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-_NOTHING = object()  # no target was given, which is not the target None
+_NOTHING = object()  # marks a missing target; None is a valid target
 
 
 class Pipeline(ModelInterface):
-    """A model that is trained in stages, by lanes that work at the same time.
+    """A model that is cut into stages, which several lanes train at the same time.
 
-    In one process a lane is a worker thread; under torchrun it is a process. Loss and gradients are those of the
-    model on the whole batch, whatever the schedule.
+    In one process, each lane is a worker thread. Under torchrun, each lane is a process. The loss and the gradients are
+    those of the model on the whole batch, for every schedule that does not update weights within the step.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> batch, target = torch.ones(6, 4), torch.zeros(6, 1)
@@ -86,54 +86,62 @@ class Pipeline(ModelInterface):
     True
 
     Args:
-        model: any module, unchanged; or a list of stage modules, each called with what the one before returns; or what
-            `penstock.model.capture.capture.capture` returned.
-        example: how the model is called with a batch: a tensor, a tuple of arguments or a dict of keyword arguments.
-        loss: `loss(output, target)`; None where the model returns its loss, or an output with `.loss`.
-        micro_batches: so many a step; by default four a lane, as far as the example has samples.
-        schedule: a name, a Schedule, a CSV file, or "auto"; by default 1f1b, and zb_gpipe for a loss over the batch.
-        devices: one a lane, in one process; by default all GPUs, else lanes of the CPU.
-        lanes: how many; by default as devices or processes, else 2.
-        stages_per_lane: for schedules that leave it open.
-        cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
-        keep: what stages do with saved values: "hold", "recompute", "except_last" or "offload"; one, or one a stage.
-            "fit" recomputes only the nodes that must be, for lanes to stay within `memory_limit`.
-        weight: what the loss averages over in a micro-batch, `weight(batch, target)`; "sum" for a loss that adds up.
-            By default it is read off torch's own losses, and found out by trial for others.
-        loss_over: what one call of the loss sees: a "micro_batch", or the "batch": the outputs of all micro-batches at
-            once, for losses that couple samples. The outputs of the whole batch are then held together.
-        batch_dim: the dimension of the batch: one number, or a dict with one per argument.
-        whole: names of arguments that every micro-batch gets whole.
-        split: for batches that are no plain stacks: `split(batch, target, count)` returns at most `count` pairs
-            (batch, target), one per micro-batch. The model is then captured by replay, and loss weights by samples
-            count the first batch dimension of each.
-        check: compare a few samples of the example, whole and in parts, and refuse a model or a loss whose
-            micro-batches do not add up to the batch.
-        autocast: a dtype to run forwards in; by default as the autocast around `step`.
-        scaler: a torch.amp.GradScaler for losses of 16 bits; `step` scales by it and all lanes see the same overflow.
-        optimizer: for schedules that update weights within the step: makes an optimizer of a stage's parameters.
-        deferred_batch_norm: update running statistics once a step, as the whole batch would.
-        memory_limit: bytes each lane has for weights, gradients, optimizer state and saved values, as 16e9 or "16GiB";
-            one value for all lanes or a list.
-        cluster: speeds and links of the lanes, for the choice of cuts.
-        profile: one that was made before, or its file: nothing is measured.
-        plan: a `Plan`, or the JSON file of one, to run: nothing is measured or decided anew. Or a run folder: its plan
-            is run if it was made for the same model and settings, and nothing is measured; else a warning says what
-            has changed.
-        analytic: rates of a device, or the name of one: count instead of measure.
-        capture_path: "direct", "export" or "replay" to have one of these.
-        transport: how processes hand each other values: "shared" memory, "gloo" or "nccl"; "auto" takes the quickest
-            that works where they are.
-        graphs: run training steps as CUDA graphs: True, False, or "auto" for wherever that works.
-        compile: let Inductor compile the stages and the loss; a dict of its options to compile with these.
-        timeout: seconds that a lane waits for a value before it says that the other hangs.
-        progress: is told what is being done, how much is done, and of how much.
+        model: any module, unchanged; a list of stage modules, each called with the result of the previous one; or the
+            result of `penstock.model.capture.capture.capture`.
+        example: a typical batch: a tensor, a tuple of positional arguments or a dict of keyword arguments. Penstock
+            captures and measures the model with it.
+        loss: a function `loss(output, target)`; None if the model returns its loss, or an output with `.loss`.
+        micro_batches: the number of micro-batches per step; by default four per lane, but at most the number of samples
+            in the example.
+        schedule: the name of a schedule, a `Schedule`, a CSV file, or "auto", which searches for the best schedule. The
+            default is "1f1b", or "zb_gpipe" with `loss_over="batch"`.
+        devices: one device per lane, or one device for all lanes; by default all GPUs, or the CPU if there is no GPU.
+        lanes: the number of lanes. Under torchrun, it is the number of processes. In one process, the default is the
+            number of lanes of a given `Schedule`, else the length of `devices`, else the number of GPUs, at least 2.
+        stages_per_lane: the number of stages per lane, for schedules that leave it open.
+        cuts: where cuts must lie: node numbers, or the names of the nodes or modules after the cuts. Penstock chooses
+            the other cuts.
+        keep: what stages do with saved values: "hold", "recompute", "except_last" or "offload"; one policy, or a list
+            with one per stage. "fit" recomputes only as many nodes as `memory_limit` requires.
+        weight: what the loss averages over: a function `weight(batch, target)` that returns the number of items, or
+            their total weight, in a micro-batch; "sum" for a loss that sums. By default, Penstock reads the weight from
+            torch's own losses, and finds it by trial for other losses.
+        loss_over: "micro_batch" to compute one loss per micro-batch; "batch" to compute one loss on the outputs of all
+            micro-batches, for losses that couple samples. With "batch", all outputs are in memory at the same time.
+        batch_dim: the dimension of the batch: one number, or a dict with one number per argument.
+        whole: the names of the arguments that every micro-batch gets whole.
+        split: for batches that are not plain stacks of samples: a function `split(batch, target, count)` that returns
+            at most `count` pairs (batch, target), one per micro-batch. The model is then captured by replay. The number
+            of samples of a micro-batch is the first dimension of its target, or of its batch if there is no target.
+        check: whether to compare the results for a few samples of the example, as a whole and in parts. If they differ,
+            the model or the loss is refused.
+        autocast: the dtype in which forwards run; by default that of the `torch.autocast` around the call.
+        scaler: a `torch.amp.GradScaler` for fp16. `step` scales the loss with it, and all lanes see an overflow on any
+            lane.
+        optimizer: for schedules that update weights within the step: a function that makes an optimizer from a list of
+            parameters. It is called once per stage.
+        deferred_batch_norm: whether batch norm updates its running statistics once per step, from the whole batch.
+        memory_limit: the bytes of each lane for weights, gradients, optimizer state and saved values, such as 16e9 or
+            "16GiB"; one value for all lanes, or a list with one per lane.
+        cluster: the speeds of the lanes and the links between them, for the choice of the cuts.
+        profile: an existing profile or its file; then nothing is measured.
+        plan: a `Plan` or its JSON file; then nothing is measured or decided. Or a run folder: its plan is used again if
+            it was made for the same model and settings. Otherwise a warning names the differences, and a new plan is
+            made.
+        analytic: the rates of a device, or its name: count operations and bytes instead of measuring.
+        capture_path: "direct", "export" or "replay"; "auto" takes the first that works.
+        transport: how processes exchange values: "shared" for shared memory, "gloo" or "nccl"; "auto" takes the fastest
+            that works between these processes.
+        graphs: whether to run training steps as CUDA graphs; "auto" uses graphs if possible.
+        compile: whether Inductor compiles the stages and the loss; a dict sets options of Inductor.
+        timeout: the seconds that a lane waits for a value before it raises a `HangError`.
+        progress: called with the current activity, the number of units done, and their total.
 
     Raises:
-        CaptureError: when the model cannot be captured; says where it stopped, and what to do.
-        PartitionError: when no cuts are as asked for, or none fit the memory.
-        UsageError: for arguments that cannot be right.
-        ScheduleError: for a schedule that does not exist or cannot run.
+        CaptureError: if the model cannot be captured; the message says where it stopped and what to do.
+        PartitionError: if the requested cuts are impossible or no cuts fit the memory; the message says what would fit.
+        UsageError: if an argument is invalid.
+        ScheduleError: if the schedule does not exist, cannot be built or cannot run.
     """
 
     def __init__(
@@ -167,7 +175,7 @@ class Pipeline(ModelInterface):
         capture_path: str = "auto",
         transport: str = "auto",
         graphs: GraphsOption = "auto",
-        compile: Compile = False,  # noqa: A002 - as torch calls it
+        compile: Compile = False,  # noqa: A002 - the name that torch uses
         timeout: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
@@ -219,7 +227,9 @@ class Pipeline(ModelInterface):
         self._planned = plan_model(request, check_exactness, self._lane_group)
         self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
         if keep == CHOSEN_BY_NODE and self.schedule.versions is not None:
-            raise UsageError(f'keep: "fit" does not go with {self.schedule.name}, whose weights change within the step')
+            raise UsageError(
+                f'keep: "fit" cannot be used with {self.schedule.name}, whose weights change within the step'
+            )
         self._chains = [self._planned.split() for _ in self.schedule.ways]
         for chain in self._chains:
             chain.compile_stages(options)
@@ -271,24 +281,29 @@ class Pipeline(ModelInterface):
     def step(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Run forward and backward of all micro-batches; return the loss of the batch.
+        """Run the forward and the backward of all micro-batches; return the loss of the batch.
 
-        Gradients are added to those that are there, as `loss.backward()` would.
+        The gradients are added to the existing ones, as `loss.backward()` does.
 
         Args:
-            batch: as the example.
-            target: what the loss is called with behind the output.
-            metrics: also return the single numbers that the loss function returns beside the loss, by name. Those of
-                the micro-batches are averaged, or added up, as their losses are.
+            batch: a batch like the example.
+            target: the second argument of the loss; leave it out if the loss takes none.
+            metrics: whether to also return, by name, the single numbers that the loss function returns beside the loss.
+                The numbers of the micro-batches are averaged or summed, like their losses.
+
+        Returns:
+            the loss; with `metrics=True`, a tuple of the loss and the numbers.
 
         Raises:
-            UsageError: when the batch is not like the example; nothing was run.
-            LaneError: when an action failed.
+            UsageError: if the batch is not like the example. Nothing has run then.
+            LaneError: if an action failed.
         """
         with self._use:
             self._follow_model()
             if not self.training:
-                raise UsageError("step() trains, and the pipeline is in evaluation: call train(), or evaluate()")
+                raise UsageError(
+                    "step() trains, but the pipeline is in evaluation mode: call train(), or use evaluate()"
+                )
             ready = self._steps.read(batch, _given(target), adds_gradients=True)
             step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
             self._steps.train(step, batch)
@@ -307,7 +322,7 @@ class Pipeline(ModelInterface):
     def evaluate(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a batch in evaluation, as `step` does; gradients and the mode stay as they are."""
+        """Return the loss of a batch in evaluation mode, like `step`; gradients and the current mode do not change."""
         with self._use:
             with self._in_mode(False):
                 ready = self._steps.read(batch, _given(target))
@@ -317,14 +332,19 @@ class Pipeline(ModelInterface):
             return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
     @without_gradients
-    def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - as the model
-        """Return what the model returns for a batch, without gradients, in the mode that the pipeline is in.
+    def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - the output of the model
+        """Return the output of the model for a batch, without gradients, in the current mode.
 
-        Caches of keys and values are left out: a pipeline does not generate. A warning says so once.
+        The output has no caches of keys and values, because a pipeline does not generate text. A warning says so once.
 
         Args:
-            batch: as the example.
-            gather: under torchrun, who gets the outputs: "all" lanes, or the "last" only (others get None).
+            batch: a batch like the example.
+            gather: under torchrun, the processes that get the output: "all" processes, or only the "last" one; the
+                others get None.
+
+        Raises:
+            UsageError: if the batch is not like the example. Nothing has run then.
+            LaneError: if an action failed.
         """
         with self._use:
             self._follow_model()
@@ -338,7 +358,9 @@ class Pipeline(ModelInterface):
             if made is None:
                 return None
             results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
-            with torch.autocast(self.devices[0].type, enabled=False):  # results keep their types
+            with torch.autocast(
+                self.devices[0].type, enabled=False
+            ):  # autocast must not change the dtype of the results
                 if self._steps.reader.is_split and len(results) > 1:
                     joined = join_rows(results, sizes)
                 else:
@@ -352,21 +374,24 @@ class Pipeline(ModelInterface):
     __call__ = forward
 
     def _follow_model(self) -> None:
-        """Take over the mode of the user's model, where model.train() or model.eval() has changed it."""
+        """Adopt the mode of the user's model if model.train() or model.eval() has changed it."""
         now = self._followed.training
         if now is not self._followed_mode:
             self._followed_mode = now
             self.train(now)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Put all stages into training, as `model.train()` does for a model that the pipeline was made of."""
+        """Set all stages to training mode, or to evaluation mode with `mode=False`; return the pipeline.
+
+        Calling `train()` or `eval()` on the model itself has the same effect.
+        """
         self.training = mode
         for chain in self._chains:
             chain.train(mode)
         return self
 
     def eval(self) -> Pipeline:
-        """Put all stages into evaluation."""
+        """Set all stages to evaluation mode; return the pipeline."""
         return self.train(False)
 
     @contextmanager
@@ -380,23 +405,23 @@ class Pipeline(ModelInterface):
 
     @property
     def plan(self) -> Plan:
-        """How the model is cut and run. `pipe.plan.to_json(path)` writes it, and `Pipeline(..., plan=path)` runs it."""
+        """All decisions about the model. `pipe.plan.to_json(path)` saves them; `Pipeline(..., plan=path)` uses them."""
         plan, found = self._planned.plan, self._planned.explainer.kept
         return plan if found is None or plan.explanation is not None else replace(plan, explanation=found)
 
     @property
     def internals(self) -> Internals:
-        """What checkpoints, faults, feeding and training need of it; see `penstock.pipeline.internals`."""
+        """The parts that checkpoints, faults, feeding and training use; see `penstock.pipeline.internals`."""
         return Internals(self)
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """The lanes that run in this process: all of them, or under torchrun one."""
+        """The lanes in this process: all lanes, or a single one under torchrun."""
         return self._lane_group.lanes
 
     @property
     def watch(self) -> Watch | None:
-        """What sees every action: see `penstock.runtime.action_watch`."""
+        """The object that sees every action before and after it runs; see `penstock.runtime.action_watch`."""
         return self._steps.watch
 
     @watch.setter
@@ -405,7 +430,7 @@ class Pipeline(ModelInterface):
 
     @property
     def timeout(self) -> float:
-        """The seconds that a lane waits for a value before it says that the other hangs."""
+        """The seconds that a lane waits for a value before it raises a `HangError`."""
         return self._timeout
 
     @timeout.setter
@@ -415,13 +440,17 @@ class Pipeline(ModelInterface):
 
     @contextmanager
     def record(self, *, memory: bool = False) -> Iterator[Recording]:
-        """Measure the steps inside; what is yielded is the timeline of the last of them, once it has run.
+        """Measure the steps inside the block; the yielded object is the timeline of the last of these steps.
 
         Args:
-            memory: also count, after each action, what each lane holds; that makes the step itself slower.
+            memory: whether to also count the memory of saved and pending values after each action. This makes the step
+                slower.
+
+        Raises:
+            UsageError: if another recording is open.
         """
         if self._steps.recording is not None:
-            raise UsageError("record() is open already")
+            raise UsageError("record() is already open: a pipeline makes one recording at a time")
         recording = Recording(self.schedule, self._planned.held_bytes, memory=memory)
         self._steps.recording = recording
         try:
@@ -430,17 +459,22 @@ class Pipeline(ModelInterface):
             self._steps.recording = None
 
     def num_samples(self, batch: object) -> int:
-        """Return the samples of a batch, wherever `batch_dim` says they are."""
+        """Return the number of samples of a batch: its size along `batch_dim`."""
         return self._steps.reader.num_samples(batch)
 
     def check(self, batch: object, target: object = _NOTHING) -> Comparison:
-        """Compare a batch in micro-batches with the same batch whole: the loss and every gradient.
+        """Compare a batch in micro-batches with the same batch as a whole: the loss and all gradients.
 
-        Prints what differs most, and returns it. Dropout is off and batch norm uses its running statistics. Gradients,
-        buffers and random states stay as they are. Under torchrun all processes call it, and the first prints.
+        Print the largest differences, and return all of them. Dropout is off, and batch norm uses its running
+        statistics. Gradients, buffers and random states do not change. Under torchrun, all processes must call this
+        method; the first one prints.
+
+        Args:
+            batch: a batch like the example.
+            target: the second argument of the loss; leave it out if the loss takes none.
 
         Raises:
-            UsageError: when the batch is not like the example, or the schedule updates weights within the step.
+            UsageError: if the batch is not like the example, or if the schedule updates weights within the step.
         """
         found = compare(self, batch, _given(target))
         if 0 in self.lanes:
@@ -448,7 +482,7 @@ class Pipeline(ModelInterface):
         return found
 
     def explain(self) -> Explanation:
-        """Return how the model is cut, what each stage takes and holds, and the predicted step; print it."""
+        """Return the cuts, the time and memory of each stage, and the predicted step; `print` it to see the tables."""
         found = self._planned.explain()
         if not self._steps.loss_over_batch:
             return found
@@ -456,12 +490,12 @@ class Pipeline(ModelInterface):
         held = sum(found.graph.values[value].bytes_at(size) for value in found.graph.outputs) * count
         note = (
             f"loss over the whole batch: the last lane also holds the outputs of all {count} micro-batches and their "
-            f"gradients, {show_bytes(2 * held)} in all, and what the loss itself saves"
+            f"gradients, {show_bytes(2 * held)} in total, and the values that the loss itself saves"
         )
         return replace(found, notes=(*found.notes, note))
 
     def close(self) -> None:
-        """Stop the lanes; a pipeline that is left alone does so by itself."""
+        """Stop the lanes; this also happens when the pipeline is garbage-collected."""
         self._steps.is_closed = True
         self._lane_group.close()
         self._steps.graphs.forget()
@@ -473,7 +507,9 @@ class Pipeline(ModelInterface):
         self.close()
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - nothing is returned
-        raise UsageError("a pipeline cannot be copied or pickled: it is its lanes; save pipe.state_dict()")
+        raise UsageError(
+            "a pipeline cannot be copied or pickled, because its lanes are threads or processes; save pipe.state_dict()"
+        )
 
     def __repr__(self) -> str:
         return f"Pipeline({self.schedule!r}, cuts={list(self.cuts)})"

@@ -1,4 +1,4 @@
-"""Finer: let a pipeline go on with smaller micro-batches, and more of them, when memory has run out."""
+"""Smaller micro-batches: lets a pipeline continue with more and smaller micro-batches after memory ran out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ __all__ = ["split_finer"]
 
 
 def split_finer(pipe: Pipeline) -> bool:
-    """Let a pipeline run twice as many micro-batches a step from now on; return whether it can.
+    """Double the number of micro-batches per step of a pipeline; return False if this is impossible.
 
-    The batch, the cuts, the weights and the lanes stay as they are, so loss and gradients are the same as before. It
-    cannot where micro-batches of the last step had one sample, where the schedule is the user's own or made for costs,
-    and where it updates weights within the step, which is then another training. Under torchrun all processes call it.
+    The batch, the cuts, the weights and the lanes do not change, so the loss and the gradients stay the same. It is
+    impossible in these cases:
+
+    - The micro-batches of the last step had one sample each, or there was only one micro-batch.
+    - The schedule is the user's own, was made for costs, or cannot be built for the new number.
+    - A function of the user splits the batches.
+    - The schedule updates weights within the step: with smaller micro-batches, the training would be a different one.
+
+    Under torchrun, all processes must call this function.
     """
     before, last = pipe.schedule, pipe._steps.past.last
     if last is not None and max(last.sizes, default=1) == 1:

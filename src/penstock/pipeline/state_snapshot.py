@@ -1,4 +1,4 @@
-"""Before: what a step changes besides gradients, as it was, to be put back after a run that is not to count."""
+"""State snapshot: a copy of buffers and random states, restored after a run that must leave no trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["StateSnapshot", "loss_module", "preserved_state"]
 
 
 class _Holder(Protocol):
-    """Who holds buffers, under names."""
+    """An object that holds buffers by name."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -29,10 +29,10 @@ class _Holder(Protocol):
 
 
 class StateSnapshot:
-    """The buffers of all stages here and of the loss, and the states of all random generators.
+    """The buffers of the loss and of all stages in this process, and the states of all random generators.
 
-    All buffers are copied at each `keep`, whether they have changed or not: torch counts changes of a tensor, but not
-    those by batch norm, by a CUDA graph, or through `.data`.
+    Each `take` copies all buffers, changed or not. Torch's version counter cannot show which of them have changed: it
+    misses changes by batch norm, by a CUDA graph, or through `.data`.
 
     Args:
         pipe: the pipeline.
@@ -44,12 +44,12 @@ class StateSnapshot:
         if loss is not None:
             held[id(loss)] = _OfModule(loss)
         self._held = list(held.values())
-        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer, and its values
+        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer and the copy of its values
         self._draws = RandomStates()
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy all as it is now."""
+        """Take a snapshot, which replaces the last one."""
         kept, again = {}, []
         for number, holder in enumerate(self._held):
             for name in holder:
@@ -68,10 +68,10 @@ class StateSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make all what it was at the last `keep`."""
+        """Restore the last snapshot."""
         for (number, name), (tensor, values) in self._kept.items():
             holder = self._held[number]
-            if not _is_plain(tensor):  # nested, sparse and such: what they can do differs
+            if not _is_plain(tensor):  # nested, sparse or quantized: not all of them can be copied in place
                 holder.set(name, values)
                 continue
             if holder.get(name) is not tensor:
@@ -81,14 +81,14 @@ class StateSnapshot:
 
 
 def loss_module(loss: object) -> nn.Module | None:
-    """Return the user's loss, behind the compiler where it is compiled; None where it is no module."""
+    """Return the module of the user's loss, unwrapped if it is compiled; None if the loss is not a module."""
     own = getattr(loss, "_orig_mod", loss)
     return own if isinstance(own, nn.Module) else None
 
 
 @contextmanager
 def preserved_state(pipe: Pipeline) -> Iterator[None]:
-    """Run something inside; gradients, buffers and random states are afterwards as they were."""
+    """Clear all gradients; after the block, restore gradients, buffers and random states."""
     gradients = [(parameter, parameter.grad) for parameter in pipe._steps.graphs.parameters()]
     before = StateSnapshot(pipe)
     before.take()
@@ -103,7 +103,7 @@ def preserved_state(pipe: Pipeline) -> Iterator[None]:
 
 
 class _OfModule:
-    """The buffers of a module, as stages hold theirs."""
+    """The buffers of a module, with the interface of a stage's tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -125,7 +125,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair to the first; many small ones of a GPU in one launch."""
+    """Copy the second tensor of each pair to the first; many small tensors on a GPU are copied in one launch."""
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for pair in pairs:
         alike.setdefault((pair[0].device, pair[0].dtype), []).append(pair)

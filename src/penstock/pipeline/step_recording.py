@@ -1,4 +1,4 @@
-"""Recording: the measured timeline of a step, put together from what all lanes wrote down, on one clock."""
+"""Step recording: the measured timeline of a step, from the spans of all lanes on one clock."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _SENDS = (KIND_INDEX[Kind.SEND_F], KIND_INDEX[Kind.SEND_B])
 
 
 class Recording:
-    """What was measured. It has all that a Timeline has: `bubble`, `to_html` and so on are those of the last step.
+    """The recorded steps. It has all attributes of `Timeline`, such as `bubble` and `to_html`, for the last step.
 
     Attributes:
-        timelines: of all steps that were recorded.
-        measured_bytes: for each lane the most that saved and pending values took in the last step, where it was asked.
+        timelines: the timelines of all recorded steps.
+        measured_bytes: for each lane, the peak memory of saved and pending values in the last step; empty unless the
+            recording measures memory.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class Recording:
         self.timelines: list[Timeline] = []
 
     def begin(self, step: Step, lowered: Lowered, executors: Sequence[Executor]) -> list[Spans]:
-        """Return empty lists for the lanes that run here to write into."""
+        """Return one empty list per lane of this process, to which the lane adds its spans."""
         self._lowered, self._spans = lowered, [[] for _ in executors]
         for executor in executors:
             executor.streams.start_clock()
-        # of a step that leaves actions out there is no order to hold the bubble against
+        # a step that omits actions does not follow the schedule, so its bubble has no causes
         self._is_whole = step.mode.has_backward and step.batch.num_mbs == self._schedule.num_mbs
         return self._spans
 
     def end(self, lane_group: LaneGroup, executors: Sequence[Executor]) -> None:
-        """Put the timeline of the step together."""
+        """Gather the spans of all processes, and make the timeline of the step."""
         held = self._bytes_of()
         if self.measures_memory:
             held = self._measured(lane_group, executors)
@@ -67,7 +68,7 @@ class Recording:
         self.timelines.append(_timeline(self._lowered, everyone, held, is_whole=self._is_whole))
 
     def _measured(self, lane_group: LaneGroup, executors: Sequence[Executor]) -> dict[str, NDArray[np.float64]]:
-        """Return what each stage was seen to hold for a micro-batch; note what each lane held at most."""
+        """Return the measured bytes of each stage for one micro-batch; store the peak of each lane."""
         peaks = [max(executor.held_bytes, default=0) for executor in executors]
         stages = [[value, stage, size] for e in executors for (value, stage), size in e.stage_bytes.items()]
         everyone = lane_group.control.gather([peaks, stages])
@@ -80,16 +81,16 @@ class Recording:
 
     @property
     def timeline(self) -> Timeline:
-        """The last step that was recorded.
+        """The timeline of the last recorded step.
 
         Raises:
-            UsageError: when none was.
+            UsageError: if no step was recorded.
         """
         if not self.timelines:
             raise UsageError("nothing was recorded: run a step inside `with pipe.record() as timeline:`")
         return self.timelines[-1]
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a timeline has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a timeline
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.timeline, name)
@@ -114,8 +115,8 @@ def _timeline(
     start, end = table[:, 1] - first, table[:, 2] - first
     kind = rows.kind[place]
     is_send = np.isin(kind, _SENDS)
-    # a send has arrived when its receiver, which waited for it, had it; where nobody waited nobody knows. That is told
-    # by the receiver's clock, which may be a moment behind: nothing arrives before it is sent
+    # a send ends when its waiting receiver gets the value; if the receiver did not wait, the end is unknown (NaN). The
+    # receiver's clock may be slightly behind, so the end is never before the start
     arrivals = _arrivals(lowered, place, start, end, np.isin(kind, _RECEIVES))
     end = np.where(is_send, np.maximum(arrivals, start), end)
     to_lane = np.full(len(place), -1, dtype=np.int32)
@@ -144,7 +145,7 @@ def _arrivals(
     lowered: Lowered, place: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64],
     is_receive: NDArray[np.bool_],
 ) -> NDArray[np.float64]:  # fmt: skip
-    """Return for each send when its receiver, which waited for it, had it; not a number where nobody waited."""
+    """Return for each send the time at which its waiting receiver got the value; NaN if the receiver did not wait."""
     waited = is_receive & (end - start > 1e-4)
     at_send = np.full(len(lowered.rows), np.nan)
     at_send[lowered.flow.needs[place[waited], 0]] = end[waited]

@@ -1,4 +1,4 @@
-"""Step runner: where every step of a pipeline begins, and where it ends."""
+"""Step runner: begins, runs and ends every step of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _MAKES_SEED = 1 << 62
 
 @dataclass
 class StepRunner:
-    """Makes steps of batches, runs them on the lanes, and ends them.
+    """The runner of all steps of a pipeline: it makes a step from a batch, runs it on the lanes, and ends it.
 
     Attributes:
-        chain: the stages, with what the model is called with and returns.
-        setup: the executors and what does not change from step to step.
+        chain: the stages, with the example and the structure of the results.
+        setup: the executors of the lanes.
         lane_group: the lanes.
-        weights: parameters and gradients, which lanes may share.
-        graphs: runs training steps as CUDA graphs if it can.
-        reader: reads batches.
-        loss: the user's.
-        scaler: scales losses of 16 bits.
-        loss_over_batch: one loss is computed of all micro-batches.
-        watch: sees every action, if there is one.
-        recording: measures the steps, if there is one.
-        past: how the last training steps ran.
-        number: of the last step.
-        is_closed: the lanes are stopped.
+        weights: the parameters and gradients, including those that lanes share.
+        graphs: runs training steps as CUDA graphs if possible.
+        reader: checks batches and cuts them into micro-batches.
+        loss: the user's loss function.
+        scaler: the user's GradScaler, if there is one.
+        loss_over_batch: whether one loss is computed on the outputs of all micro-batches.
+        watch: an object that sees every action, if there is one.
+        recording: the open recording, if there is one.
+        past: the last training steps.
+        number: the number of the last step.
+        is_closed: whether the lanes are stopped.
     """
 
     chain: Chain
@@ -73,10 +73,10 @@ class StepRunner:
         self, batch: object, target: tuple[Any, ...] | None, *, adds_gradients: bool = False,
         reader: BatchReader | None = None,
     ) -> Ready:  # fmt: skip
-        """Return a batch that can run; tell the other processes if this one cannot.
+        """Check a batch and cut it into micro-batches; if this fails, report it to the other processes.
 
         Raises:
-            UsageError: when it is not like the example.
+            UsageError: if the batch is not like the example, or if the pipeline is closed.
         """
         if self.is_closed:
             raise UsageError("the pipeline is closed; make another one")
@@ -91,13 +91,13 @@ class StepRunner:
     def begin(
         self, ready: Ready, mode: Mode, *, given: tuple[Any, ...] = (), outputs: dict[int, list[Any]] | None = None
     ) -> Step:
-        """Return a step for a batch.
+        """Return the step for a batch.
 
         Args:
-            ready: the batch.
-            mode: how to run.
-            given: what the user gave, to be compared between processes.
-            outputs: is filled with the model's results for each micro-batch; no loss is computed then.
+            ready: the batch in micro-batches.
+            mode: how the stages run.
+            given: the user's arguments, which are compared between processes.
+            outputs: a dict that receives the model's results for each micro-batch; if given, no loss is computed.
         """
         shares, is_over_batch = ready.shares, self.loss_over_batch and outputs is None
         self.number += 1
@@ -116,18 +116,18 @@ class StepRunner:
         if mode.is_training:
             step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
         if self.scaler is not None and mode.is_training and mode.has_backward:
-            # scale() rather than get_scale(): the scaler makes what it needs in its first call
+            # scale() instead of get_scale(), because the scaler creates its state in the first call of scale()
             factor = self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.setup.devices[0]))
             step.factor = factor if ready.total is None else factor / ready.total.to(factor.device)
         return step
 
     def _read_loss(self, mode: Mode) -> Callable[[Sequence[Any], tuple[Any, ...]], Any]:
-        """Return what makes the loss, and the numbers beside it, of the model's results and a target."""
+        """Return a function from the model's results and a target to the loss and the metrics."""
         results, loss = self.chain.results(mode.is_training), self.loss
         return lambda tensors, target: read_loss(rebuild(results.template(), tensors), loss, target)
 
     def _finish(self, ready: Ready, mode: Mode, outputs: dict[int, list[Any]] | None) -> Callable[..., Any]:
-        """Return what the last stage does with the model's results for a micro-batch."""
+        """Return the function that the last stage calls with the model's results for a micro-batch."""
         loss_of = self._read_loss(mode)
 
         def finish(
@@ -136,7 +136,7 @@ class StepRunner:
             if outputs is not None:
                 outputs[mb] = [tensor.detach() for tensor in tensors]
                 return None, {}
-            if ready.shares[mb] == 0:  # nothing counts, and a mean over nothing is not a number
+            if ready.shares[mb] == 0:  # the micro-batch has no weight; its loss, a mean over nothing, would be NaN
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(())), {}
             with nullcontext() if ready.total is None else Summing():
                 found: tuple[torch.Tensor, dict[str, torch.Tensor]] = loss_of(tensors, target)
@@ -156,12 +156,12 @@ class StepRunner:
         try:
             self.lane_group.run(executors, step, spans)
         finally:
-            self.number = step.number  # processes that failed at different steps have agreed on the latest
+            self.number = step.number  # after a failure, all processes continue from the latest step number
         if recording is not None:
             recording.end(self.lane_group, executors)
 
     def train(self, step: Step, batch: object) -> None:
-        """Run a training step, as graphs if that works, and end it; `batch` is what the user gave."""
+        """Run a training step, as CUDA graphs if possible, and end it; `batch` is the user's batch object."""
         is_done = False
         try:
             with self.weights.summed_over_lanes(is_scaled=self.scaler is not None):
@@ -172,11 +172,11 @@ class StepRunner:
             self._end(is_done=is_done)
 
     def rehearse(self, step: Step, *, gathers: bool) -> None:
-        """Run a training step that does not count: no graphs, no record, no statistics.
+        """Run a training step without graphs, without a recording, and without an update of statistics.
 
         Args:
             step: the step.
-            gathers: gradients of parameters that lanes share are summed.
+            gathers: whether to sum the gradients of parameters that several lanes share.
         """
         try:
             with self.weights.summed_over_lanes(is_scaled=False) if gathers else nullcontext():
@@ -187,13 +187,13 @@ class StepRunner:
     # ---- end
 
     def _end(self, *, is_done: bool) -> None:
-        """End a training step: lanes agree on statistics and buffers if it counts, and forget statistics if not."""
+        """End a training step: update statistics and shared buffers if it is done; otherwise discard the statistics."""
         self.setup.end_step(self.lane_group, is_done=is_done)
         if is_done:
             self.weights.average_buffers()
 
     def total(self, step: Step, ready: Ready) -> torch.Tensor:
-        """Return the loss of the batch; all lanes get it."""
+        """Return the loss of the batch, in all processes."""
         losses: Mapping[int, torch.Tensor] = self.lane_group.values.losses(step, self.setup.schedule)
         if step.over_batch is not None:
             (loss,) = losses.values()
@@ -203,7 +203,7 @@ class StepRunner:
         return total if ready.total is None else total / ready.total.to(total.device, total.dtype)
 
     def total_metrics(self, step: Step, ready: Ready) -> dict[str, torch.Tensor]:
-        """Return the metrics of the batch; all lanes have told them with their losses."""
+        """Return the metrics of the batch, which the lanes have exchanged together with their losses."""
         if step.over_batch is not None:
             return {name: value.double() for found in step.metrics.values() for name, value in found.items()}
         return total_metrics(step.metrics, ready.shares, is_sum=self.reader.is_sum)

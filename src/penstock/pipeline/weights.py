@@ -1,4 +1,4 @@
-"""Weights: the parameters of a pipeline's lanes, what they share, and their gradients over all of them."""
+"""Weights: the parameters and buffers of a pipeline's lanes, and the gradients of parameters that lanes share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["Weights", "is_stand_in"]
 
-_BUFFERS = 1 << 20  # numbers of exchanges: those of parameters and statistics come before
+_BUFFERS = 1 << 20  # the first exchange number of buffers; parameters and statistics have lower numbers
 
 
 class Weights:
-    """What the lanes hold.
+    """The parameters and buffers of the lanes in this process.
 
-    A parameter that stages of several lanes use lives on each of them. In one process and on one device that is the
-    same tensor; otherwise its gradients are added up once at the end of a step, and are then the same on all lanes.
+    A parameter that stages of several lanes use is on each of these lanes. If the lanes are in one process and on one
+    device, they use the same tensor. Otherwise, its gradients are summed once at the end of a step, and are then the
+    same on all lanes.
 
     Args:
         chains: the stages, for each way of the schedule.
-        schedule: says where stages live.
-        devices: of each lane.
-        company: the lanes.
-        make_optimizer: where the schedule updates weights within the step.
-        is_scaled: a gradient scaler is used.
+        schedule: the schedule, which assigns stages to lanes.
+        devices: the device of each lane.
+        lane_group: the lanes.
+        make_optimizer: makes an optimizer from a list of parameters, if the schedule updates weights within the step.
+        is_scaled: whether a GradScaler is used.
     """
 
     def __init__(
@@ -50,20 +51,20 @@ class Weights:
         self._place()
         self._holders = self._find_holders(chains[0])
         self._number_of = {name: number for number, name in enumerate(self._holders)}
-        self._unsummed: dict[str, torch.Tensor] = {}  # gradients that were not summed yet, under no_sync
+        self._unsummed: dict[str, torch.Tensor] = {}  # gradients from steps under no_sync, not summed yet
         self._is_synchronised = True
-        # without values, unless a scaler is to see in its gradient that another lane overflowed
+        # empty; with a scaler it has one element, whose gradient shows the scaler an overflow on another lane
         self._stand_in = _make_stand_in(int(is_scaled), devices[lane_group.lanes[0]])
         self.optimizers = self._make_optimizers(make_optimizer)
         self.groups = _update_groups(schedule)
         self._broadcast_values()
 
-    # ---- where they are
+    # ---- placement
 
     def _place(self) -> None:
-        """Put each stage's parameters on its lane's device; one that another device holds already gets a copy."""
+        """Move the tensors of each stage to its lane's device; copy those that a lane on another device already has."""
         home_of: dict[int, torch.device] = {}
-        self._empty: set[str] = set()  # what was on meta and has no values yet
+        self._empty: set[str] = set()  # tensors that were on meta and have no values yet
         for (lane, _), stage in self._stages.items():
             device = self._devices[lane]
             for name in list(stage.held):
@@ -78,15 +79,15 @@ class Weights:
                 home_of[id(stage.held.get(name))] = device
 
     def _find_holders(self, chain: Chain) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that more than one lane holds, and these lanes."""
+        """Return the parameters that several lanes hold, each with its lanes."""
         lanes_of: dict[str, set[int]] = {}
         for s, stage in enumerate(chain.stages):
-            for name, _ in stage.named_parameters():  # also what is frozen now: it may be unfrozen later
+            for name, _ in stage.named_parameters():  # includes frozen parameters, which may be unfrozen later
                 lanes_of.setdefault(name, set()).update(way[s] for way in self._schedule.ways)
         return {name: tuple(sorted(lanes)) for name, lanes in lanes_of.items() if len(lanes) > 1}
 
     def lanes_sharing_tensors(self) -> list[tuple[int, ...]]:
-        """Return groups of lanes here that hold tensors in common, and so may not work on them side by side."""
+        """Return groups of lanes in this process that share tensors, and so must not use them at the same time."""
         lanes_of: dict[int, set[int]] = {}
         for (lane, _), stage in self._stages.items():
             for name in stage.held:
@@ -102,26 +103,26 @@ class Weights:
         """Raise if parameters have no values yet.
 
         Raises:
-            UsageError: when the model was on meta and no state was loaded.
+            UsageError: if the model was on meta and no state dict was loaded.
         """
         if self._empty:
             names = ", ".join(sorted(self._empty)[:5])
             raise UsageError(
-                f"the model was on meta, and these have no values before load_state_dict(): {names}. A buffer that is "
-                "no part of a state dict has none from there either: add it to the state under its own name"
+                f"the model was on meta, and these have no values before load_state_dict(): {names}. A state dict has "
+                "no non-persistent buffers: add such a buffer to the state dict under its own name"
             )
 
     def _own(self, name: str) -> list[nn.Parameter]:
-        """Return the tensors that lanes of this process hold under a name, each once."""
+        """Return the tensors that lanes in this process hold under a name, each once."""
         found: dict[int, nn.Parameter] = {}
         for stage in self._stages.values():
             if name in stage.held:
                 tensor = stage.held.get(name)
-                found[id(tensor)] = tensor  # type: ignore[assignment]  # asked for parameters only
+                found[id(tensor)] = tensor  # type: ignore[assignment]  # used for parameters only
         return list(found.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the lanes that run here, each once."""
+        """Yield the parameters of the lanes in this process with their names, each once."""
         seen: set[int] = set()
         for stage in self._stages.values():
             for name, parameter in stage.named_parameters():
@@ -130,15 +131,15 @@ class Weights:
                     yield name, parameter
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and buffers as they are, in next to no time; what several lanes hold, for each of them."""
+        """Yield parameters and buffers, without a copy; yield a tensor of several lanes once per lane."""
         for stage in self._stages.values():
             yield from zip(stage.held, stage.held.tensors(), strict=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes that run here, each once.
+        """Yield the parameters of the lanes in this process, each once.
 
-        A lane of several processes that trains none has an empty one beside them, for torch makes no optimizer of
-        nothing. It has no name, and is in no state.
+        If there are several processes, a lane without trainable parameters also yields an empty parameter, because
+        torch cannot make an optimizer without parameters. It has no name, and no state dict contains it.
         """
         trains = self._is_whole
         for _, parameter in self.named_parameters():
@@ -147,23 +148,25 @@ class Weights:
         if not trains:
             yield self._stand_in
 
-    # ---- state
+    # ---- state dict
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers under the model's own names: all of them, where modules share a tensor."""
+        """Return parameters and buffers under the model's own names; a shared tensor appears under all of its names."""
         held: dict[str, torch.Tensor] = {}
         for stage in self._stages.values():
             held.update((name, t) for name, t in stage.state_dict().items() if name not in held)
         return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy values into parameters and buffers; all processes do, or none.
+        """Copy values into parameters and buffers, in all processes or in none.
 
         Raises:
-            UsageError: listing what is missing, not in the model, or of another shape; nothing was copied then.
+            UsageError: if names are missing or unknown, or if shapes differ. Nothing is copied then.
         """
         if not isinstance(state, Mapping):
-            raise UsageError(f"state: give a state dict, names and tensors; given: {type(state).__name__}")
+            raise UsageError(
+                f"state: pass a state dict, a mapping from names to tensors; given: {type(state).__name__}"
+            )
         own: dict[str, list[torch.Tensor]] = {}
         for stage in self._stages.values():
             named = stage.state_dict(keep_vars=True)
@@ -182,12 +185,12 @@ class Weights:
         self._empty -= state.keys()
 
     def _misfit(self, state: Mapping[str, torch.Tensor], own: Mapping[str, list[torch.Tensor]], *, strict: bool) -> str:
-        """Return what is wrong with a state, for the lanes that run here; nothing if it fits."""
+        """Return the faults of a state dict for the lanes in this process, as text; empty if it fits."""
         known = {name for stage in self._chain.stages for name in stage.held} | self._chain.aliases.keys()
         missing = [name for name in own if name not in state]
         unknown = [name for name in state if name not in known]
         wrong = [
-            f"{name}: {tuple(state[name].shape)} for {tuple(tensors[0].shape)}"
+            f"{name}: {tuple(state[name].shape)} instead of {tuple(tensors[0].shape)}"
             for name, tensors in own.items()
             if name in state and state[name].shape != tensors[0].shape
         ]
@@ -199,7 +202,7 @@ class Weights:
         )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None or zero, and discard those that are not summed yet."""
         self._unsummed.clear()
         for _, parameter in self.named_parameters():
             if set_to_none:
@@ -207,11 +210,11 @@ class Weights:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    # ---- gradients over lanes
+    # ---- gradients of several lanes
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
-        """Leave gradients of shared parameters unsummed."""
+        """Postpone the sum of the gradients of shared parameters until the first step after this block."""
         before, self._is_synchronised = self._is_synchronised, False
         try:
             yield
@@ -220,9 +223,9 @@ class Weights:
 
     @contextmanager
     def summed_over_lanes(self, *, is_scaled: bool) -> Iterator[None]:
-        """Run a step inside; then add up what lanes have of shared parameters, once.
+        """After the block, which runs a step, sum the gradients of shared parameters over all lanes.
 
-        Only what the step adds is summed: what was there before is the same on all lanes already.
+        Only the gradients of this step are summed, because earlier gradients are already the same on all lanes.
         """
         shared = self._separate_copies()
         before = {name: [p.grad for p in self._own(name)] for name in shared}
@@ -245,11 +248,11 @@ class Weights:
                 if not self._is_synchronised and new is not None:
                     self._unsummed[f"{place}:{name}"], new = new, None
                 parameter.grad = new if gradient is None else gradient if new is None else gradient + new
-        if is_scaled and not self._is_whole:  # in one process the scaler sees all gradients itself
+        if is_scaled and not self._is_whole:  # in one process, the scaler sees all gradients
             self._share_overflow()
 
     def _separate_copies(self) -> list[str]:
-        """Return the shared parameters whose holders are different tensors, of which this process has one."""
+        """Return the parameters of this process that several lanes hold as different tensors."""
         mine = set(self._lane_group.lanes)
         return [
             name
@@ -272,12 +275,12 @@ class Weights:
                 parameter.grad = None if total is None else total.to(parameter.device)
 
     def _share_overflow(self) -> None:
-        """Let all lanes see that one of them overflowed: then all skip the update, or none."""
+        """Show an overflow on one lane to all lanes, so that either all lanes skip the update or none does."""
         own = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
         is_finite = all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
         self._stand_in.grad = (
             None if own else torch.zeros_like(self._stand_in)
-        )  # what the scaler looks at, on this lane
+        )  # the gradient that the scaler checks on this lane
         if all(self._lane_group.control.gather(is_finite)):
             return
         for parameter in (*own, self._stand_in):
@@ -286,7 +289,7 @@ class Weights:
                 return
 
     def _broadcast_values(self) -> None:
-        """Let all lanes start from the values of the first that holds a parameter."""
+        """Copy the values of each shared parameter from its first lane to its other lanes."""
         mine = set(self._lane_group.lanes)
         with torch.no_grad():
             for name, lanes in self._holders.items():
@@ -297,9 +300,10 @@ class Weights:
                         parameter.copy_(first)
 
     def average_buffers(self) -> None:
-        """Let lanes of several processes that run the same stage go on with the same buffers: the mean of theirs.
+        """Average the buffers of each stage that lanes of several processes run.
 
-        Each has seen its own micro-batches only. In one process they share the tensors.
+        Each of these lanes has run only its own micro-batches. Within one process, lanes share the tensors. Integer
+        buffers get the maximum.
         """
         mine = set(self._lane_group.lanes)
         if len(mine) == self._schedule.num_lanes:
@@ -317,21 +321,23 @@ class Weights:
                         buffer.copy_(together.mean(0) if is_float else together.amax(0))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale all gradients so that their norm over all lanes is at most so much; return the norm as it was."""
+        """Scale all gradients so that their norm over all lanes is at most `max_norm`; return the previous norm."""
         if not float(max_norm) >= 0 or not float(norm_type) > 0:
-            raise UsageError(f"clip_grad_norm_: max_norm {max_norm} and norm_type {norm_type} must be above zero")
+            raise UsageError(
+                f"clip_grad_norm_: max_norm must be 0 or more, norm_type more than 0; given: {max_norm}, {norm_type}"
+            )
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norms = self._own_norms(norm_type)
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
-        if self._is_whole:  # then nobody needs to know the number on the host, and nobody waits for it
+        if self._is_whole:  # the norm stays on the device, so the host does not wait
             total: torch.Tensor = own
         else:
             total = torch.linalg.vector_norm(
                 torch.tensor(self._lane_group.control.gather(float(own)), dtype=own.dtype), norm_type
             )
-        if float(max_norm) == float("inf"):  # nothing is to be scaled; inf / inf would spoil all for one
+        if float(max_norm) == float("inf"):  # no scaling: inf / inf would make all gradients NaN
             return total
-        # as torch does, a norm that is not a number shows in all gradients
+        # as in torch, a NaN norm makes all gradients NaN
         scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
         scale_on = {
             device: scale.to(device, non_blocking=device.type == "cuda") for device in {g.device for g in gradients}
@@ -341,7 +347,7 @@ class Weights:
         return total
 
     def _own_norms(self, norm_type: float) -> list[torch.Tensor]:
-        """Return the norms of the gradients that are here; a parameter on several lanes counts once."""
+        """Return the norms of the gradients in this process; a shared parameter counts on its first lane only."""
         seen: set[str] = set()
         norms: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
@@ -358,7 +364,7 @@ class Weights:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all lanes run here."""
+        """Whether all lanes run in this process."""
         return len(self._lane_group.lanes) == self._schedule.num_lanes
 
     def _make_optimizers(
@@ -368,7 +374,7 @@ class Weights:
         if has_updates and make is None:
             raise UsageError(
                 f"{self._schedule.name} updates weights within the step: give optimizer=, a function that makes an "
-                "optimizer of a list of parameters, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+                "optimizer from a list of parameters, such as optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
             )
         if not has_updates and make is not None:
             raise UsageError(f"optimizer: {self._schedule.name} does not update weights within the step; leave it out")
@@ -377,7 +383,7 @@ class Weights:
         if self._holders:
             names = ", ".join(self._holders)
             raise UsageError(
-                f"{self._schedule.name} updates each stage by itself, so no two may share a parameter: {names}"
+                f"{self._schedule.name} updates each stage separately, so two stages cannot share a parameter: {names}"
             )
         return {
             index: make([p for p in stage.parameters() if p.requires_grad] or [self._stand_in])
@@ -386,19 +392,19 @@ class Weights:
 
 
 def _make_stand_in(size: int, device: torch.device) -> nn.Parameter:
-    """Return a parameter for an optimizer of a lane that trains none: torch makes no optimizer of nothing."""
+    """Return a parameter for the optimizer of a lane without trainable parameters: torch refuses an empty list."""
     made = nn.Parameter(torch.zeros(size, device=device))
     made.is_stand_in = True  # type: ignore[attr-defined]
     return made
 
 
 def is_stand_in(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is no one of the model's, but stands in for them."""
+    """Return whether a parameter was made by `_make_stand_in`, so that it is not a parameter of the model."""
     return getattr(parameter, "is_stand_in", False)
 
 
 def _update_groups(schedule: Schedule) -> list[list[int]] | None:
-    """Return the micro-batches that each update takes together; None where there are no updates."""
+    """Return the micro-batches of each update within the step; None if the schedule has no updates."""
     if Kind.U not in schedule.kinds:
         return None
     groups: list[list[int]] = [[]]
@@ -413,7 +419,7 @@ def _update_groups(schedule: Schedule) -> list[list[int]] | None:
 def _total(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
     there = sorted(
         (g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse
-    )  # dense + sparse works
+    )  # dense first: torch cannot add a dense tensor to a sparse one in place
     if not there:
         return None
     total = there[0].clone()
@@ -423,7 +429,7 @@ def _total(gradients: Sequence[torch.Tensor | None], device: torch.device) -> to
 
 
 def _as_plain(gradient: torch.Tensor | None) -> list[Any]:
-    """Return a gradient as what can travel: a sparse one as its indices and values."""
+    """Return a gradient as tensors that can be sent: a sparse gradient as its indices and values."""
     if gradient is None or not gradient.is_sparse:
         return [gradient]
     gradient = gradient.coalesce()
@@ -431,7 +437,7 @@ def _as_plain(gradient: torch.Tensor | None) -> list[Any]:
 
 
 def _from_plain(given: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
-    """Return the gradient that was sent so."""
+    """Return the gradient that `_as_plain` converted."""
     if len(given) == 1:
         return given[0]
     indices, values = (part for part in given if part is not None)

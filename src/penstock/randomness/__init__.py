@@ -1,1 +1,1 @@
-"""Randomness: who draws which random numbers, and the states of generators."""
+"""Randomness: random numbers that depend on a seed and on the part of the model that draws them."""

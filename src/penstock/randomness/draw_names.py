@@ -1,7 +1,8 @@
-"""Drawing: which part of the model draws random numbers now, by a name that does not depend on the cuts.
+"""Draw names: the names of the parts of a model that draw random numbers. They do not depend on the cuts.
 
-Programs write down the name of the node or module that they run; what seeds the generators reads it. Each thread has
-its own: lanes are threads, and on a GPU a forward that is run again within a backward runs in a thread of autograd's.
+Programs record the name of the node or module that they run, and the code that seeds the generators reads it. Each
+thread has its own name: lanes are threads, and on a GPU, a forward that is recomputed within a backward runs in one of
+autograd's threads.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ __all__ = ["enter", "enter_all", "here", "seeded_python"]
 
 
 class _Here(threading.local):
-    """What a thread runs now.
+    """The part of the model that a thread runs now.
 
     Attributes:
-        place: the name of what draws.
-        places: the names of all parts of the compiled program that runs; of other code the one place.
-        seed: of the forward that runs, for Python's own random numbers; None outside of a pipeline's forwards.
+        place: the draw name.
+        places: the draw names of all parts of the compiled program that runs; for other code, `place` alone.
+        seed: the seed of the current forward, for Python's own random numbers; None outside of a pipeline's forwards.
     """
 
     place: str = ""
@@ -32,24 +33,24 @@ class _Here(threading.local):
 
 here = _Here()
 
-# Python's and numpy's generators are the process's, so a forward that draws from them must be alone in the process
+# Python's and numpy's generators belong to the process, so only one forward at a time may draw from them
 _ALONE = threading.RLock()
 
 
 def enter(place: str) -> None:
-    """Note what draws from here on."""
+    """Set the draw name from here on."""
     here.place = place
     here.places = (place,)
 
 
 def enter_all(places: tuple[str, ...]) -> None:
-    """Note what may draw from here on, in a compiled program that numbers its parts."""
+    """Set the draw names from here on, for a compiled program that numbers its parts."""
     here.place, here.places = places[0], places
 
 
 @contextmanager
 def seeded_python(seed: int) -> Iterator[None]:
-    """Draw Python's and numpy's random numbers from a seed; afterwards their generators go on as before."""
+    """Draw Python's and numpy's random numbers from a seed; afterwards, restore the state of their generators."""
     with _ALONE:
         python, numpy = random.getstate(), np.random.get_state()
         random.seed(seed)

@@ -1,7 +1,7 @@
-"""Randomness: a micro-batch draws numbers of its own, the same in every run of it, whatever other threads draw.
+"""Draws: the random numbers of a micro-batch. They are the same in every run, and independent of other threads.
 
-Numbers follow from a seed and from the name of what draws them, never from the stage: another cut, schedule or keep
-policy draws the same ones. docs/design/runtime.md has the reasons.
+The numbers follow from a seed and from the draw name, never from the stage. So another cut, schedule or keep policy
+draws the same numbers. docs/design/runtime.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__ = ["Seeded", "mix"]
 
 _WORD = 2**64 - 1
 _CPU = torch.device("cpu")
-_MOST_GENERATORS = 1024  # that one stage keeps: a CPU generator takes 5 KB
+_MOST_GENERATORS = 1024  # per stage; a CPU generator takes 5 KB
 _aten = torch.ops.aten
 
 Operation = torch._ops.OpOverload[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-# the default generators are the process's, so who borrows one must be alone in the process
+# the default generators belong to the process, so only one thread at a time may borrow one
 _BORROWING = threading.Lock()
 
 
 def mix(*words: int) -> int:
-    """Return a seed that follows from some numbers: 63 bits that look unrelated to those of any other numbers.
+    """Return a seed computed from some integers: 63 bits that look unrelated to those of any other integers.
 
     >>> mix(0, 1, 2) == mix(0, 1, 2), mix(0, 1, 2) == mix(0, 2, 1)
     (True, False)
     """
     mixed = 0
-    for word in words:  # splitmix64, one round a word
+    for word in words:  # splitmix64, one round per word
         mixed = ((mixed ^ word) + 0x9E3779B97F4A7C15) & _WORD
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -56,19 +56,19 @@ def mix(*words: int) -> int:
 
 @lru_cache(maxsize=2**16)
 def _number_of(place: str) -> int:
-    """Return a name as a number, the same in every process."""
+    """Return the number of a draw name, which is the same in every process."""
     return int.from_bytes(blake2b(place.encode(), digest_size=8).digest(), "little")
 
 
 class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, every random operation of this thread draws from generators of its own.
+    """A mode in which every random operation of this thread draws from the mode's own generators.
 
-    Each place that draws, as `penstock.randomness.draw_names` names it, has one generator, seeded when the place is
-    entered. CUDA graphs need separate generators: a captured graph holds on to one, which has one seed in a replay.
-    Operations that the user gives a generator keep that one. The default generators stay as they are.
+    Each draw name (`penstock.randomness.draw_names`) has one generator, which is seeded when the name is entered. CUDA
+    graphs need separate generators: a captured graph keeps its generator, which has only one seed per replay. An
+    operation that gets a generator from the user draws from that one. The default generators do not change.
 
     Attributes:
-        was_drawn: whether any random operation ever ran under it.
+        was_drawn: whether a random operation has ever run in the mode.
 
     >>> seeded = Seeded(7, "cpu")
     >>> with seeded:
@@ -86,19 +86,19 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.was_drawn = False
         self._seed, self._place = seed, ""
         self._generator_of: dict[tuple[torch.device, str], torch.Generator] = {}
-        self._is_seeded: set[torch.device] = set()  # in the place that draws now
-        self._num_drawn_at: Counter[str] = Counter()  # how often compiled code drew at a place, in this micro-batch
+        self._is_seeded: set[torch.device] = set()  # for the current draw name
+        self._num_drawn_at: Counter[str] = Counter()  # draws of compiled code per name, in this micro-batch
         self._has_gradients = False
         self._devices = {_with_index(torch.device(device))}
 
     def reseed(self, seed: int) -> None:
-        """Begin another micro-batch."""
+        """Begin another micro-batch, with its seed."""
         self._seed = seed
         self._is_seeded.clear()
         self._num_drawn_at.clear()
 
     def seed_all(self) -> list[torch.Generator]:
-        """Seed the generators of all places that have drawn, for a replay; return those on devices, for a capture."""
+        """Seed the generators of all names that have drawn, for a replay; return those on GPUs, for a capture."""
         self._is_seeded.clear()
         self._num_drawn_at.clear()
         for (_, place), generator in self._generator_of.items():
@@ -109,7 +109,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return mix(self._seed, _number_of(place)) if place else self._seed
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator that the place which runs now draws from on a device."""
+        """Return the generator of the current draw name on a device."""
         place = here.place
         if place != self._place:
             self._place = place
@@ -121,7 +121,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             self._devices.add(device)
             if len(self._generator_of) >= _MOST_GENERATORS:
-                # all others take turns with one, which no CUDA graph can capture: it would need two seeds
+                # all other names share one generator, which no CUDA graph can capture: it would need two seeds
                 place = _OTHERS
             found = self._generator_of.get((device, place))
             if found is None:
@@ -132,10 +132,10 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def draws_beside(self, device: torch.device) -> bool:
-        """Return whether it drew anywhere but on a device."""
+        """Return whether random numbers were drawn on any device other than this one."""
         return any(found != _with_index(device) for found in self._devices)
 
-    # TorchDispatchMode also sets flags of the process, which threads that enter and leave at will would leave wrong
+    # TorchDispatchMode's own methods also set flags of the process; these become wrong if several threads use modes
     def __enter__(self) -> Seeded:
         self._has_gradients = torch.is_grad_enabled()
         _push_mode(self)
@@ -146,7 +146,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Make it active in its own rules, where it is not: for operations that are done by others."""
+        """Activate the mode inside its rules, where torch turns it off; for operations that call other operations."""
         _push_mode(self)
         try:
             yield
@@ -155,18 +155,18 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: stages are compiled as if it were not there; compiled code draws its seeds through it."""
+        """Return True: stages are compiled as if the mode were off; compiled code draws its seeds through the mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # nothing here would be compiled; the wrapper that makes sure imports the compiler, and costs 1 µs an operation
+        # nothing here would be compiled; torch's guard against it imports the compiler and costs 1 µs per operation
         return False
 
     def __torch_dispatch__(
         self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Do an operation; a random one by its rule."""
+        """Run an operation; a random one by its rule."""
         rule = _rule_of(func)
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -174,11 +174,11 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def placed(self, place: int, turn: int) -> Iterator[None]:
-        """Draw for a part of the compiled program that runs, not in the order in which torch runs its operations.
+        """Draw for one part of a compiled program, independent of the order in which torch runs its operations.
 
         Args:
             place: the number of the part.
-            turn: how many random operations of the part are before this one in the graph.
+            turn: the number of random operations of the part that come before this one in the graph.
         """
         places, before = here.places, here.place
         name = f"{places[place]} {turn}" if turn else places[place]
@@ -195,7 +195,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Raises:
             UsageError: in torch.utils.checkpoint, which would draw other numbers when it runs again in the backward;
-                and in a part of a compiled program that torch does not compile, so that nobody knows which it is.
+                or in uncompiled code of a compiled program, because its part of the model is unknown.
         """
         if len(here.places) > 1:
             raise UsageError(_NOT_COMPILED)
@@ -211,15 +211,15 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _OTHERS = "\0 others"
 
 _NOT_COMPILED = (
-    "compile: the model draws random numbers in code that torch.compile leaves as it is (a graph break), so that what"
-    " they are would depend on the cuts. TORCH_LOGS=graph_breaks shows where; leave compile= out, or move the random"
-    " numbers to code that compiles"
+    "compile: the model draws random numbers in code that torch.compile does not compile (a graph break), so the"
+    " numbers would depend on the cuts. TORCH_LOGS=graph_breaks shows the place; leave out compile=, or move the random"
+    " operations to code that compiles"
 )
 
 _CHECKPOINTED = (
-    "the model draws random numbers (dropout, perhaps) inside torch.utils.checkpoint, whose second run in the backward"
-    " would draw others and give wrong gradients. Turn checkpointing off in the model, in transformers by"
-    " gradient_checkpointing_disable(), and let the pipeline recompute whole stages instead"
+    "the model draws random numbers (for example dropout) inside torch.utils.checkpoint. Its second run in the backward"
+    " would draw other numbers, and the gradients would be wrong. Turn checkpointing off in the model (transformers:"
+    ' gradient_checkpointing_disable()), and let the pipeline recompute whole stages: keep="recompute"'
 )
 
 Rule = Callable[[Seeded, Operation, Args, Kwargs], object]
@@ -227,12 +227,12 @@ Rule = Callable[[Seeded, Operation, Args, Kwargs], object]
 
 @cache
 def _rule_of(func: object) -> Rule | None:
-    """Return how to do an operation, or None if it draws nothing."""
+    """Return the rule for an operation; None if it draws nothing."""
     if not isinstance(func, torch._ops.OpOverload):
         return _run_inside
     if func in ORIGINAL_OF:
         return _at_place
-    if func._schema.name.endswith("_backward"):  # it is told which numbers the forward drew
+    if func._schema.name.endswith("_backward"):  # it gets the numbers that the forward drew
         return None
     if "generator" not in argument_names(func) and torch.Tag.nondeterministic_seeded not in func.tags:
         return None
@@ -240,17 +240,17 @@ def _rule_of(func: object) -> Rule | None:
 
 
 def _rule_by_form(func: Operation) -> Rule:
-    """Return how to do a random operation that has no rule of its own."""
+    """Return the rule for a random operation that is not in `_RULES`."""
     if "generator" in argument_names(func):
         return _give_generator
     if _overload_with_generator(func) is not None:
         return _call_overload
-    # those that are made of others come whole in inference mode only
+    # composite operations arrive here whole only in inference mode
     return _decompose if func._can_decompose() else _borrow_default
 
 
 def _at_place(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation of compiled code, which says where it draws."""
+    """Run a placed draw of compiled code."""
     place, turn, *given = args
     original = ORIGINAL_OF[func]
     rule = _rule_of(original)
@@ -260,7 +260,7 @@ def _at_place(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> obje
 
 
 def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation that takes a generator."""
+    """Run an operation that takes a generator."""
     place = argument_names(func).index("generator")
     given = args[place] if place < len(args) else kwargs.get("generator")
     device = _device_of(args, kwargs)
@@ -273,7 +273,7 @@ def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
 
 
 def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation by its other form, which takes a generator."""
+    """Run an operation by its overload that takes a generator."""
     device = _device_of(args, kwargs)
     if device.type == "meta":
         return func(*args, **kwargs)
@@ -283,7 +283,7 @@ def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) ->
 
 
 def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do a dropout that takes no generator: the same result, and the mask that its backward takes."""
+    """Run a dropout that takes no generator: return the same result, and the mask that its backward takes."""
     value, p = args[0], args[1]
     if value.is_meta or not is_on(func, args, kwargs):
         return func(*args, **kwargs)
@@ -296,10 +296,13 @@ def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
 
 
 def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do a recurrent network of cuDNN, which draws from a state in device memory that the whole process shares."""
+    """Run a recurrent network of cuDNN with its own dropout state.
+
+    By default, all networks of the process share one state in device memory.
+    """
     if not is_on(func, args, kwargs):
         return func(*args, **kwargs)
-    # the seed is drawn on the host: a number of the device would have to be waited for
+    # the seed is drawn on the host, which would otherwise have to wait for the device
     seed = torch.randint(2**62, (), generator=mode.draw_on(_CPU)).item()
     given = dict(zip(argument_names(func), args, strict=False)) | kwargs
     device = given["input"].device
@@ -308,7 +311,7 @@ def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> obj
 
 
 def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation that knows only the default generator: put our state into it for that while."""
+    """Run an operation that takes no generator: temporarily put the mode's state into the default generator."""
     device = _device_of(args, kwargs)
     if device.type == "meta" or not is_on(func, args, kwargs):
         return func(*args, **kwargs)
@@ -325,7 +328,7 @@ def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
                 default.set_state(before)
     with _BORROWING:
         default = torch.get_device_module(device).default_generators[own.device.index]
-        # these hand the state itself over: nothing is copied, and CUDA graphs may record it
+        # these functions exchange the states without a copy, and CUDA graphs can capture them
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(own)
         try:
@@ -335,14 +338,14 @@ def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
 
 
 def _decompose(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation by the smaller ones that it is made of."""
+    """Run an operation as the smaller operations that it consists of."""
     with mode.again():
-        # not func.decompose(), which has other code for some: that of lstm forgets its dropout
+        # not func.decompose(): it has other code for some operations, and that of lstm omits the dropout
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _run_inside(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Do an operation that calls functions it is given, as torch.cond: these draw under the mode too."""
+    """Run an operation that calls functions, such as torch.cond; these functions draw under the mode too."""
 
     def wrapped(value: Any) -> Any:  # noqa: ANN401
         if not callable(value) or isinstance(value, (torch.Tensor, type)):
@@ -362,7 +365,7 @@ _RULES: dict[Operation, Rule] = {_aten.native_dropout.default: _native_dropout, 
 
 @cache
 def _overload_with_generator(func: Operation) -> Operation | None:
-    """Return the form of an operation that takes the same arguments and a generator."""
+    """Return the overload that takes the same arguments and a generator; None if there is none."""
 
     def signature(operation: Operation) -> list[tuple[str, str]]:
         arguments = operation._schema.arguments
@@ -377,7 +380,7 @@ def _overload_with_generator(func: Operation) -> Operation | None:
 
 
 def _device_of(args: Args, kwargs: Kwargs) -> torch.device:
-    """Return where an operation runs."""
+    """Return the device on which an operation runs."""
     asked = kwargs.get("device")
     if asked is not None:
         return torch.device(asked)
@@ -385,7 +388,7 @@ def _device_of(args: Args, kwargs: Kwargs) -> torch.device:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device that is meant: "cuda" is the current one."""
+    """Return a device with its index; "cuda" means the current GPU."""
     if device.type == "cpu":
         return _CPU
     if device.index is not None:
@@ -394,7 +397,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _is_called_by(function: Callable[..., Any]) -> bool:
-    """Return whether a function is running, further up in this thread."""
+    """Return whether a function is on the call stack of this thread."""
     frame = sys._getframe(1)
     code = function.__code__
     while frame is not None:

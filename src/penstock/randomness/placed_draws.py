@@ -1,12 +1,12 @@
-"""Placed draws: random operations of compiled code that say for which part of the model they draw.
+"""Placed draws: random operations of compiled code with the part of the model for which they draw.
 
-Uncompiled code notes what draws (`penstock.randomness.draw_names`) before each random operation. Compiled code cannot:
-torch fuses and reorders operations, and drops notes. A pass over the graph therefore replaces each random operation by
-one of ours. It takes the number of the part, and how many draws of the part come before it. The names behind the
-numbers come with each call, so stages that look alike share what was compiled.
+Uncompiled code records the draw name (`penstock.randomness.draw_names`) before each random operation. Compiled code
+cannot: torch fuses and reorders operations, and drops such records. So a pass over the graph replaces each random
+operation by an operation of Penstock. It takes the number of the part, and the number of draws of the part before it.
+The names for these numbers are passed with each call, so stages that look alike share their compiled code.
 
-A program has several parts only where it says so itself, by `draw_at` in its code: torch's caches know programs by
-their code. Modules that are compiled together do not, so they are compiled one by one once they draw (`DrawsError`).
+A program has several parts only if its own code calls `draw_at`, because the code is the key of torch's caches. Modules
+that are compiled together do not call it, so if they draw, they are compiled one by one (`DrawsError`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-c
 
 
 def draw_at(place: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
-    """Call an operation; what it draws, it draws for the part of a program that has this number."""
+    """Call an operation; its draws belong to the part of the program with this number."""
     if torch.compiler.is_compiling():
         with annotate({_MARK: place}):
             return operation(*args, **kwargs)
-    names = here.places  # torch gave up compiling it, for it came in too many shapes
+    names = here.places  # torch stopped compiling the program, because it had too many shapes
     enter(names[place])
     try:
         return operation(*args, **kwargs)
@@ -50,15 +50,15 @@ def draw_at(place: int, operation: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 class DrawsError(Exception):
-    """Modules that are compiled together draw: nobody could say which of them."""
+    """An error for modules that draw and are compiled together; it would be unknown which of them draws."""
 
 
 def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
-    """Replace the random operations of a graph by those that say where they draw.
+    """Replace the random operations of a graph by placed draws.
 
     Raises:
-        DrawsError: when there are any, and there must not be.
-        UsageError: when the backward would draw again: other numbers, so that gradients were wrong.
+        DrawsError: if there are random operations and `may_draw` is False.
+        UsageError: if the backward would draw again; it would draw other numbers, and gradients would be wrong.
     """
     is_backward = any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
     turns: Counter[int] = Counter()
@@ -78,9 +78,10 @@ def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
 
 
 _DRAWN_AGAIN = (
-    "compile: the backward would draw random numbers again, others than its forward (torch.utils.checkpoint around "
-    "dropout, or activation_memory_budget), and give wrong gradients. Turn checkpointing off in the model, in "
-    'transformers by gradient_checkpointing_disable(), and let the pipeline recompute whole stages: keep="recompute"'
+    "compile: the backward would draw random numbers again, and they would differ from those of the forward "
+    "(torch.utils.checkpoint around dropout, or activation_memory_budget), so gradients would be wrong. Turn "
+    "checkpointing off in the model (transformers: gradient_checkpointing_disable()), and let the pipeline recompute "
+    'whole stages: keep="recompute"'
 )
 
 
@@ -91,7 +92,7 @@ def argument_names(operation: Operation) -> tuple[str, ...]:
 
 
 def is_on(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a random operation draws with these arguments; None stands for training."""
+    """Return whether a random operation draws with these arguments; None means training."""
     switches = _switches(operation)
     values = (args[place] if place < len(args) else kwargs.get(name, default) for name, place, default in switches)
     return all(value is None or bool(value) for value in values)
@@ -99,7 +100,7 @@ def is_on(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @cache
 def _switches(operation: Operation) -> tuple[tuple[str, int, object], ...]:
-    """Return the arguments that say whether an operation draws at all: their names, places and defaults."""
+    """Return the names, places and defaults of the arguments that switch the draws of an operation on or off."""
     known = ("dropout_p", "dropout", "train", "training")
     arguments = enumerate(operation._schema.arguments)
     return tuple(
@@ -108,7 +109,7 @@ def _switches(operation: Operation) -> tuple[tuple[str, int, object], ...]:
 
 
 def define() -> None:
-    """Define the operations; compiled code that torch keeps on disk finds them by their names."""
+    """Define the placed draws; compiled code that torch caches on disk finds them by their names."""
     if _PLACED_OF:
         return
     for schema in torch._C._jit_get_all_schemas():
@@ -131,7 +132,7 @@ def _define(original: Operation) -> None:
     _library.define(signature, tags=(torch.Tag.nondeterministic_seeded,))  # type: ignore[no-untyped-call]
 
     def run(place: int, turn: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
-        del place, turn  # penstock.randomness.draws reads them; elsewhere nothing is seeded by place
+        del place, turn  # read by penstock.randomness.draws; without it, the part does not matter
         return original(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

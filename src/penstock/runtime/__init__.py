@@ -1,1 +1,1 @@
-"""Do: run the lanes of a lowered schedule over threads or processes, and measure them."""
+"""Runtime: run the lanes of a lowered schedule in threads or processes, and measure them."""

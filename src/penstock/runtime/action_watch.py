@@ -1,4 +1,4 @@
-"""Watch: sees every action of a step, before and after it, with what it made."""
+"""Watch: an object that sees every action of a step before and after it runs, and the values that it made."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["Watch", "new_tensors"]
 
 
 class Watch(Protocol):
-    """What is told of actions, on the thread of their lane, while a pipeline has it: `pipe.watch = it`.
+    """An object that sees every action, on the thread of its lane. `pipe.watch = watch` starts it.
 
-    Steps then run one action after the other, never as CUDA graphs. Of several processes all have a watch, or none.
+    Steps then run one action after another, never as CUDA graphs. Either all processes have a watch, or none has.
     """
 
     def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
-        """Return whether the action is to be done; raise to let it fail."""
+        """Return whether to run the action; if this method raises, the action fails."""
         ...
 
     def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
-        """See what an action made: activations, the loss, gradients; not what it was given."""
+        """Receive the values that an action made: activations, the loss and gradients, but not its inputs."""
         ...
 
     def failed(self, lane: int, step_number: int, instruction: Instruction) -> None:
-        """Hear that an action failed after `before`; there is no `after`."""
+        """Receive an action that failed after `before`; `after` is not called for it."""
         ...
 
 
 def new_tensors(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among what was found that do not lie in the memory of others, each memory once."""
+    """Return the tensors of `found` that share no memory with `known`; one tensor for each piece of memory."""
     seen = {_memory(tensor) for tensor in known}
     made: dict[int, torch.Tensor] = {}
     for value in found:
@@ -43,6 +43,6 @@ def new_tensors(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[tor
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:  # what is sparse has no one memory
+    if tensor.layout is not torch.strided:  # a sparse tensor has several pieces of memory
         return id(tensor)
     return tensor.untyped_storage().data_ptr() or id(tensor)

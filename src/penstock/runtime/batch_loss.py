@@ -1,7 +1,7 @@
-"""BatchLoss: one loss of all micro-batches at once, for losses that couple samples.
+"""Batch loss: one loss on the outputs of all micro-batches, for losses that couple samples.
 
-The last stage hands over its results, one micro-batch after the other. When all are there, they are joined, the loss is
-computed once, and its backward gives each micro-batch its share of the gradient. The graph of the loss is gone then.
+The last stage adds its results, one micro-batch after another. After the last one, the results are joined, the loss is
+computed once, and its backward gives each micro-batch its part of the gradient. The graph of the loss is then freed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["BatchLoss"]
 
 
 class BatchLoss:
-    """The loss of one step's batch.
+    """The loss on the batch of one step.
 
     Args:
-        sizes: the samples of each micro-batch.
-        dim: the dimension of the batch.
-        target_dims: for each tensor of the target the dimension in which it was cut; None where it was not.
-        loss_of: from the results and the target of the whole batch to the loss and its metrics.
+        sizes: the number of samples of each micro-batch.
+        dim: the batch dimension.
+        target_dims: for each tensor of the target, the dimension in which it was cut; None if it was not cut.
+        loss_of: a function from the results and the target of the whole batch to the loss and its metrics.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class BatchLoss:
         loss_of: Callable[[Sequence[Any], tuple[Any, ...]], tuple[torch.Tensor, dict[str, torch.Tensor]]],
     ) -> None:  # fmt: skip
         self._sizes, self._dim, self._target_dims, self._loss_of = sizes, dim, target_dims, loss_of
-        self._leaves: list[Any] = []  # the joined results, and the dimension in which each was joined
+        self._leaves: list[Any] = []  # the joined results; `_leaf_dims` has the dimension of each
         self._leaf_dims: list[int | None] = []
         self._results: dict[int, list[Any]] = {}
         self._targets: dict[int, tuple[Any, ...]] = {}
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
 
     def empty_copy(self) -> BatchLoss:
-        """Return one for the same batch that has nothing yet."""
+        """Return a batch loss for the same batch, without results."""
         return BatchLoss(self._sizes, self._dim, self._target_dims, self._loss_of)
 
     def add(self, mb: int, results: Sequence[Any], target: tuple[Any, ...]) -> bool:
-        """Take the results of a micro-batch; return whether all are there."""
+        """Add the results of a micro-batch; return whether all micro-batches have results now."""
         self._results[mb] = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
         self._targets[mb] = target
         return len(self._results) == len(self._sizes)
@@ -52,7 +52,7 @@ class BatchLoss:
     def compute(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of the batch, and its metrics.
 
-        Where gradients are enabled the loss has its graph: run its backward, then `share`.
+        If gradients are enabled, the loss has a graph. Run its backward, then call `share`.
         """
         columns = list(zip(*(self._results[mb] for mb in range(len(self._sizes))), strict=True))
         self._leaf_dims = [self._dim_of(pieces) for pieces in columns]
@@ -69,14 +69,14 @@ class BatchLoss:
         for leaf, dim in zip(self._leaves, self._leaf_dims, strict=True):
             gradient = leaf.grad if isinstance(leaf, torch.Tensor) else None
             for mb, gradients in self._gradients.items():
-                if gradient is None or dim is None:  # the same in all micro-batches: the first takes the whole gradient
+                if gradient is None or dim is None:  # not joined: the first micro-batch gets the whole gradient
                     gradients.append(gradient if mb == 0 else None)
                 else:
                     gradients.append(torch.split(gradient, list(self._sizes), dim)[mb])
         self._leaves = []
 
     def gradients_of(self, mb: int) -> list[torch.Tensor | None]:
-        """Return the gradient of each result of a micro-batch, once."""
+        """Remove and return the gradient of each result of a micro-batch."""
         return self._gradients.pop(mb)
 
     def _dim_of(self, pieces: Sequence[Any]) -> int | None:
@@ -102,7 +102,7 @@ def _join(pieces: Sequence[Any], dim: int | None) -> Any:  # noqa: ANN401 - a te
     if any(piece.shape != first.shape for piece in pieces):
         shapes = ", ".join(str(tuple(piece.shape)) for piece in pieces[:4])
         raise UsageError(
-            f"loss_over: an output has the shapes {shapes} in the micro-batches, so that it cannot be joined along the "
-            "batch; let the model return values per sample"
+            f"loss_over: an output has the shapes {shapes} in the micro-batches, so it cannot be joined along the "
+            "batch dimension; let the model return one row per sample"
         )
     return first.clone()

@@ -1,8 +1,8 @@
-"""Deferred batch norm: running statistics of the whole batch, though it runs in micro-batches.
+"""Deferred batch norm: running statistics of the whole batch, although it runs in micro-batches.
 
-Micro-batches are normalised by their own statistics, as in any plain forward. What changes is the running statistics:
-they are updated once a step, from the mean and the variance of all micro-batches together, and a step counts as one
-batch. So they end as if the batch had gone through whole.
+Each micro-batch is normalised by its own statistics, as in any plain forward. The running statistics are updated only
+once per step, from the mean and the variance of all micro-batches together. A step counts as one batch. So the running
+statistics are the same as if the whole batch had run at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["DeferredStatistics"]
 
-# A buffer's place: executors put other tensors there, so a tensor is no name for a buffer, and its place is.
+# The place of a buffer. It identifies the buffer; a tensor does not, because executors replace the buffer's tensor.
 Place = tuple[dict[str, torch.Tensor | None], str]
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -26,14 +26,14 @@ Arguments = dict[str, Any]
 
 
 class DeferredStatistics(TorchFunctionMode):
-    """While it is active, batch norm in training collects its statistics instead of updating the running ones.
+    """A mode in which batch norm in training collects its statistics and does not update the running ones.
 
-    Two lanes that share a stage's buffers have one each, enter it while they hold the stage's lock, and commit both
-    together.
+    Two lanes that share the buffers of a stage have one mode each. A lane enters its mode only while it holds the lock
+    of the stage. Both modes are committed together.
 
     Attributes:
-        collecting: whether statistics count; not while a forward is run again.
-        has_any: whether the stage has buffers that batch norm would update.
+        collecting: whether statistics are collected; False while a forward is recomputed.
+        has_any: whether the stage has buffers that batch norm updates.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> statistics = DeferredStatistics(norm)
@@ -62,10 +62,10 @@ class DeferredStatistics(TorchFunctionMode):
 
     def _forget(self) -> None:
         self._found: dict[int, tuple[str, Place]] = {}
-        self._sums: dict[tuple[str, int], _Sum] = {}  # by the name of the running mean, and the call within a forward
+        self._sums: dict[tuple[str, int], _Sum] = {}  # key: name of the running mean, number of the call in a forward
         self._num_calls: dict[str, int] = {}
         self._start: list[torch.Tensor] = []  # the counters before the step
-        self._peak: list[torch.Tensor] = []  # the most that any micro-batch left in them
+        self._peak: list[torch.Tensor] = []  # the highest value of each counter after any micro-batch
 
     def __enter__(self) -> DeferredStatistics:
         self._num_calls.clear()
@@ -79,7 +79,7 @@ class DeferredStatistics(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if not self._counters:
             return
-        # each micro-batch counts from where the step began: so a factor that is an average's, 1 / count, is right too
+        # each micro-batch starts with the counters from before the step, so a cumulative average (1 / count) is right
         counters = list(_tensors(self._counters))
         if self.collecting:
             torch._foreach_maximum_(self._peak, counters)
@@ -88,7 +88,7 @@ class DeferredStatistics(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Arguments | None = None
     ) -> object:
-        """Do a function; batch norm with statistics to keep in its own way."""
+        """Call a function; if it is batch norm with running statistics, collect its statistics."""
         names = _ARGUMENTS.get(func)
         if names is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -100,11 +100,11 @@ class DeferredStatistics(TorchFunctionMode):
         return self._normalise(func, given, mean, variance)
 
     def _normalise(self, func: Function, given: Arguments, mean: torch.Tensor, variance: torch.Tensor) -> object:
-        """Normalise as plain; with a momentum of 1, what should become running statistics is the micro-batch's own."""
+        """Normalise as usual, but update zeros with a momentum of 1: they become the micro-batch's own statistics."""
         momentum = "momentum" if "momentum" in _ARGUMENTS[func] else "exponential_average_factor"
         own = [torch.zeros_like(mean), torch.zeros_like(variance)]
         result = func(**given | {"running_mean": own[0], "running_var": own[1], momentum: 1.0})
-        if func in _FUNCTIONAL:  # returns new ones: those are this micro-batch's, and the running ones stay
+        if func in _FUNCTIONAL:  # it returns new statistics; they are replaced by the unchanged running ones
             own = list(result[-2:])
             result = (*result[:-2], mean, variance)
         if self.collecting:
@@ -115,7 +115,7 @@ class DeferredStatistics(TorchFunctionMode):
         return result
 
     def _sum_of(self, mean: torch.Tensor, variance: torch.Tensor) -> _Sum:
-        """Return where to add: a norm that is called twice in a forward updates twice, by different statistics."""
+        """Return the sum to add to: a norm that is called twice in a forward updates twice, so it has two sums."""
         name, place = self._find(mean)
         call = self._num_calls[name] = self._num_calls.get(name, -1) + 1
         if (name, call) not in self._sums:
@@ -123,7 +123,7 @@ class DeferredStatistics(TorchFunctionMode):
         return self._sums[name, call]
 
     def _find(self, tensor: torch.Tensor) -> tuple[str, Place]:
-        """Return a buffer's name and place; of a tensor that is no buffer of the stage, some made up for it."""
+        """Return the name and the place of a buffer; a tensor that is not a buffer of the stage gets new ones."""
         _, (tensors, key) = self._found.get(id(tensor), ("", ({}, "")))
         if tensors.get(key) is not tensor:
             own: Place = ({"": tensor}, "")
@@ -136,7 +136,7 @@ class DeferredStatistics(TorchFunctionMode):
         """End the step: update the running statistics and the counters once.
 
         Args:
-            others: what other lanes collected for the same stage.
+            others: the statistics that other lanes collected for the same stage.
         """
         sums: dict[tuple[str, int], list[_Sum]] = {}
         for statistics in (self, *others):
@@ -151,7 +151,7 @@ class DeferredStatistics(TorchFunctionMode):
             statistics._forget()
 
     def message(self) -> list[Any]:
-        """Return what was collected as names and tensors, to be sent to a lane in another process."""
+        """Return the collected statistics as names and tensors, which can be sent to another process."""
         found: list[Any] = []
         for (name, call), one in self._sums.items():
             numbers = torch.tensor([one.factor, *one.counts], dtype=torch.float64)
@@ -159,7 +159,7 @@ class DeferredStatistics(TorchFunctionMode):
         return found
 
     def add_message(self, message: list[Any]) -> None:
-        """Add what the lane of another process collected for the same stage."""
+        """Add the statistics that a lane of another process collected for the same stage."""
         for at in range(0, len(message), 5):
             name, call, numbers, means, variances = message[at : at + 5]
             if (name, call) not in self._sums:
@@ -170,13 +170,13 @@ class DeferredStatistics(TorchFunctionMode):
                 self._sums[name, call].add(int(count), mean, variance, factor=factor)
 
     def reset(self) -> None:
-        """Give the step up: running statistics and counters stay as they were before it."""
+        """Discard the statistics of the step; running statistics and counters keep their values from before it."""
         self._forget()
 
 
 @dataclass
 class _Sum:
-    """What all micro-batches gave one call of one batch norm."""
+    """The statistics of all micro-batches for one call of one batch norm."""
 
     mean: Place
     variance: Place
@@ -186,7 +186,7 @@ class _Sum:
     variances: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor, *, factor: float) -> None:
-        """Add a micro-batch: how many values a channel has, their mean and their unbiased variance."""
+        """Add a micro-batch: the number of values per channel, their mean and their unbiased variance."""
         self.counts.append(count)
         self.means.append(mean)
         self.variances.append(variance if count > 1 else torch.zeros_like(variance))
@@ -194,20 +194,20 @@ class _Sum:
 
 
 def _update(sums: list[_Sum]) -> None:
-    """Update running statistics by those of all micro-batches together."""
+    """Update running statistics with those of all micro-batches together."""
     counts = [count for one in sums for count in one.counts]
     means = torch.stack([mean for one in sums for mean in one.means]).double()
     variances = torch.stack([variance for one in sums for variance in one.variances]).double()
     total = sum(counts)
     weights = torch.tensor(counts, dtype=torch.float64).to(means.device, non_blocking=True)[:, None]
     mean = (weights * means).sum(0) / total
-    # squares around the own mean of each micro-batch, and of those means around that of all
+    # squared deviations: of the values from their micro-batch's mean, and of these means from the mean of all values
     squares = ((weights - 1) * variances + weights * (means - mean).square()).sum(0)
     variance = squares / (total - 1) if total > 1 else torch.full_like(squares, torch.nan)
     for places, new in (([one.mean for one in sums], mean), ([one.variance for one in sums], variance)):
         buffers = list(_tensors(places))
         running = buffers[0].double() * (1 - sums[0].factor) + new * sums[0].factor
-        for buffer in buffers:  # the same one, or each lane's own
+        for buffer in buffers:  # lanes share one buffer, or have one each
             buffer.copy_(running)
 
 

@@ -1,4 +1,4 @@
-"""Deterministic runs: switch off random numbers and batch statistics, so that parts of a batch can be compared."""
+"""Deterministic runs: run without random numbers and batch statistics, so that parts of a batch can be compared."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 _aten = torch.ops.aten
-_DROPOUTS = ("dropout_p", "dropout")  # arguments that say how much an operation drops
+_DROPOUTS = ("dropout_p", "dropout")  # arguments that hold a dropout probability
 
 
 class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, random operations return their mean, and batch norm uses its running statistics.
+    """A mode in which random operations return their mean, and batch norm uses its running statistics.
 
     Attributes:
-        is_random: an operation ran whose random numbers it cannot replace; results cannot be compared.
-        left_out: for each mean over classes that ran, the label that it ignores and the weights of the classes.
+        is_random: whether an operation ran whose random numbers cannot be replaced; results then cannot be compared.
+        left_out: for each mean over classes that ran, the ignored label and the class weights.
 
     >>> with Deterministic():
     ...     torch.nn.functional.dropout(torch.ones(2), p=0.5).tolist()
@@ -39,9 +39,11 @@ class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Do an operation; a random one by its mean."""
+        """Run an operation; replace a random one by its mean."""
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation runs its functions out of sight
+        if not isinstance(
+            func, torch._ops.OpOverload
+        ):  # a higher-order operation; the mode does not see its functions run
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name in _LIMITED:
@@ -61,7 +63,7 @@ class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# operations that stop the whole process on a GPU where a number is out of their range, not as an exception
+# on a GPU, a number out of range makes these operations stop the whole process; they raise no exception
 _LIMITED = frozenset((
     "nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "binary_cross_entropy", "embedding", "gather",
     "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select", "index_add", "index_add_", "index",
@@ -70,10 +72,10 @@ _LIMITED = frozenset((
 
 
 def _check_limits(name: str, given: Kwargs) -> None:
-    """Raise what a CPU would raise, on a GPU too: comparisons try labels and outputs that a loss need not take.
+    """Raise on a GPU as torch does on a CPU: comparisons try labels and outputs that a loss need not accept.
 
     Raises:
-        IndexError: for numbers out of range.
+        IndexError: if numbers are out of range.
     """
     first = next(value for value in given.values() if isinstance(value, torch.Tensor))
     if _is_on_gpu(first) and not all(_limits_hold(name, given)):
@@ -85,7 +87,7 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _limits_hold(name: str, given: Kwargs) -> Iterator[bool]:
-    """Yield whether the numbers that an operation is given are in range; the host waits for them."""
+    """Yield whether the arguments of an operation are in range; the host waits for the device."""
     if name == "binary_cross_entropy":
         value = given["self"]
         yield bool(((value >= 0) & (value <= 1)).all())
@@ -108,7 +110,7 @@ def _is_within(index: torch.Tensor, low: int, high: int) -> bool:
 
 
 def _is_drawn(name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a mean may take the operation's place: the user's own generator keeps its numbers."""
+    """Return whether to replace an operation by its mean; one that draws from the user's generator is kept."""
     return kwargs.get("generator") is None and not (name == "native_dropout" and args[2] is False)
 
 
@@ -159,7 +161,7 @@ _MEANS: dict[str, Callable[..., Any]] = {
 
 
 def _batch_norm(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Normalise by the running statistics, or by those of a normal distribution where there are none."""
+    """Normalise by the running statistics; without them, by mean 0 and variance 1."""
     given = dict(zip(_names(func), args, strict=False)) | kwargs
     value = given["input"]
     channels = value.shape[1]

@@ -1,4 +1,4 @@
-"""Executor: runs one lane's program. It knows neither threads nor processes: values come and go by a transport."""
+"""Executor: runs the program of one lane, in a thread or a process; a transport moves the values between lanes."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from penstock.schedule.rules import Value
 
 __all__ = ["Executor"]
 
-# what a stage's micro-batch holds once an action has run
+# the value that a stage holds for a micro-batch after an action
 _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.PENDING}
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
-Handlers = list[tuple[Callable[..., None], Instruction]]  # what to do for each instruction
+Handlers = list[tuple[Callable[..., None], Instruction]]  # the function to call for each instruction
 Spans = list[tuple[int, Stamp, Stamp]]  # place, start and end
 
 
 @contextmanager
 def _default_modes(kind: str) -> Iterator[None]:
-    """Run as in a thread of one's own: what is around the user's call is not around backwards too."""
+    """Run with torch's default modes, as in a new thread: modes around the user's call must not affect backwards."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(kind, enabled=False):
         yield
 
 
 class Executor:
-    """One lane.
+    """The executor of one lane.
 
     Args:
-        program: what the lane does.
-        stages: its stages, by number.
-        transport: how values come and go.
-        board_row: where to say what it is doing.
-        streams: where its work runs.
-        versions: of the weights, where they change within a step.
-        program_of: of any lane, for errors.
+        program: the program of the lane.
+        stages: the stages of the lane, by number.
+        transport: sends and receives values.
+        board_row: the row of the lane on the status board.
+        streams: the streams on which the lane works.
+        versions: the versions of the weights; None if weights do not change within a step.
+        program_of: a function from any lane to its program, for errors.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Executor:
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
         self._recomputing = {stage for stage, _ in program.recomputed}
         self.handlers: Handlers = [(_HANDLERS[i.kind].__get__(self), i) for i in program.instructions]
-        self._step: Any = None  # the one that runs, a Step
+        self._step: Any = None  # the current Step
         self._current: Instruction | None = None  # for errors
         self._hint = ""  # for errors
-        self.held_bytes: list[int] = []  # after each action of the last step, where memory was measured
-        self.stage_bytes: dict[tuple[Value, int], int] = {}  # what each stage then holds for one micro-batch
+        self.held_bytes: list[int] = []  # after each action of the last step, if memory was measured
+        self.stage_bytes: dict[tuple[Value, int], int] = {}  # the most that a stage held for one micro-batch
         self._clear()
 
     def _clear(self) -> None:
@@ -79,18 +79,18 @@ class Executor:
         self._leaving: dict[Key, list[Any]] = {}
 
     def run(self, step: Step, spans: Spans | None = None) -> None:
-        """Run the lane's program for one step; `spans` is filled with when each action ran.
+        """Run the lane's program for one step; append the start and the end of each action to `spans`.
 
         Raises:
-            LaneError: naming the action, the stage and the line in the model, from what was raised there.
-            Stopped: when another lane failed.
+            LaneError: if an action failed; names the action, the stage and the line in the model.
+            Stopped: if another lane failed.
         """
         tape = None if step.tapes is None else step.tapes[self.lane]
         self.held_bytes, self.stage_bytes = [], {}
         self.transport.start(step.number, sum(step.batch.sizes))
         self._row[2] = step.number
         try:
-            # a replay computes nothing that could be done in another way: what is around the call does not matter
+            # a replay repeats captured work, which the modes around the user's call cannot change
             modes = _NOTHING if tape is not None and tape.is_replay else _default_modes(self._kind)
             with modes, self.streams.running():
                 self._step, handlers = (step, self.handlers) if tape is None else tape.open(step)
@@ -106,7 +106,7 @@ class Executor:
             raise LaneError(self._message(self._current, error)) from error
         finally:
             self._clear()
-            self._step = None  # and with it the user's batch
+            self._step = None  # also frees the user's batch
             if tape is not None:
                 tape.close()
             if self.versions is not None:
@@ -132,7 +132,7 @@ class Executor:
         self._current = None
 
     def _watched(self, watch: Watch, do: Callable[[Instruction], None], i: Instruction) -> None:
-        """Do an action while somebody watches."""
+        """Run an action, and call the watch before and after it."""
         number = self._step.number
         if not watch.before(self.lane, number, i):
             return
@@ -144,7 +144,7 @@ class Executor:
         watch.after(self.lane, number, i, self._made_by(i))
 
     def _made_by(self, i: Instruction) -> list[torch.Tensor]:
-        """Return what an action has made, as far as it is new: an output may be what the stage was given, or holds."""
+        """Return the new tensors of an action; an output that is an input or a held tensor of the stage is not new."""
         run, mb, record = self.stages[i.stage], i.mb, self._records.get((i.stage, i.mb))
         found: list[Any] = []
         if i.kind in (Kind.F, Kind.RECOMPUTE):
@@ -168,12 +168,12 @@ class Executor:
         return new_tensors((), found)
 
     def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
-        """Return spans in nanoseconds of the host's clock; on a GPU, waits for their end."""
+        """Return spans in nanoseconds on the host's clock; on a GPU, wait for their end."""
         nanoseconds = self.streams.nanoseconds
         return [(place, nanoseconds(start), nanoseconds(end)) for place, start, end in spans]
 
     def _measure_memory(self, i: Instruction) -> None:
-        """Count what the lane holds after an action."""
+        """Record the bytes that the lane holds after an action."""
         held = {key: record.held_bytes() for key, record in self._records.items()}
         self.held_bytes.append(sum(held.values()))
         key = (i.stage, i.mb)
@@ -182,7 +182,7 @@ class Executor:
         size, value = held[key], _HELD_AFTER.get(i.kind)
         if key in self.program.recomputed and i.kind is Kind.F:
             value = Value.INPUT
-        elif value is Value.SAVED and i.stage in self._recomputing:  # on top of its input, which counts by itself
+        elif value is Value.SAVED and i.stage in self._recomputing:  # without its input, which is counted separately
             size -= self._records[key].arrived_bytes()
         if value is not None:
             self.stage_bytes[value, i.stage] = max(size, self.stage_bytes.get((value, i.stage), 0))
@@ -198,16 +198,16 @@ class Executor:
         return f"{where}: {error_in_short(error)} {line_of(error)}".rstrip() + hint
 
     def _hint_of_one(self, error: Exception) -> str:
-        """Return what to do where batch norm got a micro-batch of one sample."""
+        """Return advice if batch norm got a micro-batch of one sample; otherwise an empty string."""
         sizes = () if self._step is None else self._step.batch.sizes
         if len(sizes) < 2 or 1 not in sizes or "Expected more than 1 value per channel" not in str(error):
             return ""
         return (
             f". The batch of {sum(sizes)} samples runs as micro-batches of {', '.join(map(str, sizes))}, and batch "
-            "norm takes no single sample: drop_last=True in the loader, or fewer micro_batches, avoids that"
+            "norm cannot train on a single sample. Pass drop_last=True to the loader, or use fewer micro_batches"
         )
 
-    # ---- one handler a kind
+    # ---- one handler per kind
 
     def _forward(self, i: Instruction) -> None:
         run, step, mb = self.stages[i.stage], self._step, i.mb
@@ -271,7 +271,7 @@ class Executor:
         self.versions.update(i.stage, i.version, int(self._row[0]))
 
     def leaving(self, i: Instruction) -> tuple[Key, list[Any] | None]:
-        """Return what a send is to send, and its name; None where two stages have nothing to say to each other."""
+        """Return the key and the values of a send; the values are None if the two stages exchange none."""
         key = Key.of(i.kind, i.stage, i.peer, i.mb)
         return key, self._leaving.get(key)
 
@@ -282,7 +282,7 @@ class Executor:
             self.transport.send(key, i.lane, values)
 
     def fetch(self, i: Instruction, into: Workspace | None = None) -> list[Any] | None:
-        """Return what a receive brings; None where two stages have nothing to say to each other."""
+        """Return the values of a receive; None if the two stages exchange none."""
         run = self.stages[i.stage]
         if i.kind is Kind.RECV_F:
             has_any = any(edge.source == i.peer for edge in run.into)

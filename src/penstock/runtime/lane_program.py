@@ -1,4 +1,4 @@
-"""LaneProgram: one lane of a lowered schedule as what the executor does, one instruction after the other."""
+"""Lane program: the actions of one lane of a lowered schedule, in the form that the executor runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Instruction(NamedTuple):
     """One action of a lane.
 
     Attributes:
-        place: in the lowered lanes, which is its name in a timeline.
-        kind: what to do.
-        stage: for which stage.
-        mb: and which micro-batch.
-        peer: of a transfer the stage at the other end.
-        lane: and its lane.
-        version: of the weights that it uses, or for an update makes.
+        place: the index in the lowered lanes, which identifies the action in a timeline.
+        kind: the kind of the action.
+        stage: the stage of the action.
+        mb: the micro-batch of the action.
+        peer: for a transfer, the stage at the other end.
+        lane: for a transfer, the lane of that stage.
+        version: the version of the weights that the action uses; for an update, the version that it makes.
     """
 
     place: int
@@ -36,20 +36,20 @@ class Instruction(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """The action that it is."""
+        """The action of this instruction."""
         return Action(self.kind, self.stage, self.mb)
 
 
 @dataclass(frozen=True)
 class LaneProgram:
-    """What one lane does in a step.
+    """The instructions of one lane for a step.
 
     Attributes:
-        lane: which lane.
-        instructions: in order.
-        split: (stage, micro-batch) whose backward is in two parts.
-        recomputed: (stage, micro-batch) whose forward is run again.
-        last_use: for each (stage, version of weights) the index of the last instruction that needs it.
+        lane: the number of the lane.
+        instructions: the instructions in order.
+        split: the (stage, micro-batch) pairs whose backward has two parts.
+        recomputed: the (stage, micro-batch) pairs whose forward is recomputed.
+        last_use: for each (stage, version of weights), the index of the last instruction that needs it.
     """
 
     lane: int
@@ -60,7 +60,7 @@ class LaneProgram:
 
 
 def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> LaneProgram:
-    """Return the program of one lane; with `forward_only` just its forwards and what they send and receive."""
+    """Return the program of one lane; with `forward_only`, only its forwards and their transfers."""
     rows, schedule = lowered.rows, lowered.schedule
     begin, end = (int(n) for n in rows.starts[lane : lane + 2])
     columns = (rows.kind, rows.stage, rows.mb, rows.peer)

@@ -1,4 +1,4 @@
-"""Loss weights: what a loss averages over, read off torch's own losses or tried out on the user's."""
+"""Loss weights: the count that a loss averages over; known for torch's own losses, found by trial for others."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ __all__ = [
     "tolerance",
 ]
 
-IGNORED = -100  # the label that torch's cross entropy and the models of transformers leave out
-_MOST_PLACES = 4  # tensors of a target in which is counted
+IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
+_MOST_PLACES = 4  # the tensors of a target that are tried
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AVERAGING = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """What a loss averages over: what is counted in one tensor of its target, or of the batch.
+    """A rule that counts the values over which a loss averages, in one tensor of its target or of the batch.
 
     Attributes:
-        name: the input of the model in which to count; "" for the target.
-        place: which tensor of the target.
-        how: count labels that are "kept", numbers that are "nonzero" or "finite" (not NaN), or take their "sum".
-        ignored: the label that is left out.
-        is_shifted: the first label of each row is left out, as causal language models do.
+        name: the input of the model to count in; "" for the target.
+        place: the index of the tensor in the target.
+        how: count labels that are not ignored ("kept"), or numbers that are "nonzero" or "finite" (not NaN); or add up
+            the numbers ("sum").
+        ignored: the label that is ignored.
+        is_shifted: whether the first label of each row is ignored, as in causal language models.
         class_weight: the weight of each class.
     """
 
@@ -54,8 +55,8 @@ class Counted:
     is_shifted: bool = False
     class_weight: torch.Tensor | None = None
 
-    def count(self, target: Any) -> Any:  # noqa: ANN401 - whatever the loss takes; a number, or a tensor of one
-        """Return over how much the loss averages.
+    def count(self, target: Any) -> Any:  # noqa: ANN401 - any target; a number, or a tensor of one
+        """Return the count that the loss averages over.
 
         >>> Counted().count(torch.tensor([[1, 2, -100]])).item()
         2
@@ -80,21 +81,21 @@ class Counted:
         if self.class_weight is None:
             return kept.sum()
         weights = self.class_weight.detach().to(labels.device, torch.float64)
-        is_class = (labels >= 0) & (labels < len(weights))  # a label of no class is another one to leave out
+        is_class = (labels >= 0) & (labels < len(weights))  # a kept label that is no class makes the count NaN
         counted = weights[labels.where(kept & is_class, 0)] * kept
         return counted.where(is_class | ~kept, float("nan")).sum()
 
     @property
     def words(self) -> str:
-        """Say it."""
+        """The rule in words."""
         where = f"the input {self.name}" if self.name else "the target" + (f" {self.place}" if self.place else "")
         if self.how != "kept":
             return {
                 "sum": f"the sum of {where}",
-                "nonzero": f"what is not zero in {where}",
-                "finite": f"what is not NaN in {where}",
+                "nonzero": f"the nonzero numbers in {where}",
+                "finite": f"the numbers in {where} that are not NaN",
             }[self.how]
-        shifted = ", the first of each row left out" if self.is_shifted else ""
+        shifted = ", without the first of each row" if self.is_shifted else ""
         return f"the labels of {where} that are not {self.ignored}{shifted}"
 
 
@@ -102,7 +103,7 @@ FoundWeight = Counted | Literal["sum"] | None
 
 
 def known_weight(loss: object) -> tuple[bool, FoundWeight]:
-    """Return whether a loss is one of torch's own, and what it averages over: None stands for samples.
+    """Return whether a loss is one of torch's own, and the count that it averages over; None means samples.
 
     >>> known_weight(nn.MSELoss()), known_weight(nn.L1Loss(reduction="sum")), known_weight(lambda a, b: a)
     ((True, None), (True, 'sum'), (False, None))
@@ -115,7 +116,7 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
     if not (is_function or is_module) or {"size_average", "reduce"} & settings.keys():
         return False, None
     if is_module and ("forward" in vars(loss) or any(getattr(loss, name, None) for name in _HOOKS)):
-        return False, None  # the user's own code runs with it
+        return False, None  # it also runs the user's own code
     if is_module:
         settings = {key: getattr(loss, key, None) for key in ("reduction", "weight", "ignore_index")}
     name = getattr(loss, "__name__", type(loss).__name__)
@@ -129,7 +130,7 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
 
 
 def settings_of(loss: object) -> tuple[object, ...]:
-    """Return the settings of one of torch's own loss modules; a tensor by what tells it from another."""
+    """Return the settings of one of torch's own loss modules, with ids in place of tensors."""
     if not isinstance(loss, nn.Module):
         return ()
     return tuple(
@@ -141,12 +142,12 @@ def settings_of(loss: object) -> tuple[object, ...]:
 def candidates(
     names: Sequence[str], target: Sequence[torch.Tensor], left_out: Sequence[tuple[int, torch.Tensor | None]]
 ) -> Iterator[FoundWeight]:
-    """Yield what a loss may average over, the usual first.
+    """Yield the counts that a loss may average over, the most common first.
 
     Args:
-        names: inputs of the model that may hold labels.
+        names: the inputs of the model that may hold labels.
         target: the tensors of the target.
-        left_out: of means over classes that were seen to run: the ignored label and the weights of the classes.
+        left_out: for each mean over classes that ran, the ignored label and the class weights.
     """
     yield None
     weights = {id(weight): weight for _, weight in left_out if weight is not None}
@@ -167,7 +168,7 @@ def candidates(
 
 
 def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]) -> list[float] | None:
-    """Return what the loss of each part counts, in parts of so many samples; None where nothing counts."""
+    """Return the share of each part in the loss, for parts with these numbers of samples; None if no count is valid."""
     if weight == "sum":
         return [1.0] * len(sizes)
     counts = [float(size) for size in sizes]
@@ -178,20 +179,20 @@ def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return how far results of a whole batch and of its parts may be apart by rounding alone."""
+    """Return the relative difference that rounding may cause between a whole batch's results and those of its parts."""
     return {torch.float64: 1e-8, torch.float32: 1e-3}.get(dtype, 5e-2)
 
 
 def loss_tolerance(dtype: torch.dtype) -> float:
-    """Return the same for losses and their gradients, which few operations come from."""
+    """Return the same for losses and their gradients, which take only a few operations."""
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 3e-2)
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """Return how far the gradient of one parameter may be off by rounding, beside its own norm."""
+    """Return the error that rounding may cause in the gradient of one parameter, relative to its own norm."""
     return {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 2e-1)
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Return the same beside the norm of all gradients."""
+    """Return the same, relative to the norm of all gradients."""
     return {torch.float64: 1e-8, torch.float32: 2e-6}.get(dtype, 2e-2)

@@ -1,4 +1,4 @@
-"""Losses: find the loss in what a model returns, and say what each micro-batch's loss counts in that of the batch."""
+"""Losses: the loss in the output of a model, and the share of each micro-batch in the loss of the batch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = [
 ]
 
 LossFunction = Callable[..., Any]
-# what the loss averages over, in one micro-batch: called with the batch and the target; or "sum" for one that adds up
+# a function from a micro-batch and its target to the count that the loss averages over; "sum" for a loss that is a sum
 Weight = Callable[[Any, Any], Any] | Literal["sum"] | None
 
-_IGNORED = -100  # what torch's cross entropy and the labels of transformers leave out
+_IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
 
 
 def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) -> torch.Tensor:
     """Return the loss of one micro-batch.
 
     Args:
-        output: what the model returned.
-        loss: `loss(output, target)`; None where the output is the loss, or holds it.
-        target: nothing, or one thing.
+        output: the output of the model.
+        loss: `loss(output, target)`; None if the output is the loss or contains it.
+        target: a sequence that contains the target; empty if there is none.
     """
     return read_loss(output, loss, target)[0]
 
@@ -48,10 +48,10 @@ def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) 
 def read_loss(
     output: object, loss: LossFunction | None, target: Sequence[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss, and the single numbers that are returned beside it by name: see `_metrics`.
+    """Return the loss, and the named numbers that are returned with it (see `_metrics`).
 
     Raises:
-        UsageError: when there is no loss.
+        UsageError: if there is no loss.
     """
     found: Any = output if loss is None else loss(output, *target)
     metrics = _metrics(found)
@@ -63,13 +63,13 @@ def read_loss(
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         said = "the model returns" if loss is None else "loss(output, target) returns"
-        do = "give loss=, or let the model return .loss" if loss is None else "reduce it, as .mean() does"
-        raise UsageError(f"no loss: {said} {what}, and a loss is a tensor of one number: {do}")
+        do = "pass loss=, or let the model return .loss" if loss is None else "reduce it, for example with .mean()"
+        raise UsageError(f"no loss: {said} {what}, but a loss is a tensor with one element: {do}")
     return found.reshape(()) if found.dim() else found, metrics
 
 
 def _metrics(found: object) -> dict[str, torch.Tensor]:
-    """Return the single numbers beside a loss: of a mapping or a dataclass, or of one that follows the loss.
+    """Return the numbers in a mapping: the output itself, or the first mapping after the loss in a tuple or list.
 
     >>> _metrics((torch.ones(()), {"accuracy": 0.5})), _metrics({"loss": torch.ones(()), "logits": torch.ones(2)})
     ({'accuracy': tensor(0.5000, dtype=torch.float64)}, {})
@@ -95,7 +95,7 @@ def _one_number(value: float | torch.Tensor) -> torch.Tensor:
 def total_metrics(
     metrics: Mapping[int, Mapping[str, torch.Tensor]], shares: Sequence[float], *, is_sum: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the metrics of the batch, from those of its micro-batches: added up as the losses are."""
+    """Return the metrics of the batch: those of its micro-batches, added up with the weights of their losses."""
     names = dict.fromkeys(name for mb in sorted(metrics) for name in metrics[mb])
     total = {}
     for name in names:
@@ -112,7 +112,7 @@ def total_metrics(
 
 
 class Summing(TorchFunctionMode):
-    """While it is active, means over classes are sums: they can be divided by a count that only the device knows.
+    """A mode that computes means over classes as sums, which can be divided later by a count that is on the device.
 
     >>> with Summing():
     ...     torch.nn.functional.cross_entropy(torch.zeros(3, 2), torch.tensor([0, 1, -100])).item()
@@ -122,7 +122,7 @@ class Summing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - as the function
-        """Call a function; a mean over classes as a sum."""
+        """Call a function; compute a mean over classes as a sum."""
         kwargs = kwargs or {}
         if func in _OVER_CLASSES and kwargs.get("reduction", "mean") == "mean" and len(args) <= 2:
             kwargs = {**kwargs, "reduction": "sum"}
@@ -135,7 +135,7 @@ _OVER_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss
 def total_loss(
     losses: Mapping[int, torch.Tensor], shares: Sequence[float], sizes: Sequence[int], *, is_updated_within: bool
 ) -> torch.Tensor:
-    """Return the loss of the batch; where weights change within the step, the mean of the losses of its updates."""
+    """Return the loss of the batch; if weights change within the step, the mean of all losses, weighted by samples."""
     counted = [mb for mb, share in enumerate(shares) if share]
     if is_updated_within:
         total = sum(sizes[mb] for mb in counted)
@@ -144,26 +144,26 @@ def total_loss(
         parts = [shares[mb] for mb in counted]
     if len(counted) == 1:
         return losses[counted[0]] * parts[0]
-    device = losses[counted[0]].device  # of schedules with two ways, the model ends on two lanes
+    device = losses[counted[0]].device  # in a schedule with two ways, the model ends on two lanes
     together = torch.stack([losses[mb].to(device) for mb in counted])
     if len(set(parts)) == 1:
         return (together * parts[0]).sum()
     weights = torch.tensor(parts, dtype=together.dtype)
-    if together.is_cuda:  # without a wait of the host
+    if together.is_cuda:  # so that the host does not wait
         weights = weights.pin_memory().to(together.device, non_blocking=True)
     return (together * weights).sum()
 
 
 def without_backward(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose backward has been run, with a `backward` that says so; it is saved as any tensor is."""
+    """Return a loss whose backward has already run: its `backward` raises. It can be saved like any tensor."""
     loss.backward = _refuse_backward  # type: ignore[method-assign]
-    loss.__getstate__ = _no_state  # type: ignore[method-assign]  # else that would be pickled with it
+    loss.__getstate__ = _no_state  # type: ignore[method-assign]  # otherwise pickle would save `backward`
     return loss
 
 
 def _refuse_backward(*_: object, **__: object) -> None:
     raise UsageError(
-        "loss.backward(): pipe.step has run the backward already, and the gradients are there: remove this line"
+        "loss.backward(): pipe.step has run the backward already, and all gradients are computed: remove this line"
     )
 
 
@@ -172,10 +172,10 @@ def _no_state() -> None:
 
 
 def check_loss(loss: object, weight: object) -> None:
-    """Say, before anything runs, what can be seen to be wrong with a loss and its weight.
+    """Check a loss and its weight before anything runs.
 
     Raises:
-        UsageError: when they are no functions.
+        UsageError: if one of them has the wrong type.
     """
     if isinstance(loss, type):
         raise UsageError(f"loss: {loss.__name__} is a class; give {loss.__name__}()")
@@ -186,7 +186,7 @@ def check_loss(loss: object, weight: object) -> None:
 
 
 def needs_target(loss: LossFunction) -> bool:
-    """Return whether a loss cannot be called with the output alone, as far as that can be known."""
+    """Return whether a loss cannot be called with the output alone; False if its signature is unknown."""
     try:
         inspect.signature(getattr(loss, "forward", loss)).bind(None)
     except TypeError:
@@ -203,33 +203,33 @@ def _first(found: object) -> object:
 
 
 def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return over how much the loss of each micro-batch averages.
+    """Return the count that the loss of each micro-batch averages over.
 
     Args:
-        weight: what the loss averages over; None for samples.
-        batches: each micro-batch, as the user gave the batch.
-        targets: each target, or None.
-        sizes: the samples of each.
+        weight: the function that returns the count; None or "sum" to count samples.
+        batches: the micro-batches, in the form in which the user gave the batch.
+        targets: the target of each micro-batch, or None.
+        sizes: the number of samples of each micro-batch.
     """
     if weight is None or weight == "sum":
         return [float(size) for size in sizes]
     told = [weight(batch, target) for batch, target in zip(batches, targets, strict=True)]
     if all(isinstance(count, torch.Tensor) and count.numel() == 1 and count.is_cuda for count in told):
-        told = torch.stack([count.reshape(()) for count in told]).tolist()  # the host waits once, not for each
+        told = torch.stack([count.reshape(()) for count in told]).tolist()  # the host waits only once
     counts = [_number(count) for count in told]
     wrong = [count for count in counts if not 0 <= count < float("inf")]
     if wrong:
-        raise UsageError(f"weight: must return how much the loss averages over, zero or more; returned: {wrong[0]}")
+        raise UsageError(f"weight: must return the count that the loss averages over, 0 or more; returned: {wrong[0]}")
     if not any(counts):
         raise UsageError(
-            "the loss would be a mean over nothing: all labels of this batch are ignored, or what it averages over "
-            "(weight=, where it is given) is 0 in all micro-batches. Leave such batches out"
+            "the loss would be a mean over nothing: all labels of this batch are ignored, or the count that the loss "
+            "averages over (from weight=, if given) is 0 in all micro-batches. Leave out such batches"
         )
     return counts
 
 
 def shares_of(weight: Weight, counts: Sequence[float]) -> list[float]:
-    """Return what the loss of each micro-batch counts, so that the sum is the loss of all of them together.
+    """Return the factor of each micro-batch's loss; the sum of the losses times their factors is the loss of the batch.
 
     >>> shares_of(None, [3.0, 1.0]), shares_of("sum", [3.0, 1.0]), shares_of(None, [0.0])
     ([0.75, 0.25], [1.0, 1.0], [0.0])
@@ -246,7 +246,7 @@ def _number(count: Any) -> float:  # noqa: ANN401 - a number, or a tensor of one
 
 
 def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], targets: Sequence[Any]) -> bool:
-    """Warn where a mean over tokens would be wrong if micro-batches count by samples; return whether it was."""
+    """Warn if a mean over tokens would be wrong with micro-batches weighted by samples; return whether it warned."""
     if getattr(loss, "reduction", "mean") != "mean":
         return False
     ignored = getattr(loss, "ignore_index", _IGNORED)
@@ -258,14 +258,14 @@ def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], tar
         if len({count / size for count, size in zip(of_each, sizes, strict=True) if size}) > 1:
             warn_user(
                 f"micro-batches have different shares of targets that are not {ignored}: {list(of_each)}. A loss that "
-                "averages over those is exact only with weight=, as in weight=lambda batch, target: "
-                f"(target != {ignored}).sum(); weight='sum' says that the loss adds up"
+                "averages over these targets is exact only with weight=, for example weight=lambda batch, target: "
+                f"(target != {ignored}).sum(). If the loss is a sum, pass weight='sum'"
             )
             return True
     return False
 
 
 def _labels(thing: object) -> Iterator[torch.Tensor]:
-    """Yield the whole numbers in a thing that could be classes with some left out."""
+    """Yield the integer tensors of a structure that could be class labels, some of them ignored."""
     tensors, _ = flatten(thing, apart=True)
     yield from (t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.dim() and t.numel())

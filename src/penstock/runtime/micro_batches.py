@@ -1,4 +1,4 @@
-"""Batches: cut a batch and its target into micro-batches, and put results of micro-batches together again."""
+"""Micro-batches: cut a batch and its target into micro-batches, and join the results of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_dim_of", "join_result
 
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
-    """Return the samples of each micro-batch, as even as can be; fewer micro-batches where samples are few.
+    """Return the number of samples of each micro-batch, as even as possible; fewer micro-batches if samples are few.
 
     >>> sizes_of(10, 4), sizes_of(3, 4)
     ([3, 3, 2, 2], [1, 1, 1])
@@ -25,7 +25,7 @@ def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
 
 
 def cut_batch(call: Call, sizes: Sequence[int]) -> Batch:
-    """Return a call of the model as micro-batches; tensors without a batch go to all of them whole."""
+    """Return a call of the model as micro-batches; tensors without a batch dimension go whole to all of them."""
     columns = {
         name: (tensor,) * len(sizes) if dim is None else torch.split(tensor, list(sizes), dim)
         for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
@@ -34,9 +34,10 @@ def cut_batch(call: Call, sizes: Sequence[int]) -> Batch:
 
 
 def cut_thing(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """Return a target, or whatever holds tensors, as one for each micro-batch; what has no batch goes to all whole.
+    """Cut a target, or another structure of tensors, into one part per micro-batch.
 
-    The batch is in dimension `dim` where a tensor has that size there, else in the first.
+    The batch dimension of a tensor is `dim`, if it has the batch size there, otherwise the first. A tensor without a
+    batch dimension goes whole to all micro-batches.
     """
     tensors, template = flatten(thing, apart=True)
     if not tensors:
@@ -49,7 +50,7 @@ def cut_thing(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0
 
 
 def batch_dim_of(tensor: torch.Tensor, size: int, dim: int) -> int | None:
-    """Return the dimension of a tensor that has the batch's size: `dim`, else the first; None where neither has.
+    """Return the dimension of a tensor that has the batch size: `dim`, otherwise the first; None if neither has it.
 
     >>> batch_dim_of(torch.zeros(5, 3), 3, 1), batch_dim_of(torch.zeros(3), 3, 1), batch_dim_of(torch.zeros(4), 3, 0)
     (1, 0, None)
@@ -57,8 +58,8 @@ def batch_dim_of(tensor: torch.Tensor, size: int, dim: int) -> int | None:
     return next((d for d in dict.fromkeys((dim, 0)) if tensor.dim() > d and tensor.shape[d] == size), None)
 
 
-def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever holds tensors
-    """Return a target, or whatever holds tensors, with all of them on a device; itself where they are there."""
+def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - any structure
+    """Return a structure with all its tensors on a device; the structure itself if they are there already."""
     tensors, template = flatten(thing, apart=True)
     if all(tensor.device == device for tensor in tensors):
         return thing
@@ -66,11 +67,11 @@ def move_to(device: torch.device, thing: Any) -> Any:  # noqa: ANN401 - whatever
 
 
 def join_dim_of(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> int | None:
-    """Return the dimension along which parts of a result, one per micro-batch, can be joined; None where there is none.
+    """Return the dimension along which parts of a result, one per micro-batch, can be joined; None if there is none.
 
     >>> join_dim_of([torch.zeros(2, 4), torch.zeros(1, 4)], [2, 1], 0)
     0
-    >>> join_dim_of([torch.eye(2), torch.eye(1)], [2, 1], 0)  # one row for each pair of samples
+    >>> join_dim_of([torch.eye(2), torch.eye(1)], [2, 1], 0)  # one number per pair of samples
     """
     dims = {batch_dim_of(piece, size, dim) for piece, size in zip(pieces, sizes, strict=True)}
     own = dims.pop() if len(dims) == 1 else None
@@ -81,10 +82,10 @@ def join_dim_of(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) 
 
 
 def join_rows(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return the results of micro-batches that the user has made as those of the batch.
+    """Return the results of the micro-batches of a custom split as results of the batch.
 
-    Nobody knows how many rows a result has: what has rows of one shape is joined along the first dimension. A number is
-    averaged by the micro-batches' sizes.
+    The number of rows of a result is unknown. So results whose rows have the same shape are joined along the first
+    dimension. `join_results` handles the other results, such as numbers.
     """
     joined = []
     for pieces in zip(*results, strict=True):
@@ -96,10 +97,10 @@ def join_rows(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -
 
 
 def join_results(results: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
-    """Return the results of all micro-batches as those of the batch.
+    """Return the results of all micro-batches as results of the batch.
 
-    What has the micro-batch as a dimension (`dim`, else the first) is joined, a number without dimensions
-    averaged by samples, and what does not follow the batch is taken from the first.
+    A result with a batch dimension (`dim`, otherwise the first) is joined along it. A floating-point number without
+    dimensions is averaged, weighted by samples. Any other result is taken from the first micro-batch.
     """
     joined = []
     for pieces in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""StageRun: one stage's forwards and backwards, a micro-batch at a time, with what its keep policy asks for."""
+"""Stage run: the forwards and backwards of one stage, one micro-batch at a time, under its keep policy."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Record:
-    """What a forward leaves for its backward.
+    """The data that a forward keeps for its backward.
 
     Attributes:
-        leaves: for each edge into the stage the values that came over it, cut off from what made them.
-        given: what came with the batch.
-        made: what the stage made, with the graph of how; empty until a recompute where nothing is held.
-        loss: of the last stage.
-        pending: the weight gradients that are put off.
-        saved: what the backward needs, where it goes to host memory.
-        sent: the first output of a forward that will be run again; by replay it lists what was sent.
+        leaves: for each edge into the stage, the received values, detached from the graph that made them.
+        given: the inputs from the batch.
+        made: the outputs of the stage, with their graph; empty until the recompute if there is one.
+        loss: the loss; only in the last stage.
+        pending: the postponed weight gradients.
+        saved: the saved tensors, if they are offloaded or measured.
+        sent: the first output of a forward that will be recomputed; in replay, it lists the sent values.
     """
 
     __slots__ = ("buffers", "given", "is_pending", "leaves", "loss", "made", "pending", "saved", "sent", "version")
@@ -59,36 +59,37 @@ class Record:
         self.is_pending = False  # the input gradient has run, the weight gradient has not
 
     def held_bytes(self) -> int:
-        """Return what it holds on the device: what is saved, or pending, or the input to recompute from."""
+        """Return the bytes held on the device: saved and received tensors, or pending weight gradients."""
         if self.is_pending:
             return 0 if self.pending is None else self.pending.num_bytes()
         saved = 0 if self.saved is None else self.saved.num_bytes(on="device")
         return saved + self.arrived_bytes()
 
     def arrived(self) -> list[torch.Tensor]:
-        """Return what came from other stages, which stays until the backward."""
+        """Return the tensors received from other stages; they stay until the backward."""
         return [leaf for values in self.leaves.values() for leaf in values if isinstance(leaf, torch.Tensor)]
 
     def arrived_bytes(self) -> int:
-        """Return the memory of what came from other stages."""
+        """Return the bytes of the tensors received from other stages."""
         return sum(leaf.numel() * leaf.element_size() for leaf in self.arrived())
 
 
 class StageRun:
-    """One stage on one lane.
+    """The run of one stage on one lane.
 
     Args:
-        stage: the module.
-        wiring: how values come and go.
-        device: where it runs.
-        keep: what to do with saved values.
-        lock: held while a forward runs, where two lanes share the stage's buffers; may be taken twice by one lane.
-        statistics: of batch norm, where they are put off to the end of the step.
-        accumulation: whose gradients are added at the end of a backward; None: autograd adds them.
-        is_alone: no other lane runs a stage with the same parameters.
+        stage: the module of the stage.
+        wiring: the values that go from stage to stage.
+        device: the device of the stage.
+        keep: the policy for saved values.
+        lock: a reentrant lock, held while a forward runs, if two lanes share the stage's buffers.
+        statistics: collects batch norm's statistics, if their update is postponed to the end of the step.
+        host: the host memory for offloaded values.
+        accumulation: adds gradients at the end of a backward; None: autograd adds them.
+        is_alone: whether no other lane runs a stage with the same parameters.
 
     Attributes:
-        has_drawn: whether a forward ever drew random numbers.
+        has_drawn: whether a forward has ever drawn random numbers.
     """
 
     def __init__(
@@ -111,16 +112,16 @@ class StageRun:
         self._random: Seeded | None = None
         self._is_drawing = False
         self.has_drawn = False
-        self._has_watched = False  # random numbers, for a whole step
-        self._losses = [0, 0]  # of a step: how many, and how many of them have a gradient
-        self._changing: list[str] | None = None  # buffers that a forward changes
+        self._has_watched = False  # whether draws were watched for a whole step
+        self._losses = [0, 0]  # in this step: all losses, and those with a gradient
+        self._changing: list[str] | None = None  # buffers that a forward changes; None: unknown
 
     # ---- forward
 
     def forward(
         self, step: Step, mb: int, incoming: Mapping[int, Values], *, is_split: bool, recomputes: bool
     ) -> Record:
-        """Run the forward of a micro-batch; what arrives is cut off from what made it."""
+        """Run the forward of a micro-batch; received values are detached from the graph that made them."""
         leaves = {source: [_as_leaf(value, self.device) for value in values] for source, values in incoming.items()}
         record = Record(leaves)
         given = step.batch.inputs[mb]
@@ -145,7 +146,7 @@ class StageRun:
         return record
 
     def _add_to_batch(self, step: Step, mb: int, record: Record) -> None:
-        """Hand the results over to the loss of the whole batch; once all are there, run that loss and its backward."""
+        """Add the results to the loss on the batch; after the last micro-batch, compute it and run its backward."""
         batch = step.over_batch
         assert batch is not None
         if not batch.add(mb, self._results(step, mb, record), move_to(self.device, step.targets[mb])):
@@ -164,14 +165,14 @@ class StageRun:
             batch.share()
 
     def _waits_for_recompute(self) -> bool:
-        """Return whether a forward that is run again need not run before: nobody waits for what a last stage makes.
+        """Return whether to skip a forward that will be recomputed: no lane waits for the outputs of the last stage.
 
-        But a stage whose forward leaves something behind in buffers leaves it there in the order of the forwards.
+        A stage whose forward changes buffers does not skip it, so that buffers change in the order of the forwards.
         """
         return self.is_last and self._statistics is None and self._changing == []
 
     def recompute(self, step: Step, mb: int, record: Record, *, is_split: bool) -> None:
-        """Run the forward again, now with what the backward needs; random numbers and buffers as they were."""
+        """Run the forward again, now with a graph; random numbers and buffers are the same as in the first run."""
         if self._statistics is not None:
             self._statistics.collecting = False
         try:
@@ -190,7 +191,7 @@ class StageRun:
             return
         with ExitStack() as contexts:
             if self.keep.offloads or step.measures_memory:
-                # the batch is the user's own, and no micro-batch has its memory to itself; what arrived stays anyhow
+                # the batch belongs to the user, and micro-batches share its memory; received values stay in any case
                 given = [value for value in record.given if isinstance(value, torch.Tensor)]
                 stays = StorageSet([*self._own_tensors, *given, *record.arrived()])
                 record.saved = Saved(self._host, keep_storages=stays)
@@ -219,14 +220,14 @@ class StageRun:
                     step.metrics[mb] = metrics
 
     def _forward_context(self, step: Step, mb: int) -> AbstractContextManager[Any]:
-        """Return what to run a forward within: its own random numbers, and batch norm that puts statistics off."""
+        """Return the context of a forward: its own random numbers, and deferred batch norm."""
         statistics = self._statistics if step.mode.is_training and step.mode.has_backward else None
         if step.mode.is_training and self._may_draw():
             return self._drawing(step, mb, statistics or _NOTHING)
         return statistics or _NOTHING
 
     def reseed(self, step: Step, mb: int) -> Sequence[torch.Generator]:
-        """Begin the random numbers of a forward anew; return what they will come from, as far as that is known."""
+        """Restart the random numbers of a forward; return the GPU generators that it has drawn from so far."""
         if self._random is None:
             return ()
         self._random.reseed(mix(step.seed, mb))
@@ -238,7 +239,7 @@ class StageRun:
             self._random = Seeded(0, self.device)
         seed = mix(step.seed, mb)
         self._random.reseed(seed)
-        enter(f"stage {self.index}")  # programs say where they draw
+        enter(f"stage {self.index}")  # programs set more precise names
         here.seed, self._is_drawing = seed, True
         try:
             with statistics, self._random:
@@ -250,7 +251,7 @@ class StageRun:
 
     @contextmanager
     def _part(self, step: Step, mb: int, pending: Pending | None) -> Iterator[None]:
-        """Run a part of the stage within the same things, now and when it is run again."""
+        """Run a part of the stage; its first run and its recompute have the same context."""
         with ExitStack() as contexts:
             contexts.enter_context(step.mode.cast(self.device))
             if pending is not None:
@@ -260,9 +261,10 @@ class StageRun:
             yield
 
     def _may_draw(self) -> bool:
-        """Return whether random numbers must be watched: where a whole step drew none, the next is taken to draw none.
+        """Return whether to watch for random numbers; if a whole step drew none, later steps are assumed to draw none.
 
-        A recompute must draw as its forward did, so there only operations that are known beforehand are trusted.
+        A recompute must draw the same numbers as its forward. So with recompute, this is assumed only for programs
+        that always run the same operations.
         """
         runs_again = self.keep.recomputes or self._recomputed is not None
         is_known = not runs_again or getattr(self.stage.program, "is_fixed", False)
@@ -283,14 +285,14 @@ class StageRun:
         return found
 
     def made_for(self, record: Record, edge: Edge) -> Values:
-        """Return what was made for an edge, with the graph of how it was made."""
+        """Return the outputs for an edge, with their graph."""
         values = [record.made[place] for place in edge.places]
         return [*values, *record.made[len(self.stage.outputs) :]] if edge.has_rest else values
 
     def outgoing(self, record: Record, edge: Edge, *, recomputes: bool) -> Values:
-        """Return what goes over an edge: cut off, with the mark of whether a gradient is wanted.
+        """Return the values to send over an edge: detached, and marked if they need a gradient.
 
-        A forward that will be run again has no graph to tell: any value with a fraction may want a gradient.
+        A forward that will be recomputed has no graph, so it marks all floating-point and complex values.
         """
         may_want = recomputes and (self.index > 0 or any(p.requires_grad for p in self.stage.parameters()))
         return [_outgoing_value(value, may_want=may_want) for value in self.made_for(record, edge)]
@@ -298,7 +300,7 @@ class StageRun:
     # ---- backward
 
     def backward(self, step: Step, mb: int, record: Record, gradients: Mapping[int, Values]) -> dict[int, Values]:
-        """Run the backward: B, or I where weight gradients are put off. Return the gradients for each edge into it."""
+        """Run the backward: B, or I if it is split. Return the gradients for each edge into the stage."""
         outputs: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
         for edge in self.out_of:
@@ -334,14 +336,14 @@ class StageRun:
         if self._accumulation is None or not self._is_alone or record.pending is not None:
             return _NOTHING
         together = self._accumulation.eligible(self.stage.parameters())
-        shown = outputs if self._recomputed is None else ()  # parts that run again hide what they reach
+        shown = outputs if self._recomputed is None else ()  # recomputed parts hide their parameters
         return accumulated_together(together, shown)
 
     def end_step(self, step: Step) -> None:
-        """Note that a step has run to its end.
+        """Record the end of a step.
 
         Raises:
-            UsageError: when none of its losses has a gradient.
+            UsageError: if none of its losses requires a gradient.
         """
         self._has_watched |= step.mode.is_training
         (count, with_gradient), self._losses = self._losses, [0, 0]
@@ -350,19 +352,19 @@ class StageRun:
 
     @property
     def recomputes_parts(self) -> bool:
-        """Whether its backwards run parts of its forwards again."""
+        """Whether backwards recompute parts of their forwards."""
         return self._recomputed is not None
 
     @property
     def draws_on_host(self) -> bool:
-        """Whether its forwards drew random numbers anywhere but on its own device."""
+        """Whether forwards drew random numbers on any device other than that of the stage."""
         return self._random is not None and self._random.draws_beside(self.device)
 
     # ---- buffers
 
     @property
     def restores_buffers(self) -> bool:
-        """Whether buffers are put back for a forward that is run again."""
+        """Whether a recompute restores buffers before it runs."""
         return self.keep.recomputes and bool(self._changing)
 
     def _copy_buffers(self) -> dict[str, torch.Tensor]:
@@ -370,12 +372,12 @@ class StageRun:
         return {name: self.stage.held.get(name).detach().clone() for name in names}
 
     def _note_changes(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Note which buffers a forward changed."""
+        """Record which buffers a forward changed."""
         self._changing = [name for name, old in before.items() if not torch.equal(self.stage.held.get(name), old)]
 
     @contextmanager
     def _buffers_of(self, record: Record) -> Iterator[None]:
-        """Run with the buffers as they were before a forward, then put the same tensors back: other lanes hold them."""
+        """Run with the buffers from before a forward; then put back the current tensors, which other lanes hold too."""
         if not record.buffers:
             yield
             return
@@ -390,7 +392,7 @@ class StageRun:
     def _set_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in buffers.items():
-                # never in place: the backward of another micro-batch may still need what is there
+                # never in place: the backward of another micro-batch may still need the old values
                 self.stage.held.set(name, tensor)
 
     @property
@@ -399,7 +401,7 @@ class StageRun:
 
 
 def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
-    """Return what a micro-batch's loss counts in the gradient."""
+    """Return the factor of a micro-batch's loss in the gradient."""
     if step.seeds is None:
         if step.factor is None:
             return torch.full_like(loss, step.scales[mb])
@@ -424,13 +426,13 @@ def _as_leaf(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a tenso
 
 
 def dtype_hint(arrived: Mapping[int, Values], stage: Stage) -> str:
-    """Return, for an error, which stage handed on numbers of another type than all parameters here have; or nothing."""
+    """Return a hint for an error if a stage sent values of another type than the parameters here; otherwise ""."""
     own = {parameter.dtype for parameter in stage.parameters()}
     if len(own) != 1:
         return ""
     (dtype,) = own
     odd = [
-        f"; stage {source} handed stage {stage.index} {value.dtype} {tuple(value.shape)}, whose parameters are {dtype}"
+        f"; stage {source} sent {value.dtype} {tuple(value.shape)} to stage {stage.index}, whose parameters are {dtype}"
         for source, values in arrived.items()
         for value in values
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
@@ -442,5 +444,5 @@ def _gradient(leaf: Any) -> torch.Tensor | None:  # noqa: ANN401 - a tensor, or 
     if not isinstance(leaf, torch.Tensor):
         return None
     gradient, leaf.grad = leaf.grad, None
-    # autograd may give a parameter's gradient the same memory, and the next micro-batch would add to it in place
+    # autograd may use the same memory for a parameter's gradient, to which the next micro-batch adds in place
     return gradient.clone() if gradient is not None and num_holders(gradient) > 1 else gradient

@@ -1,4 +1,4 @@
-"""Step: what one call of a pipeline brings to all lanes: the batch in pieces, the loss, and how to run."""
+"""Step: the data that all lanes share in one call of a pipeline: the micro-batches, the loss and the mode."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Mode", "Step"]
 
-# Of the last stage: from the model's results for a micro-batch and its target to its loss (None where there is none),
-# and what the loss function returned beside it.
+# Called in the last stage with the model's results for a micro-batch, its number and its target. Returns the loss, or
+# None if there is none, and the metrics that the loss function returned with it.
 Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], tuple[torch.Tensor | None, dict[str, torch.Tensor]]]
 
 
 class Tapes(Protocol):
-    """What a lane does in a step in place of its program's own actions.
+    """A replacement for the actions of a lane's program in a step.
 
     Attributes:
-        is_replay: nothing of it is computed by torch's own operations.
+        is_replay: whether captured work is replayed, so that torch itself computes nothing.
     """
 
     is_replay: bool
 
     def open(self, step: Step) -> tuple[Step, list[tuple[Callable[..., None], Any]]]:
-        """Begin a step: return the one to run, and what to do for each instruction."""
+        """Begin a step: return the step to run, and the function to call for each instruction."""
         ...
 
     def close(self) -> None:
@@ -41,14 +41,14 @@ class Tapes(Protocol):
 
 @dataclass(frozen=True)
 class Mode:
-    """How stages run: in training or evaluation, with gradients or without, under which autocast."""
+    """How stages run: in training or evaluation, with or without gradients, and under which autocast."""
 
     is_training: bool
     has_backward: bool
     autocast: torch.dtype | None = None
 
     def cast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the autocast to run a stage's forward under."""
+        """Return the autocast context for a stage's forward."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
@@ -59,8 +59,8 @@ class Batch:
     """A batch cut into micro-batches.
 
     Attributes:
-        inputs: for each micro-batch the tensors that the model is called with, by name.
-        sizes: the samples of each.
+        inputs: for each micro-batch, the input tensors of the model, by name.
+        sizes: the number of samples of each micro-batch.
     """
 
     inputs: Sequence[Mapping[str, torch.Tensor]]
@@ -68,31 +68,31 @@ class Batch:
 
     @property
     def num_mbs(self) -> int:
-        """How many micro-batches the batch makes; fewer than the schedule has where samples are few."""
+        """Number of micro-batches; smaller than in the schedule if there are few samples."""
         return len(self.sizes)
 
 
 @dataclass
 class Step:
-    """Everything that lanes share in one step; `finish` and `scales` are for the lanes that end the model.
+    """Everything that lanes share in one step; only lanes with the last stage use `finish` and `scales`.
 
     Attributes:
-        number: counts steps.
+        number: the number of the step.
         batch: the micro-batches.
-        mode: how to run.
-        finish: from results to a loss.
-        targets: for each micro-batch nothing, or one thing.
-        scales: for each micro-batch what its loss counts in the gradient.
-        over_batch: takes the results of all micro-batches, where one loss is computed of all; `finish` is not called.
-        factor: on top of that, of all losses alike: a gradient scaler's, which only the device knows.
-        seeds: scales times factor as a tensor, where it may change after what reads it was captured.
-        seed: random numbers follow from it, the micro-batch and what draws them.
-        measures_memory: forwards count what they save, whatever their keep policy.
-        tapes: for each lane what to do instead of its program's own actions: replays of them, or their capture.
-        watch: is told of every action.
-        losses: for each micro-batch its loss, once it is known; the loss over the batch, under the last one to come.
-        metrics: for each micro-batch what the loss returned beside it.
-        given: the batch as the user gave it, and its target, where processes are to compare them.
+        mode: how the stages run.
+        finish: computes the loss from the results of the model.
+        targets: for each micro-batch, a tuple with its target; empty if there is none.
+        scales: for each micro-batch, the factor of its loss in the gradient.
+        over_batch: one loss on the results of all micro-batches, used in place of `finish`; None: one loss for each.
+        factor: GradScaler's scale, applied to every loss; it stays on the device.
+        seeds: in a capture, a tensor for scales times factor; its values change between replays.
+        seed: the seed; random numbers follow from it, the micro-batch and the draw name.
+        measures_memory: whether forwards count the bytes that they save, under every keep policy.
+        tapes: for each lane, the replacement for the actions of its program: their replays, or their capture.
+        watch: sees every action, before and after it runs.
+        losses: the computed loss of each micro-batch; a loss on the batch is stored under the micro-batch added last.
+        metrics: for each micro-batch, the metrics that the loss function returned.
+        given: the batch and its target as the user gave them, if processes have to compare them.
     """
 
     number: int

@@ -1,8 +1,8 @@
-"""Versions: the weights of asynchronous schedules, which change within a step.
+"""Weight stash: versions of the weights for asynchronous schedules, in which weights change within a step.
 
-A forward uses a copy of the weights as they were at its version, and its backward the same copy; an update adds up
-the gradients that all copies got since the last one, lets the optimizer change the parameters themselves, and copies
-the result as the next version. A copy is dropped after the last action that uses it.
+A forward uses a copy of the weights at its version, and its backward uses the same copy. An update sums the gradients
+that all copies got since the last update, lets the optimizer change the parameters, and copies the result as the next
+version. A copy is dropped after the last action that uses it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Versions:
 
     Args:
         stages: the lane's stages.
-        optimizers: of each stage.
-        last_use: for each (stage, version) the place in the lane's program of the last action that uses it.
+        optimizers: the optimizer of each stage.
+        last_use: for each (stage, version), the index in the lane's program of the last action that uses it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Versions:
         self._in_use: dict[int, int] = {}
 
     def use(self, stage: int, version: int) -> None:
-        """Let a stage's forward use a version of its weights."""
+        """Set the weights of a stage to a version, for its next forward."""
         if self._in_use.get(stage) == version:
             return
         if (stage, version) not in self._copies:
@@ -48,7 +48,7 @@ class Versions:
         self._in_use[stage] = version
 
     def update(self, stage: int, version: int, at: int) -> None:
-        """Let the optimizer change a stage's weights by the gradients since the last update: the next version."""
+        """Update a stage's weights with the gradients since the last update, and store them as the next version."""
         has_any = False
         for name, parameter in self._own[stage].items():
             gradients = []
@@ -68,7 +68,7 @@ class Versions:
         self._copies[stage, version] = self._copy(stage)
 
     def end(self) -> None:
-        """Put the parameters themselves back in their places."""
+        """Put the parameters back into the stages, and drop all copies."""
         for stage in self._in_use:
             for name, parameter in self._own[stage].items():
                 self._stages[stage].held.set(name, parameter)

@@ -1,4 +1,4 @@
-"""Wiring: which value goes from which stage to which, read off what the stages need and make."""
+"""Wiring: which value goes from which stage to which, derived from the inputs and outputs of the stages."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from penstock.errors import GraphError
 
 __all__ = ["Edge", "Feed", "Wiring", "wire"]
 
-_GIVEN = "input:"  # the names of what the model is called with
+_GIVEN = "input:"  # the names of the model's inputs begin with it
 
 
 class Ends(Protocol):
-    """What a stage needs and makes, by name."""
+    """The inputs and outputs of a stage, by name."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the values it needs."""
+        """The names of the values that the stage needs."""
         ...
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the values it makes."""
+        """The names of the values that the stage makes."""
         ...
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The values that one stage hands to another; `places` are theirs among the outputs of the first.
+    """The values that one stage sends to another; `places` are their indices in the outputs of the source.
 
-    With `has_rest` it carries also what the first makes beyond the outputs that have a name.
+    With `has_rest`, the edge also carries the outputs of the source that have no names.
     """
 
     source: int
@@ -44,7 +44,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Feed:
-    """Where one input of a stage comes from: the batch (by name), or a place in what comes over an edge."""
+    """The origin of one input of a stage: an input of the model (by name), or a place in the values of an edge."""
 
     given: str = ""
     source: int = -1
@@ -53,12 +53,12 @@ class Feed:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How values pass between stages in one mode.
+    """The edges between stages in one mode, and the origin of each input and result.
 
     Attributes:
-        edges: all pairs of stages that hand values on.
-        feeds: for each stage, where each of its inputs comes from.
-        results: where each result of the model comes from; a source that is the last stage means its own output.
+        edges: one edge for each pair of stages that exchange values.
+        feeds: for each stage, the origin of each of its inputs.
+        results: the origin of each result of the model; if its source is the last stage, it is an output of this stage.
     """
 
     edges: tuple[Edge, ...]
@@ -67,7 +67,7 @@ class Wiring:
 
     @cached_property
     def into(self) -> tuple[tuple[Edge, ...], ...]:
-        """For each stage the edges that lead to it, from near to far."""
+        """For each stage, the edges that end at it; the nearest source comes first."""
         found: list[list[Edge]] = [[] for _ in self.feeds]
         for edge in self.edges:
             found[edge.target].append(edge)
@@ -75,7 +75,7 @@ class Wiring:
 
     @cached_property
     def out_of(self) -> tuple[tuple[Edge, ...], ...]:
-        """For each stage the edges that lead from it."""
+        """For each stage, the edges that start at it."""
         found: list[list[Edge]] = [[] for _ in self.feeds]
         for edge in self.edges:
             found[edge.source].append(edge)
@@ -83,17 +83,17 @@ class Wiring:
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """The edges that jump over stages."""
+        """The edges that skip stages."""
         return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
 
 
 def wire(stages: Sequence[Ends], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
-    """Return how values pass between stages.
+    """Return the wiring of some stages.
 
     Args:
-        stages: in order.
-        results: the names of what the model returns; what an earlier stage makes of it goes to the last.
-        has_rest: stages make, beyond what has names, values for the next one only.
+        stages: the stages in order.
+        results: the names of the model's results; those that an earlier stage makes are sent to the last stage.
+        has_rest: whether stages also make values without names, which go to the next stage only.
     """
     maker_of: dict[str, int] = {}
     wanted: list[dict[str, int]] = [{} for _ in stages]  # for each stage: name -> maker
@@ -130,5 +130,5 @@ def wire(stages: Sequence[Ends], results: Sequence[str], *, has_rest: bool = Fal
 
 def _maker(maker_of: dict[str, int], name: str, user: int) -> int:
     if name not in maker_of:
-        raise GraphError(f"stage {user} needs {name}, which no stage before it makes")
+        raise GraphError(f"stage {user} needs {name}, which no earlier stage makes")
     return maker_of[name]

@@ -17,7 +17,7 @@ __all__ = ["Action", "Kind", "Lane", "decode", "encode"]
 
 
 class Kind(StrEnum):
-    """What an action does. The value of a kind appears in the text form of its actions."""
+    """The type of an action. The value of a kind appears in the text form of its actions."""
 
     F = "F"  # forward
     B = "B"  # backward, both gradients at once

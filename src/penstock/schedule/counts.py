@@ -24,7 +24,7 @@ def need_even_lanes(name: str, lanes: int) -> None:
     if lanes % 2:
         options = f"{lanes - 1} or {lanes + 1}" if lanes > 1 else "2"
         raise ScheduleError(
-            f"{name} runs two ways over its lanes, so their number must be even; lanes: {lanes}, use {options}"
+            f"{name} is bidirectional, so its number of lanes must be even; lanes: {lanes}, use {options}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Flow: the rule table applied to whole lanes: for each action, the positions of the actions it waits for.
+"""Flow: the rule table applied to whole lanes: for each action, the positions of the actions that it waits for.
 
 `Rows` is a table of actions, lane after lane. An action is identified by its position in this table. The table
 holds a schedule as built (compute only: a value passes directly from maker to user) or a lowered one (the user
@@ -113,7 +113,7 @@ class Flow:
     made: dict[Value, Ints]  # [stages, micro-batches] -> position
 
     def needed(self, position: int, column: int) -> tuple[Value, int]:
-        """Return the value that one entry of `needs` stands for, and the stage that makes it."""
+        """Return the value of one entry of `needs`, and the stage that makes it."""
         stage = int(self.rows.stage[position])
         for need in RULES[KINDS[self.rows.kind[position]]].needs:
             if need.at in (At.HERE, At.PEER):
@@ -226,7 +226,7 @@ class _Tracer:
         return found
 
     def _waits_across(self, need: Need, at: NDArray[np.int64]) -> Iterable[tuple[Ints, NDArray[np.int64]]]:
-        """Do the same for values that arrive through edges: round k handles the k-th incoming edge of each stage."""
+        """Yield the same for values that arrive through edges: round k handles the k-th incoming edge of each stage."""
         rows, maker_end = self.rows, _CROSSES[need.value]
         incoming = _incoming(self.edges, need.value)
         edge_ends = np.array(self.edges, dtype=np.int32).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Keep policies: what a stage may do with the values that its forward saves. A new policy is a row here."""
+"""Keep policies: the ways in which a stage treats its saved values. A new policy is one row here."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ KeepRequest = Literal["hold", "recompute", "except_last", "offload", "fit"]  # o
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """One policy.
+    """One keep policy.
 
     Attributes:
-        name: how users name it.
-        meaning: what it does, for help texts.
-        price: what it costs, for advice.
-        recomputes: forwards run again before their backwards.
-        spares_last: not those of the last micro-batch, whose backwards come soon.
-        offloads: saved values go to host memory and back.
-        planned_as: the policy by which cuts are chosen: how much time and memory stages take.
-        graph_obstacle: why such stages cannot run as CUDA graphs.
+        name: the name in options.
+        meaning: the description for help texts.
+        price: the cost, for advice.
+        recomputes: whether forwards run again before their backwards.
+        spares_last: whether the last micro-batch is not recomputed, since its backward comes soon.
+        offloads: whether saved values move to host memory and back.
+        planned_as: the policy that determines the time and the memory of a stage when cuts are chosen.
+        graph_obstacle: the reason why such stages cannot run as CUDA graphs.
     """
 
     name: KeepRequest
@@ -64,12 +64,12 @@ POLICIES: dict[str, KeepPolicy] = {
         ),
     )
 }  # fmt: skip
-CHOSEN_BY_NODE = "fit"  # of a whole pipeline: parts of stages are run again, while every stage holds what it saves
+CHOSEN_BY_NODE = "fit"  # for a whole pipeline: the stages hold saved values, but chosen nodes run again
 PLANNED: tuple[Keep, ...] = ("hold", *(p.planned_as for p in POLICIES.values() if p.name == p.planned_as != "hold"))
 
 
 def listed() -> str:
-    """Return all policies and what they do, for help texts.
+    """Return all policies with their descriptions, for help texts.
 
     >>> listed()[:34]
     'hold (keep them), recompute (run t'
@@ -78,7 +78,7 @@ def listed() -> str:
 
 
 def of_stages(keep: KeepRequest | Sequence[Keep]) -> Keep | Sequence[Keep]:
-    """Return the policy of the stages: they hold what they save if nodes are chosen to run again."""
+    """Return the policy of the stages; with "fit", they hold their saved values, and chosen nodes run again."""
     return "hold" if keep == "fit" else keep
 
 

@@ -1,4 +1,4 @@
-"""Lowering: add what a runtime needs to a schedule: transfers, recompute, offload, fetch and slots."""
+"""Lowering: add transfers, recompute, offload, fetch and slots to a schedule, so that a runtime can run it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SLOTS_PER_ACTION = 8
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule with everything that a runtime does, still as readable lanes of actions."""
+    """A schedule with all actions of a runtime, still as readable lanes."""
 
     schedule: Schedule
     rows: Rows
@@ -111,7 +111,7 @@ def lower(
 
 
 def _checked_flow(schedule: Schedule, skips: tuple[tuple[int, int], ...]) -> Flow:
-    """Return what actions wait for; refuse a schedule that is incomplete."""
+    """Return the flow of a schedule; refuse a schedule that is incomplete."""
     rows = Rows.of(schedule)
     faults = list(find_unknown(schedule, rows, is_lowered=False))
     if not faults:

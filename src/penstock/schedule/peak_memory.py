@@ -1,4 +1,4 @@
-"""Peak memory: the most that each lane holds, counted in the order of its actions."""
+"""Peak memory: the maximum memory of each lane, counted in the order of its actions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemoryLimit:
     saved_bytes: Floats
     pending_bytes: Floats
     limit_bytes: Floats  # one per lane
-    input_bytes: Floats | None = None  # what a stage that recomputes holds instead of its saved values
+    input_bytes: Floats | None = None  # inputs, which stages that recompute hold instead of saved values
 
 
 def changes(
@@ -76,8 +76,8 @@ def changes_of(
 def find_over_limit(schedule: Schedule, rows: Rows, limit: MemoryLimit) -> Iterator[tuple[int, int, str]]:
     """Yield (lane, index, message) for the first action of each lane that exceeds its limit.
 
-    Actions count in the order of the lane, and a copy to host memory counts as done at once. What copies hold while
-    they run depends on the host link; `simulate` computes it.
+    Actions count in the order of the lane, and a copy to host memory counts as done at once. The memory that copies
+    hold while they run depends on the host link; `simulate` computes it.
     """
     kept_input = np.zeros(schedule.num_stages) if limit.input_bytes is None else limit.input_bytes
     at_start, at_end = changes_of(

@@ -1,4 +1,4 @@
-"""Rules: the table of what each kind of action needs, makes and frees.
+"""Rules: the table of the values that each kind of action needs, makes and frees.
 
 Dependencies are defined only here. `flow` turns the table into arrays. `verify`, `lower`, `simulate`, the memory
 count and the checks of the executor read these arrays.
@@ -22,8 +22,8 @@ class Value(StrEnum):
     SENT_ACTIVATION = "sent activation"
     SENT_GRADIENT = "sent gradient"
     INPUT = "input"  # the input of a recompute
-    SAVED = "saved"  # what the forward keeps for the backward
-    PENDING = "pending"  # what the input gradient leaves for the weight gradient
+    SAVED = "saved"  # values that the forward keeps for the backward
+    PENDING = "pending"  # values that the input gradient keeps for the weight gradient
     HOST = "offloaded"  # saved values, in host memory
     WEIGHT_GRAD = "weight gradient"
     WEIGHTS = "weights"  # the next version of a stage's weights
@@ -46,7 +46,7 @@ class Copy(Enum):
 
 
 class Where(Enum):
-    """What an action occupies while it runs."""
+    """The resource that an action occupies while it runs."""
 
     LANE = "the lane"
     LINK = "a link between two lanes"
@@ -65,7 +65,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that one kind of action needs, makes, makes again and frees, and what it occupies."""
+    """The values that one kind of action needs, makes, makes again and frees, and the resource that it occupies."""
 
     where: Where
     needs: tuple[Need, ...] = ()

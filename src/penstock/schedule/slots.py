@@ -59,7 +59,10 @@ def _allocated(rule: Rule) -> tuple[Value, ...]:
 
 
 def _released(rule: Rule, *, recomputes: bool) -> tuple[Value, ...]:
-    """A received value is released by the action that uses it; a stage that recomputes keeps its input longer."""
+    """Return the values whose slots an action releases.
+
+    The action that uses a received value releases it. A stage that recomputes keeps its input longer.
+    """
     used_up = tuple(need.value for need in rule.needs if need.at in (At.BEFORE, At.AFTER))
     if recomputes:
         kept = (Value.ACTIVATION,) if Value.INPUT in rule.frees else ()

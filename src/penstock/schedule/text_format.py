@@ -51,7 +51,7 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     """Read a CSV file in the compute_only form of torch.distributed.pipelining; empty cells are idle steps.
 
     Raises:
-        ScheduleError: if the file is no such CSV; the message names the line and the cell.
+        ScheduleError: if the file is not such a CSV file; the message names the line and the cell.
     """
     if not isinstance(path, (str, PathLike)):
         raise ScheduleError(f"pass the path of a CSV file; given: {path!r}")
@@ -182,7 +182,7 @@ def _count(numbers: set[int], what: str) -> int:
 def _ways(
     parsed: list[list[Action]], num_stages: int, num_mbs: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Find the lane of each stage for each micro-batch; a stage that one micro-batch lacks is taken from the others."""
+    """Find the lane of each stage for each micro-batch; a stage that a micro-batch lacks is taken from the others."""
     home: Ints = np.full((num_mbs, num_stages), -1, dtype=np.int32)
     for lane, actions in reversed(list(enumerate(parsed))):
         for action in actions:

@@ -600,7 +600,7 @@ def test_the_same_tensor_twice_in_an_example_is_two_inputs():
         ({"x": rows(), "mask": rows() > 1}, "it lacks index"),
         (
             {"x": rows(), "mask": rows() > 1, "index": torch.zeros(1, dtype=torch.int64), "y": rows()},
-            "it has y, which the example had not",
+            "it has y, which was not a tensor in the example",
         ),
         (
             {"x": rows(), "mask": rows() > 1, "index": torch.tensor([0]), "scale": 4.0},
@@ -645,7 +645,7 @@ def test_wrong_cuts_are_refused():
 def test_wrong_paths_are_refused():
     with pytest.raises(UsageError, match="Did you mean 'export'"):
         capture(Layers(), rows(), path="exprot")
-    with pytest.raises(CaptureError, match="no sequence"):
+    with pytest.raises(CaptureError, match="not a sequence of modules"):
         capture(Layers(), rows(), path="direct")
     with pytest.raises(UsageError, match="a list of stage modules"):
         capture([nn.Linear(2, 2), 3], rows())
@@ -660,7 +660,7 @@ def test_a_model_that_no_path_can_take_names_its_line_and_says_what_to_do():
         def forward(self, x):
             return self.layer(x).no_such_method()
 
-    with pytest.raises(CaptureError, match=r"(?s)test_capture\.py:\d+.*cut it yourself"):
+    with pytest.raises(CaptureError, match=r"(?s)test_capture\.py:\d+.*pass a list of stage modules"):
         capture(Broken(), rows())
 
 

@@ -173,7 +173,7 @@ class KeptState(Layers):
 def test_a_tensor_that_is_kept_for_the_next_call_is_not_traced_away():
     captured = capture(KeptState(), rows())
     assert captured.path == "replay"
-    assert "keeps a tensor in last from call to call" in captured.reason
+    assert "keeps a tensor in last between calls" in captured.reason
     assert capture(KeptLoss(), rows()).path == "export"
 
 
@@ -310,7 +310,7 @@ def test_a_sequence_with_a_forward_of_its_own_is_no_sequence():
 def test_hooks_are_not_lost_when_export_is_asked_for():
     model = Layers()
     model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(CaptureError, match=r"would forget hooks on layers\.0"):
+    with pytest.raises(CaptureError, match=r"torch\.export drops hooks on layers\.0"):
         capture(model, rows(), path="export")
 
 

@@ -104,7 +104,7 @@ def weighted_by_last(output, target):
 
 
 def test_weights_that_are_packed_into_the_target_are_refused_while_all_are_one():
-    with pytest.raises(UsageError, match="does not over one with zeros"):
+    with pytest.raises(UsageError, match="but not for one with zeros"):
         trained(weighted_by_last, lambda x, step: torch.cat([numbers(x, step)[:, :4], torch.ones(len(x), 1)], 1))
 
 
@@ -215,7 +215,7 @@ def test_a_model_that_mixes_samples_runs_in_one_micro_batch_or_is_refused(kind, 
     plain = copy.deepcopy(model)
     wanted = plain(x)["loss"] if loss is None else loss(plain(x), *target)
     wanted.backward()
-    with pytest.warns(UserWarning, match="only one micro-batch a step is run"):
+    with pytest.warns(UserWarning, match="only one micro-batch per step runs"):
         pipe = penstock.Pipeline(model, example=x, loss=loss, lanes=2)
     with pipe:
         assert pipe.schedule.num_mbs == 1

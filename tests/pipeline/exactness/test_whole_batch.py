@@ -179,9 +179,9 @@ def test_an_argument_that_happens_to_have_as_many_rows_as_the_batch():
     ("options", "message"),
     [
         ({"batch_dim": -1}, "batch_dim"),
-        ({"batch_dim": {"nothing": 1}}, "'nothing' is no argument"),
+        ({"batch_dim": {"nothing": 1}}, "'nothing' is not an argument"),
         ({"whole": "input"}, "whole: give a list"),
-        ({"whole": ["nothing"]}, "'nothing' is no argument"),
+        ({"whole": ["nothing"]}, "'nothing' is not an argument"),
         ({"whole": ["input"]}, "no tensor with a batch dimension"),
     ],
 )
@@ -246,7 +246,7 @@ class Patches(nn.Module):
 def test_a_batch_that_is_no_plain_stack_is_refused_when_the_pipeline_is_made():
     """Every micro-batch got the patches of all samples, and the first step failed in a lane with torch's own error."""
     words, patches = torch.randn(7, 4), torch.randn(7 * 3, 4)
-    with pytest.raises(UsageError, match="would not compute what the whole batch does: the example cut to 5 samples"):
+    with pytest.raises(UsageError, match="would not compute the same result as the whole batch: the example cut to 5"):
         penstock.Pipeline(Patches(), example={"words": words, "patches": patches}, lanes=2, micro_batches=3)
 
 

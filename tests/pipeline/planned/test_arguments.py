@@ -36,7 +36,7 @@ def make(model=None, **options):
         ({"keep": "nothing"}, "hold, recompute, except_last, offload, fit"),
         ({"keep": "fit"}, "memory_limit"),
         ({"graphs": "on"}, "graphs: 'on' is neither True nor False nor 'auto'"),
-        ({"autocast": "bf16"}, "autocast: give a dtype, as torch.bfloat16; given: 'bf16'"),
+        ({"autocast": "bf16"}, "autocast: give a dtype, such as torch.bfloat16; given: 'bf16'"),
         ({"autocast": True}, "autocast: give a dtype"),
         ({"autocast": torch.int32}, "autocast: give a dtype"),
         ({"scaler": 5, "deferred_batch_norm": "x"}, "scaler: give a torch.amp.GradScaler; given: int; deferred_batch"),

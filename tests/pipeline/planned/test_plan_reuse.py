@@ -87,7 +87,7 @@ def test_what_has_changed_is_told_and_decided_anew(trained, count, options, word
 @pytest.mark.parametrize("text", ["{", "[]", '{"asked": 3}'])
 def test_a_damaged_plan_is_told(trained, text):
     (trained / "plan.json").write_text(text)
-    with pytest.warns(UserWarning, match="decided anew"), pipeline(model_of(), plan=trained) as pipe:
+    with pytest.warns(UserWarning, match="decided again"), pipeline(model_of(), plan=trained) as pipe:
         assert pipe.cuts == (2,)
 
 

@@ -204,11 +204,11 @@ def test_a_loss_that_couples_packed_sequences_is_refused():
         (lambda batch, target, count: batch, "split: must return a list of"),
         (lambda batch, target, count: [batch], "split: must return \\(batch, target\\) pairs"),
         (lambda batch, target, count: [], "split: must return a list"),
-        (lambda batch, target, count: [(batch, target)] * (count + 1), "and 3 are asked for at most"),
-        (lambda batch, target, count: [(batch, target)] * 2, "returns 14 rows for its micro-batches together, and 7"),
+        (lambda batch, target, count: [(batch, target)] * (count + 1), "but at most 3 are allowed"),
+        (lambda batch, target, count: [(batch, target)] * 2, "returns 14 rows for its micro-batches together, but 7"),
         (
             lambda batch, target, count: by_images(batch, target, count)[::-1],
-            "do not compute what the whole batch does",
+            "do not compute the same result as the whole batch",
         ),
     ],
 )

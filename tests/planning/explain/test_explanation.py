@@ -89,7 +89,7 @@ def test_the_text_says_it_all_in_any_width(skipping):
         joined = " ".join(text.split())
         for words in (
             "Skipping: 688 parameters",
-            "captured by export: torch.export took the whole model",
+            "captured by export: torch.export traced the whole model",
             "analytic on",
             "schedule 1f1b on 3 lanes, 6 micro-batches per step",
             "skipping the next stage: float32[batch, 5, 8] 640 B (stage 0 → 2)",
@@ -109,7 +109,7 @@ def test_the_text_says_it_all_in_any_width(skipping):
 
 def test_json_is_plain_data(skipping):
     found = json.loads(skipping.to_json())
-    assert found["capture"] == {"path": "export", "reason": "torch.export took the whole model"}
+    assert found["capture"] == {"path": "export", "reason": "torch.export traced the whole model"}
     assert found["cuts"] == list(skipping.partition.cuts)
     assert found["stages"][0]["crossing"][0]["targets"]
     assert found["step_seconds"] == skipping.timeline.step_seconds

@@ -67,7 +67,7 @@ def test_differences_say_what_and_where():
     assert differences([rows((x, x)), rows((x, x.double()))]) == [
         "lane 0 has batch[1] (float32 of shape (4, 2)), lane 1 has batch[1] (float64 of shape (4, 2))"
     ]
-    assert differences([rows([x]), rows([x, x])]) == ["lane 0 has 1 things in its batch, lane 1 has 2"]
+    assert differences([rows([x]), rows([x, x])]) == ["the batch has 1 values on lane 0 and 2 on lane 1"]
 
 
 # ---- processes
@@ -137,7 +137,7 @@ def test_batches_that_differ_between_processes_end_the_run(what, whose, at):
     """The loss was 16.5 for 0.134, without a word: batches were never compared."""
     for told, number, left in processes.run(differing_process, 2, what, whose, at):
         assert told.startswith(f"the processes were given different batches: in call {at} {whose} (float64 of shape")
-        assert "take no DistributedSampler" in told
+        assert "use no DistributedSampler" in told
         assert number == at + (at == 50)  # after the first calls nobody waits for the answer
         assert not left  # usable, when all are given the same
 

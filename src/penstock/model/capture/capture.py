@@ -23,7 +23,7 @@ __all__ = ["PATHS", "Captured", "capture"]
 
 
 class Captured(Protocol):
-    """A captured model, by whatever path."""
+    """A model captured by one of the capture paths."""
 
     model: nn.Module
     call: Call
@@ -36,7 +36,7 @@ class Captured(Protocol):
         ...
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, node by node, on a device (also "meta") and for a batch size; show each to a visitor."""
+        """Run the model once, on a device (also "meta") and for a batch size, and pass each node to a visitor."""
         ...
 
 
@@ -51,7 +51,7 @@ def capture(
     path: str = "auto",
     num_stages: int | None = None,
 ) -> Captured:
-    """Capture a model: sequences directly, else by torch.export where that keeps what the model means, else by replay.
+    """Capture a model: sequences directly, other models by torch.export if it keeps their behaviour, else by replay.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> captured = capture(model, torch.zeros(3, 4))
@@ -59,17 +59,17 @@ def capture(
     ('direct', ['float32[batch, 8]'])
 
     Args:
-        model: any module, unchanged; in any mode, on any device, also on meta. Or a list of stage modules, each of
-            which is called with what the one before returned (a tuple becomes several arguments).
-        example: how it is called: a tensor, a tuple of arguments or a dict of keyword arguments.
-        training: capture it in training or in evaluation; by default in the mode that it is in. The other mode is
-            captured when a stage is first put into it.
-        path: "direct", "export" or "replay" to have one of the three; "auto" takes the first that works.
-        num_stages: how many stages it will be cut into; a sequence of fewer modules is then not taken directly.
+        model: any module, unchanged, in any mode and on any device, also on meta; or a list of stage modules. Each
+            stage module gets the result of the one before (a tuple becomes several arguments).
+        example: the arguments: a tensor, a tuple of arguments or a dict of keyword arguments.
+        training: whether to capture training or evaluation; by default the current mode of the model. The other mode
+            is captured when a stage is first put into it.
+        path: "direct", "export" or "replay" to use this path; "auto" uses the first one that works.
+        num_stages: the number of stages. A sequence with fewer modules than this is not captured directly.
 
     Raises:
-        CaptureError: when neither path can take it; says where each stopped, and what to do.
-        UsageError: when the example cannot be right.
+        CaptureError: if no path supports the model; gives the reason of each path, and what to do.
+        UsageError: if an argument is wrong.
     """
     if path not in PATHS:
         raise UsageError(f"capture_path: {path!r} is not one of {', '.join(PATHS)}.{nearest(path, PATHS)}")
@@ -82,10 +82,10 @@ def capture(
     if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
         return _direct(model, call, sequence, training=mode)
     if path == "direct":
-        raise CaptureError("the model is no sequence of modules that could be taken directly")
+        raise CaptureError("the model is not a sequence of modules, so capture_path='direct' cannot capture it")
     refusal = hooks_in(model) if path in ("auto", "export") else ""
     if refusal and path == "export":
-        raise CaptureError(f"torch.export would forget {refusal}; take path='replay'")
+        raise CaptureError(f"torch.export drops {refusal}: pass capture_path='replay'")
     if path == "export" or (path == "auto" and not refusal):
         try:
             return Exported(model, call, training=mode)
@@ -94,7 +94,7 @@ def capture(
                 raise
             refusal = str(error)
     try:
-        return Replayed(model, call, training=mode, reason=refusal or "asked for")
+        return Replayed(model, call, training=mode, reason=refusal or "requested")
     except PenstockError as error:
         raise CaptureError(_both(refusal, str(error))) from error
     except Exception as error:
@@ -131,12 +131,13 @@ def _both(first: str, second: str, path: str = "replay") -> str:
     stopped = f"export: {first}; " if first else ""
     second = second.strip()
     return (
-        f"no path can take this model: {stopped}{path}: {second}. Call the model on the example once without Penstock:"
-        " if that works, cut it yourself: give a list of stage modules, or wrap what stops it in a module of its own"
+        f"no capture path supports this model: {stopped}{path}: {second}. Call the model on the example once without"
+        " Penstock. If that works, pass a list of stage modules, or move the code that stops the capture into a module"
+        " of its own"
     )
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the module under torch.compile: what is cut is compiled again, stage by stage."""
+    """Return the module inside torch.compile's wrapper, whose compiled code cannot be cut."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model

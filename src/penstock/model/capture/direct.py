@@ -1,4 +1,4 @@
-"""The direct path: a sequence of modules, each called with what the one before returned."""
+"""The direct path: capture a sequence of modules, each of which is called with the result of the one before."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ from penstock.randomness.draw_names import enter
 
 __all__ = ["Direct", "sequence_of"]
 
-_AT_ONCE = 8  # modules that are compiled as one: groups of the same kinds share what is compiled
+_AT_ONCE = 8  # modules per compiled group; groups with the same types of modules share their compiled code
 
 
 def sequence_of(model: nn.Module) -> list[str] | None:
-    """Return the paths of the modules that a model calls one after the other, or None if it is no plain sequence.
+    """Return the paths of the modules of a sequence, in order, or None if the model is not a plain `nn.Sequential`.
 
-    A sequence in a sequence is taken apart too. Hooks on a sequence, or its own forward, make it a module like any.
+    A sequence inside a sequence is replaced by its modules. A sequence with hooks, or with a forward of its own, counts
+    as an ordinary module.
     """
     if type(model).forward is not nn.Sequential.forward or "forward" in vars(model) or _has_hooks(model):
         return None
     paths: list[str] = []
-    for name, child in model._modules.items():  # not named_children(), which leaves out what is there twice
+    for name, child in model._modules.items():  # named_children() would leave out repeated modules
         if child is None:
             return None
         inner = sequence_of(child) if isinstance(child, nn.Sequential) else None
@@ -58,7 +59,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class _Between:
-    """What stands between two modules: the arguments of the second as a template, and the tensors in it."""
+    """The arguments that a module gets from the one before: a template, and the tensors that fill it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
         self.tensors, self.template = flatten((args, dict(kwargs)), apart=apart)
@@ -67,11 +68,11 @@ class _Between:
         self.is_changed = [False] * self.count
 
     def cut(self) -> None:
-        """Let go of how the tensors were made: all of that together is the whole model's activations."""
+        """Detach the tensors: their autograd graphs would keep all activations of the model in memory."""
         self.tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
 
     def forget(self) -> None:
-        """Let the tensors of the example go."""
+        """Release the tensors of the example."""
         self.tensors = []
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,7 +81,7 @@ class _Between:
 
 
 class Direct:
-    """A sequence of modules; `spreads` says whether a tuple that one returns becomes the arguments of the next."""
+    """A captured sequence of modules; with `spreads`, a returned tuple becomes the arguments of the next module."""
 
     def __init__(
         self, model: nn.Module, call: Call, paths: list[str], *, training: bool, spreads: bool = False
@@ -98,7 +99,7 @@ class Direct:
         if training not in self._places_of:
             with in_mode(self.model, training=training), self._original_devices.restored():
                 self._places_of[training] = self._run(self.call)
-            if hasattr(self, "graph"):  # which is all that they were for
+            if hasattr(self, "graph"):  # the tensors were needed only to make the graph
                 self._forget()
         return self._places_of[training]
 
@@ -108,7 +109,7 @@ class Direct:
                 place.forget()
 
     def _run(self, call: Call) -> list[_Between]:
-        """Run all modules once and return what stood before each of them, and after the last."""
+        """Run all modules once; return the arguments of each module, and the result of the last one."""
         states = RandomStates()
         shell = make_shell(self.model)
         buffers = [(buffer, buffer.clone()) for buffer in shell.buffers() if not buffer.is_meta]
@@ -118,14 +119,14 @@ class Direct:
         try:
             with torch.enable_grad():
                 for path in self.paths:
-                    # a leaf cannot be changed in place, and what is handed on must not be
+                    # copies: autograd refuses in-place changes of leaves, and the recorded tensors must not change
                     inside = [_linked(tensor) for tensor in place.tensors]
                     versions = [tensor._version for tensor in inside]
                     args, kwargs = place.arguments(inside)
                     result = shell.get_submodule(path)(*args, **kwargs)
                     place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
                     place = _Between(*self._next(result))
-                    place.is_plain &= isinstance(result, torch.Tensor)  # a tuple of one is taken apart
+                    place.is_plain &= isinstance(result, torch.Tensor)  # a tuple with one tensor is not plain
                     place.cut()
                     places.append(place)
         finally:
@@ -190,7 +191,7 @@ class Direct:
 
         def results(training: bool) -> Results:
             last = self._places(training)[-1]
-            template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the one argument of a next module
+            template = last.template.parts[0].parts[0]  # type: ignore[attr-defined]  # the only argument
             count = last.count
             return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
@@ -198,7 +199,7 @@ class Direct:
         return make_chain(self.model, stages, example=self.call, results_of=results, forward_of=first)
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, module by module, on a device (also "meta"), for a batch size; show each to a visitor."""
+        """Run the model once, on a device (also "meta") and for a batch size, and pass each module to a visitor."""
         where = device or main_device(self.model, self.call)
         call = self.call if batch_size is None else self.call.resized(batch_size)
         with in_mode(self.model, training=self.training), torch.no_grad():
@@ -213,12 +214,12 @@ class Direct:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a stage runs as one: a module, or several that are compiled together.
+    """A module of a stage, or several modules that are compiled together.
 
     Attributes:
-        path: of the first module.
-        module: what is called.
-        apart: the same modules one by one.
+        path: the path of the first module.
+        module: the module to call; several modules are one `nn.Sequential`.
+        apart: the same modules as separate parts.
     """
 
     path: str
@@ -227,14 +228,14 @@ class _Part:
 
 
 class DirectProgram:
-    """Calls the modules of one stage, in a shell of its own."""
+    """The program of one stage, which calls the stage's modules in a shell of its own."""
 
     reassigned: tuple[str, ...] = ()
 
     def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
         self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
         shell = make_shell(direct.model)
-        # what a module changes in place may be a view of what came in before the modules ahead of it
+        # a tensor that a module changes in place may be a view of an input of the stage
         self._is_changing = any(any(places[index].is_changed) for index in nodes)
         self._parts = [_Part(direct.paths[index], shell.get_submodule(direct.paths[index])) for index in nodes]
         self.inputs = _names(direct, nodes.start, self._place.count)
@@ -250,12 +251,12 @@ class DirectProgram:
             if tensor is not None
         ]
         self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
-        # one positional argument, as nn.Sequential hands on
+        # whether there is a single positional argument, as between the modules of an nn.Sequential
         self._is_plain_behind = [places[index + 1].is_plain for index in nodes]
         self._is_plain_first = self._place.is_plain
 
     def compile(self, options: Options) -> None:
-        """Let Inductor compile the modules: several at once, so that what stands between them is fused too."""
+        """Let Inductor compile the modules in groups, so that it can fuse kernels of neighbouring modules."""
         grouped: list[list[int]] = [[]]
         for index, is_plain in enumerate(self._is_plain_behind):
             grouped[-1].append(index)
@@ -265,7 +266,7 @@ class DirectProgram:
         self._parts = [self._part([self._parts[index] for index in group], options) for group in grouped if group]
 
     def _part(self, parts: Sequence[_Part], options: Options) -> _Part:
-        """Return modules compiled as one."""
+        """Return several modules as one part, compiled together."""
         if len(parts) == 1:
             return _Part(parts[0].path, compiled(parts[0].module, options))
         whole = nn.Sequential(*(part.module for part in parts))
@@ -285,19 +286,19 @@ class DirectProgram:
             enter(part.path)
             try:
                 result = part.module(*args, **kwargs)
-            except GroupError:  # nothing of it has run
+            except GroupError:  # no module of the group has run
                 self._parts[at : at + 1] = part.apart
                 continue
             args, kwargs = self._direct._next(result)
             at += 1
-        # one tensor is by far the most common, and taking it apart would cost more than a small stage
+        # nearly all results are a single tensor, and `flatten` would take longer than a small stage
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         tensors = [args[0]] if is_plain else flatten((args, kwargs))[0]
-        for place, key, name in self._places:  # buffers that a module gave another tensor
+        for place, key, name in self._places:  # buffers that a module replaced
             if place[key] is not held.get(name):
                 held.set(name, place[key])
         if len(tensors) != len(self.outputs):
-            raise CaptureError(f"a module returned {len(tensors)} tensors and {len(self.outputs)} when it was captured")
+            raise CaptureError(f"a module returned {len(tensors)} tensors, but {len(self.outputs)} during the capture")
         return tuple(tensors)
 
 
@@ -318,7 +319,7 @@ def _linked(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pairs(a: _Between, b: _Between) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
     if len(a.tensors) != len(b.tensors):
-        raise CaptureError("a module returns another number of tensors for another batch size")
+        raise CaptureError("a module returned different numbers of tensors for different batch sizes")
     return list(enumerate(zip(a.tensors, b.tensors, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""The first path: a model captured by torch.export, which can be cut between any two operations."""
+"""The export path: capture a model by torch.export; cuts can lie between any two operations."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from penstock.model.visit import Visitor
 __all__ = ["Exported"]
 
 
-_MOST_FORMS = 6  # that are traced for batches of other shapes; what none of them takes is replayed
+_MOST_FORMS = 6  # traced forms; batches that fit none of them are replayed
 
 
 class _Form:
     """The model as traced for some shapes of batches, in training and in evaluation.
 
     Args:
-        model: the user's.
-        original_devices: where its tensors were when it was captured first.
-        call: that it is traced with.
-        open_dims: for each tensor the dimensions that may be of another size than in the call.
-        is_replayed: nothing is traced; all shapes are taken.
+        model: the user's model.
+        original_devices: the devices of its tensors at the first capture.
+        call: the call that is traced.
+        open_dims: for each tensor, the dimensions whose size may differ from that in the call.
+        is_replayed: whether the model is replayed instead of traced; such a form accepts all shapes.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class _Form:
         self._refusals: dict[bool, CaptureError] = {}
 
     def side(self, training: bool) -> tuple[ExportGraph, object, ShapeGuards]:
-        """Return graph, template and guards in training or evaluation, which are captured when first asked for.
+        """Return the graph, the template and the guards of a mode; the first call for a mode captures them.
 
         Raises:
-            CaptureError: when torch.export cannot take the model in that mode.
+            CaptureError: if torch.export cannot capture the model in that mode.
         """
         if self.is_replayed:
-            raise CaptureError("torch.export cannot take batches of such shapes")
+            raise CaptureError("torch.export cannot trace batches of these shapes")
         if training in self._refusals:
             raise self._refusals[training]
         if training not in self._made:
@@ -77,15 +77,15 @@ class _Form:
         return self._made[training]
 
     def constants(self, training: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors that are part of the model's code in a mode, as far as it has been captured."""
+        """Return the constants of a mode's trace; empty if the mode has not been captured."""
         return self._made[training][0].constants if training in self._made else {}
 
     def opened(self, more: OpenDims) -> list[frozenset[int]]:
-        """Return its open dimensions and more of them."""
+        """Return the open dimensions of each tensor, together with more of them."""
         return [own | new for own, new in zip(self._open, more, strict=True)]
 
     def takes(self, call: Call, training: bool) -> bool:
-        """Return whether it holds for a call; traces the mode if need be."""
+        """Return whether the form holds for the shapes of a call; trace the mode if necessary."""
         if self.is_replayed:
             return True
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
@@ -97,13 +97,13 @@ class _Form:
         try:
             return self.side(training)[2].allow(shapes)
         except CaptureError:
-            return True  # replayed in this mode
+            return True  # this mode is replayed
 
 
 def _is_like(own: Sequence[int], shape: Sequence[int], batch_dim: int | None, free: frozenset[int]) -> bool:
-    """Return whether a shape differs only in the batch and in open dimensions, which are larger than one.
+    """Return whether a shape differs only in the batch dimension and in open dimensions larger than one.
 
-    A trace with more than one may not hold for one, which is broadcast.
+    A trace of a larger dimension may not hold for size one, which is broadcast.
     """
     return len(own) == len(shape) and all(
         mine == given or dim == batch_dim or (dim in free and given > 1)
@@ -114,8 +114,8 @@ def _is_like(own: Sequence[int], shape: Sequence[int], batch_dim: int | None, fr
 class Exported:
     """A model captured by torch.export.
 
-    Batches may have other shapes than the example: then the model is captured once more, with the dimensions that
-    differ left open; where torch.export cannot do that, it is replayed. All forms are cut at the same places.
+    Batches may have other shapes than the example. The model is then traced again, with open dimensions where the
+    shapes differ. If torch.export cannot do that, these batches are replayed. All forms are cut at the same places.
     """
 
     path = "export"
@@ -123,9 +123,9 @@ class Exported:
     def __init__(self, model: nn.Module, call: Call, *, training: bool) -> None:
         self.model, self.call, self.training = model, call, training
         self._original_devices = OriginalDevices(model)
-        self.reason = "torch.export took the whole model"
+        self.reason = "torch.export traced the whole model"
         self._forms = [_Form(model, self._original_devices, call)]
-        self.form = 0  # which of them runs now
+        self.form = 0  # the index of the current form
         self.graph: Graph = self._side(training)[0].graph
 
     def _side(self, training: bool) -> tuple[ExportGraph, object, ShapeGuards]:
@@ -133,15 +133,15 @@ class Exported:
         return self._forms[0].side(training)
 
     def choose(self, call: Call, training: bool, is_fitting: Callable[[], str]) -> None:
-        """Take the form that holds for a call's shapes from now on; capture one, if there is none yet.
+        """Select the form that holds for the shapes of a call; capture one if there is none yet.
 
         Args:
-            call: whose tensors are in the example's order.
-            training: the mode that it will run in.
-            is_fitting: returns why the stages cannot run the form that was chosen; nothing if they can.
+            call: the call, with its tensors in the example's order.
+            training: the mode in which the call will run.
+            is_fitting: returns the reason why the stages cannot run the selected form, or an empty string.
 
         Raises:
-            UsageError: when no path takes such a call.
+            UsageError: if no path can capture such a call.
         """
         for number, form in enumerate(self._forms):
             if form.takes(call, training):
@@ -156,7 +156,7 @@ class Exported:
                 if not form.is_replayed:
                     form.side(training)
                 is_taken = form.takes(call, training)
-                why = is_fitting() if is_taken else "the trace does not hold for the shapes it was made with"
+                why = is_fitting() if is_taken else "the trace does not hold for the shapes with which it was made"
             except Exception as error:
                 why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
             if not why:
@@ -168,12 +168,12 @@ class Exported:
         self.form = before
         shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
         raise UsageError(
-            f"the model cannot be captured for a batch of other shapes than the example's ({shapes}): "
+            f"the model cannot be captured for a batch with other shapes than the example ({shapes}): "
             f"{'; '.join(whys)}. Pad batches to the example's shapes, or pass capture_path='replay'"
         )
 
     def _new_forms(self, call: Call) -> Iterator[_Form]:
-        """Yield the forms to try for a call, the best first."""
+        """Yield the forms to try for a call; the best form comes first."""
         pairs = list(zip(self.call.tensors, call.tensors, strict=True))
         at_home = replace(call, tensors=tuple(given.detach().to(own.device) for own, given in pairs))
         open_dims = [
@@ -185,7 +185,7 @@ class Exported:
         yield _Form(self.model, self._original_devices, at_home, is_replayed=True)
 
     def constants(self, training: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors that are part of the model's code in a mode."""
+        """Return the constants of a mode's trace, in the current form."""
         return self._forms[self.form].constants(training)
 
     def split(self, cuts: Sequence[int]) -> Chain:
@@ -194,7 +194,7 @@ class Exported:
         return _split(self, tuple(cuts))
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, node by node, on a device (also "meta") and for a batch size; show each to a visitor."""
+        """Run the model once, on a device (also "meta") and for a batch size, and pass each node to a visitor."""
         exported = self._side(self.training)[0]
         call = self.call if batch_size is None else self.call.resized(batch_size)
         held = held_tensors(self.model) | exported.constants
@@ -209,7 +209,7 @@ class Exported:
         )
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
-        """Return the programs of all stages in a mode, for the shapes chosen last, and what the model returns."""
+        """Return the programs of all stages in a mode, in the current form, and the description of the result."""
         with self._original_devices.restored():
             return self._programs(cuts, training)
 
@@ -235,7 +235,7 @@ class Exported:
     def _replayed(
         self, call: Call, cuts: tuple[int, ...], training: bool, refusal: str
     ) -> tuple[list[Program], Results]:
-        """Return the programs of a mode by replay, where torch.export takes only the other, or other shapes."""
+        """Return the programs by replay, for a mode or for shapes that torch.export cannot trace."""
         from penstock.model.capture.replayed import Replayed
 
         other = Replayed(self.model, call, training=training, reason=refusal)
@@ -246,9 +246,9 @@ class Exported:
 def _replayed_now(call: Call, whys: Sequence[str]) -> str:
     shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
     return (
-        f"a batch has other shapes than the example ({shapes}), and torch.export does not take these: "
-        f"{'; '.join(whys) or f'{_MOST_FORMS} forms were traced before'}. From now on such batches run by replay, "
-        "which takes all shapes; capture_path='replay' says so from the start"
+        f"a batch has other shapes than the example ({shapes}), and torch.export cannot trace it: "
+        f"{'; '.join(whys) or f'{_MOST_FORMS} forms were traced already'}. From now on, such batches run by replay, "
+        "which accepts all shapes. To use replay from the start, pass capture_path='replay'"
     )
 
 
@@ -271,9 +271,9 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         exported.choose(call, training, lambda: _misfit(stages, exported.programs(cuts, training)[0], training))
 
     def _hold(stage: Stage, program: Program) -> None:
-        """Let a stage hold what a program uses: in evaluation that may be more than in training."""
+        """Add the tensors that a program uses to its stage; evaluation may use more of them than training."""
         tensors = held_tensors(exported.model) | hidden
-        where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the others
+        where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the stage
         for name in (*program.held_names, *program.reassigned):
             if name not in stage.held:
                 if any(name in other.held and other is not stage for other in stages):
@@ -304,7 +304,7 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
 
 
 def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool) -> str:
-    """Return why stages cannot train by other programs: each has the parameters that it held before, and no others."""
+    """Return why stages cannot train with other programs; empty if every stage keeps its own parameters."""
     for stage, program in zip(stages, programs, strict=True):
         held = {name for name, _ in stage.named_parameters()}
         others = {name for other in stages if other is not stage for name, _ in other.named_parameters()}
@@ -315,13 +315,13 @@ def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool
 
 
 def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
-    """Raise where another stage holds a parameter on another device: it cannot be in two places.
+    """Check that a parameter of another stage is on the device of this stage; it cannot be on two devices.
 
     Raises:
-        CaptureError: names it.
+        CaptureError: if it is on another device.
     """
     if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
         raise CaptureError(
-            f"in evaluation a stage on {device} uses {name}, which in training a stage on {tensor.device} uses alone: "
+            f"in evaluation a stage on {device} uses {name}, but in training only a stage on {tensor.device} does: "
             "cut the model elsewhere, or evaluate it without the pipeline"
         )

@@ -1,4 +1,4 @@
-"""Match: which stage holds what, and in the other mode (training, evaluation) the cuts that keep it in place."""
+"""Mode matching: cut the graph of the other mode so that each parameter stays on its stage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["held_by_stage", "match_cuts"]
 
 
 def held_by_stage(graph: Graph, cuts: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return for each stage the parameters and buffers it holds: those it uses, and those nobody uses that stand next.
+    """Return the parameters and buffers that each stage holds: those that it uses, and a share of the unused ones.
 
-    What nobody uses stays with what stands before it in the model's own order, so that all is held somewhere.
+    Every tensor must be on some stage. An unused one goes with the one before it in the order of the model.
     """
     held = [dict.fromkeys(graph.parameters_of(nodes)) for nodes in graph.stages(cuts)]
     last_stage_of = {name: stage for stage, names in enumerate(held) for name in names}
@@ -27,7 +27,7 @@ def held_by_stage(graph: Graph, cuts: Sequence[int]) -> list[tuple[str, ...]]:
 def match_cuts(graph: Graph, cuts: Sequence[int], other: Graph) -> tuple[int, ...]:
     """Return cuts of another graph of the same model, so that its nodes lie on the stages of the parameters they use.
 
-    Between two nodes with parameters the cut is placed by counting nodes from the last one, which is where it was.
+    The cut keeps its distance, in nodes, from the last node with parameters before it.
     """
     found: list[int] = []
     for number, cut in enumerate(cuts):
@@ -54,7 +54,7 @@ def _first_with_parameters(graph: Graph, cut: int) -> int:
 
 
 def _same_use(graph: Graph, index: int, other: Graph) -> int:
-    """Return the node of the other graph that uses the same parameters for the same how-manieth time."""
+    """Return the node of the other graph that is the same use (first, second, ...) of the same parameters."""
     names = graph.nodes[index].parameters
     count = sum(node.parameters == names for node in graph.nodes[:index])
     alike = [i for i, node in enumerate(other.nodes) if node.parameters == names]

@@ -1,4 +1,4 @@
-"""The second path: a model captured by replay, which is cut between module calls and runs the model's own forward."""
+"""The replay path: capture a model that every stage runs by its own forward; cuts lie between module calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Replayed:
                 recording = record(self.model, self.call)
                 other = _second(self.model, self.call)
             self._recording_of[training] = recording
-            if other is not None and _ways(other) != _ways(recording):  # code that loops over samples
+            if other is not None and _ways(other) != _ways(recording):  # for example, code that loops over samples
                 recording.is_read = True
             recording.seen_of = _seen_of(recording, other, self.call.batch_size)
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
@@ -57,7 +57,7 @@ class Replayed:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether control flow or shapes depend on data, chance or the batch size: another run may go another way."""
+        """Whether control flow or shapes depend on data, random numbers or the batch size, so that runs may differ."""
         self._graph(self.training)
         return self._recording_of[self.training].is_read
 
@@ -84,13 +84,13 @@ class Replayed:
         return make_chain(self.model, stages, example=self.call, results_of=lambda training: side(training)[1])
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, unit by unit, on a device (also "meta") and for a batch size; show each to a visitor."""
+        """Run the model once, on a device (also "meta") and for a batch size, and pass each unit to a visitor."""
         call = self.call if batch_size is None else self.call.resized(batch_size)
         with in_mode(self.model, training=self.training), preserve_state(self.model):
             visit_replay(self.model, self.graph, call, visitor, device=device or main_device(self.model, self.call))
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[ReplayProgram], Results]:
-        """Return the programs of all stages in a mode, and what the model returns."""
+        """Return the programs of all stages in a mode, and the description of the model's result."""
         graph, recording = self._graph(training), self._recording_of[training]
         ranges = graph.stages(cuts if training == self.training else match_cuts(self.graph, cuts, graph))
         held = held_by_stage(self.graph, cuts)
@@ -118,7 +118,7 @@ class Replayed:
 
 
 def _second(model: nn.Module, call: Call) -> Recording | None:
-    """Record once more with another batch size, to see how shapes follow it; None where that takes another way."""
+    """Record again with another batch size, to learn how shapes depend on it; None if the model fails with it."""
     try:
         return record(model, call.resized(call.batch_size + 1))
     except Exception:
@@ -126,7 +126,7 @@ def _second(model: nn.Module, call: Call) -> Recording | None:
 
 
 def _seen_of(recording: Recording, other: Recording | None, size: int) -> dict[tuple[str, int], list[list[Any]]]:
-    """Return what each call returned, each dimension as a function of the batch size, from two runs."""
+    """Return the descriptions of each call's results, with dimensions as functions of the batch size, from two runs."""
     found = {}
     for key, items in recording.shapes_of.items():
         others = other.shapes_of.get(key) if other is not None else None
@@ -140,13 +140,13 @@ def _seen_of(recording: Recording, other: Recording | None, size: int) -> dict[t
 
 
 def _ways(recording: Recording) -> list[object]:
-    """Return where each tensor came to be: two runs with equal ones took the same way through the model's code."""
+    """Return the marks of all tensors; they are equal if two runs took the same branches of the model's code."""
     return [seen.marks for seen in recording.seen]
 
 
 def _read_graph(recording: Recording, other: Recording | None, model: nn.Module, call: Call) -> Graph:
     if not recording.units:
-        raise CaptureError("replay cuts between module calls, and the model calls none")
+        raise CaptureError("replay cuts between module calls, but the model calls no modules")
     parameters, first_of = read_parameters(model)
     if other is not None and _ways(other) != _ways(recording):
         other = None
@@ -218,7 +218,7 @@ def _nodes(
 
 
 def _uncuttable(recording: Recording) -> frozenset[int]:
-    """Return the cuts across which two names of the same memory would go, one of which is changed in place later."""
+    """Return the cuts that two tensors with the same memory would cross, if one of them is changed in place later."""
     families: dict[int, list[Seen]] = {}
     for seen in recording.seen:
         families.setdefault(seen.known.memory, []).append(seen)
@@ -231,7 +231,7 @@ def _uncuttable(recording: Recording) -> frozenset[int]:
         for seen in family:
             for change in changes:
                 last = max(seen.uses, default=-1)
-                if seen.producer < change < last:  # used after the change: who changes it must hand it on
+                if seen.producer < change < last:  # used later: the stage that changes it must also send it
                     first, end = (change + 1, last) if seen.producer < 0 else (seen.producer + 1, change)
                     cuts |= set(range(first, end + 1))
     return frozenset(cut for cut in cuts if 0 < cut < len(recording.units))

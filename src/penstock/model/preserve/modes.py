@@ -18,7 +18,7 @@ __all__ = ["RandomStates", "in_mode"]
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model into a mode temporarily; if it is in that mode, submodules in another mode stay as they are."""
+    """Put a model into a mode temporarily; if it is already in this mode, its submodules keep their own modes."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)

@@ -1,1 +1,1 @@
-"""Profiling: measure or count what each node of a captured model takes."""
+"""Profiling: measure or count the seconds and bytes of each node of a captured model."""

@@ -1,4 +1,4 @@
-"""Analytic: the profile of a captured model from operations and bytes, without a device and without memory."""
+"""Analytic profile: the costs of a captured model from counts of operations and bytes; it needs no device or memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def analytic(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return what each node takes by its operations and bytes, for a device that need not be there.
+    """Return the costs of each node, computed from its operations and bytes; the device need not be present.
 
-    The model is run once on meta tensors, which have shapes and no memory, so it may be larger than any machine. Each
-    operation takes the longer of its arithmetic and its memory traffic, and a launch; views take nothing. The weight
-    gradient includes the addition to `.grad`. Attention counts as a fused kernel. Where one backward is cheaper than
-    input and weight gradient apart, both are scaled to it, as in `measure`.
+    The model runs once on meta tensors, which have shapes but no memory, so it may be larger than any machine. The time
+    of an operation is the longer of its arithmetic and its memory traffic, plus one launch. Views take no time. The
+    weight gradient includes the addition to `.grad`. Attention counts as a fused kernel. Input and weight gradient are
+    scaled so that their sum is the time of one full backward, as in `measure`.
 
     Args:
-        captured: the model; it may itself be on "meta".
-        rates: of the device, or the name of a known one.
-        batch_size: the samples of a micro-batch; by default those of the example.
-        progress: is told nodes done, nodes in all and a node's name.
+        captured: the model; it may be on "meta".
+        rates: the rates of the device, or the name of a known device.
+        batch_size: the number of samples in a micro-batch; by default, that of the example.
+        progress: called with the number of examined nodes, the number of all nodes, and the name of the node.
 
     Raises:
-        UsageError: when an argument cannot be right.
+        UsageError: if an argument is invalid.
     """
     chosen = Rates.of(rates) if isinstance(rates, str) else rates
     with FusedAttention():
@@ -53,7 +53,7 @@ def analytic(
             result = survey(
                 captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
             )
-        except CaptureError:  # the model reads data: it is counted on that of the example, if there is any
+        except CaptureError:  # the model reads data: count on the example itself, if it has data
             if all(tensor.is_meta for tensor in captured.call.tensors):
                 raise
             result = survey(captured, _Counter(chosen), device=None, batch_size=batch_size, progress=progress)
@@ -80,7 +80,7 @@ class _Cost:
 
 
 class _Counter:
-    """The examiner that counts."""
+    """An examiner that counts operations and bytes."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
@@ -97,7 +97,7 @@ class _Counter:
         scale = self._gradient(backward, trial.wanted_inputs, trial.wanted_parameters) / (inputs + weights)
         return _Cost(forward, inputs * scale, weights * scale)
 
-    def guess(self, trial: Trial, seconds: float) -> _Cost:  # noqa: ARG002 - no clock counts here
+    def guess(self, trial: Trial, seconds: float) -> _Cost:  # noqa: ARG002 - a count needs no measured time
         moved = sum(num_bytes(tensor) for tensor in (*trial.inputs, *trial.parameters))
         once = self.rates.seconds(flops=0.0, num_bytes=moved)
         return _Cost(once, once * bool(trial.wanted_inputs), once * bool(trial.wanted_parameters))
@@ -111,7 +111,7 @@ class _Counter:
         if not inputs and not parameters:
             return 0.0
         added = [
-            self.rates.seconds(flops=0.0, num_bytes=3 * num_bytes(tensor))  # read both, write one
+            self.rates.seconds(flops=0.0, num_bytes=3 * num_bytes(tensor))  # two reads and one write
             for tensor in parameters
         ]
         return self._seconds(lambda: backward.gradient([*inputs, *parameters])) + sum(added)

@@ -1,4 +1,4 @@
-"""Timing: how long a call takes on a device and on the host that asks for it."""
+"""Call timing: the time that a call takes on a device, and on the host that launches it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from penstock.devices.kinds import kind_of
 
 __all__ = ["Call", "Clock", "Timing", "clock_for", "engine_overhead", "in_queue", "median_time", "wall_clock_for"]
 
-_MOST_CALLS = 64  # in one burst; a device's queue holds about a thousand kernels
-_FEW_ROUNDS = 3  # even where time is short, unless a call takes long by itself
+_MOST_CALLS = 64  # in one burst; the queue of a device holds about a thousand kernels
+_FEW_ROUNDS = 3  # the minimum, even if time is short, unless a single call takes long
 _LONG_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call.
+    """The seconds of one call.
 
     Attributes:
-        device: from when the device begins to when it ends, with the queue full.
-        host: until the host may ask for the next thing; 0 where host and device are one.
+        device: the time that the device works on it, measured with a full queue.
+        host: the time until the host can launch the next call; 0 if host and device are the same.
     """
 
     device: float
     host: float = 0.0
 
     def less(self, other: Timing) -> Timing:
-        """Return what is left without another call, never below zero."""
+        """Return the time without that of another call, at least zero."""
         return Timing(max(0.0, self.device - other.device), max(0.0, self.host - other.host))
 
     @property
     def longer(self) -> float:
-        """The longer of the two: what the call takes when it is repeated and nothing else runs."""
+        """The longer of the two times: the time per call if it is repeated and nothing else runs."""
         return max(self.device, self.host)
 
 
@@ -48,20 +48,20 @@ Call = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Times bursts of calls on one kind of device."""
+    """A clock that times bursts of calls on one kind of device."""
 
     def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:
-        """Return what a call of a burst takes; `ahead_seconds` is how long the host needs to ask for all, if known."""
+        """Return the time per call of a burst; `ahead_seconds` is the time to launch all of it, if known."""
         ...
 
 
 class _HostClock:
-    """Host and device are one, or the device is asked to finish before the clock is read."""
+    """A clock of the host; it waits for the device, if that is not the host, before each reading."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
 
-    def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:  # noqa: ARG002 - for queues
+    def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:  # noqa: ARG002 - for queues only
         self._synchronize()
         seconds = []
         with _no_collection():
@@ -70,13 +70,16 @@ class _HostClock:
                 call()
                 self._synchronize()
                 seconds.append(time.perf_counter() - begin)
-        return Timing(statistics.median(seconds))  # not the mean: other work on the same cores comes in lumps
+        return Timing(statistics.median(seconds))  # not the mean: other work on the same cores comes in bursts
 
 
 class _CudaClock:
-    """Events on the current stream. The device first sleeps, so that the host runs ahead and no gaps are timed."""
+    """A clock of CUDA events on the current stream.
 
-    _CYCLES_A_SECOND = 2e9  # about; a sleep that is too long costs nothing but patience
+    The device first sleeps, so that the host runs ahead and the device does not wait between calls.
+    """
+
+    _CYCLES_A_SECOND = 2e9  # approximate; too long a sleep does not affect the result
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,32 +99,32 @@ class _CudaClock:
             host = time.perf_counter() - begin
             end.record()
             end.synchronize()
-        if ahead_seconds and host >= ahead_seconds:  # the call waits for the device: it saw the sleep too
+        if ahead_seconds and host >= ahead_seconds:  # the call waits for the device, so its time includes the sleep
             return self.time(call, count)
         between = start.elapsed_time(end) / 1e3
-        busy = between - self._gap if between > 1.5 * self._gap else 0.0  # two events alone are a moment apart
+        busy = between - self._gap if between > 1.5 * self._gap else 0.0  # the gap between two events without a call
         return Timing(busy / count, host / count)
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of a device."""
+    """Return the clock for a device."""
     return _CudaClock(device) if device.type == "cuda" else wall_clock_for(device)
 
 
 def wall_clock_for(device: torch.device) -> Clock:
-    """Return a clock on the wall: what the host does is timed too, and the device is waited for at both ends."""
+    """Return a wall clock: it includes the work of the host, and waits for the device before and after each call."""
     return _HostClock(lambda: kind_of(device).synchronize(device))
 
 
 def median_time(clock: Clock, make: Callable[[], Call], *, is_reusable: bool, repeats: int, seconds: float) -> Timing:
-    """Return the median of several bursts of a call that has been warmed up.
+    """Return the median time per call of several bursts; the call must be warm.
 
     Args:
-        clock: of the device.
-        make: returns the call.
-        is_reusable: the call may be repeated; otherwise each burst is one call, and made anew outside of its time.
-        repeats: bursts, at most.
-        seconds: for all of them, about. A burst is as many calls as fit; the slowest calls get fewer bursts.
+        clock: the clock of the device.
+        make: the function that returns the call.
+        is_reusable: whether the call can be repeated; if not, each burst is one new call, made before its timing.
+        repeats: the maximum number of bursts.
+        seconds: the approximate time for all bursts; a burst has as many calls as fit, and slow calls get fewer bursts.
     """
     call, first = _try_out(clock, make, is_reusable=is_reusable)
     once = max(first.longer, 1e-7)
@@ -132,13 +135,13 @@ def median_time(clock: Clock, make: Callable[[], Call], *, is_reusable: bool, re
     for _ in range(rounds):
         call = call if is_reusable else make()
         timings.append(clock.time(call, count, ahead_seconds=2 * first.host * count))
-    if rounds == 1 and first.longer:  # of two readings the one that was disturbed less
+    if rounds == 1 and first.longer:  # of two readings, return the less disturbed one
         return min(first, timings[0], key=lambda timing: timing.longer)
     return Timing(statistics.median(t.device for t in timings), statistics.median(t.host for t in timings))
 
 
 def _try_out(clock: Clock, make: Callable[[], Call], *, is_reusable: bool) -> tuple[Call, Timing]:
-    """Return the call, and about how long it takes: the shortest of a few, for the first ones may be disturbed."""
+    """Return the call and its approximate time: the shortest of a few, since the first may be disturbed."""
     call = make()
     timings = [clock.time(call, 1)]
     while len(timings) < _FEW_ROUNDS and min(timing.longer for timing in timings) < 10 * _LONG_SECONDS:
@@ -148,9 +151,9 @@ def _try_out(clock: Clock, make: Callable[[], Call], *, is_reusable: bool) -> tu
 
 
 def engine_overhead(clock: Clock, device: torch.device) -> Timing:
-    """Return what a call of the autograd engine takes before it reaches the first node: a stage pays it once.
+    """Return the time of a call of the autograd engine before the first node; a stage pays it once.
 
-    Found from chains of one view and of many: the time of no view at all, on the line through both.
+    It is extrapolated from two chains, of one view and of many views, to a chain without views.
     """
     many = 33
 
@@ -174,10 +177,11 @@ def engine_overhead(clock: Clock, device: torch.device) -> Timing:
 
 
 def in_queue(timings: Sequence[Timing]) -> list[float]:
-    """Return how much later the device is done for each of some calls that the host asks for one after the other.
+    """Return the time that each call adds until the device is done, if the host launches one call after the other.
 
-    The device begins a call when it has done the one before and the host has asked for it: where the device is busy
-    a call costs its device time, where it waits for the host it costs the host's. The sum is what all of them take.
+    The device starts a call when the previous call is done and the host has launched this one. While the device is
+    busy, a call costs its device time. While the device waits for the host, a call costs its host time. The sum is the
+    time of all calls.
 
     >>> in_queue([Timing(10.0, 1.0), Timing(0.5, 1.0), Timing(0.5, 20.0)])
     [11.0, 0.5, 11.0]
@@ -195,7 +199,7 @@ def in_queue(timings: Sequence[Timing]) -> list[float]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from running within a timing."""
+    """Disable the garbage collector during a timing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Measure: the profile of a captured model from timings on the device that it will run on."""
+"""Measured profile: the costs of a captured model from timings on the device that will run it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_MOST_SECONDS = 0.01  # for one timing; more does not make a median better
-_TIMINGS = 4  # of a node: forward, and the gradient of its inputs, of its parameters and of both
-_MOST_SCALE = 3.0  # beyond that something else was measured
+_MOST_SECONDS = 0.01  # for one timing; a longer one does not improve the median
+_TIMINGS = 4  # per node: its forward, and the gradients of its inputs, of its parameters and of both
+_MOST_SCALE = 3.0  # a larger factor means that something else was measured
 _NOTHING = Timing(0.0)
 
 _Floats = NDArray[np.float64]
@@ -41,26 +41,27 @@ def measure(
     seconds_budget: float = 5.0,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return what each node takes on a device, measured in one pass over the model.
+    """Return the costs of each node on a device, measured in one pass over the model.
 
-    Each kind of node is warmed up and timed once, however often it occurs: forward, input gradient and weight gradient,
-    the latter with the addition to `.grad` that all micro-batches but the first make. Input and weight gradient are
-    scaled so that together they take what one full backward of the node takes. What a call of the autograd engine costs
-    by itself is taken off, for a stage pays it once, not once a node. On a CPU, where a node that is timed by itself
-    finds all it needs in the cache, forwards and backwards are then scaled so that together they take what the model
-    takes in one piece, where memory allows that. The model, its buffers and gradients and the random generators stay as
-    they are.
+    Each kind of node is warmed up and timed once, even if it occurs many times: its forward, its input gradient and its
+    weight gradient. The weight gradient includes the addition to `.grad`, which all micro-batches except the first
+    make. Input and weight gradient are scaled so that their sum is the time of one full backward of the node. The
+    overhead of a call of the autograd engine is subtracted, since a stage pays it once, not once per node.
+
+    On a CPU, a node that is timed alone finds all its data in the cache. So forwards and backwards are then scaled so
+    that their sums are the times of the whole model, if there is enough memory to measure these. The model, its buffers
+    and gradients and the random generators are left unchanged.
 
     Args:
         captured: the model.
-        device: where to measure; by default where the model is.
-        batch_size: the samples of a micro-batch; by default those of the example.
-        repeats: bursts of which a timing is the median, at most.
-        seconds_budget: for all timings together, about; the one pass over the model comes on top.
-        progress: is told nodes done, nodes in all and a node's name.
+        device: the device to measure on; by default, the device of the model.
+        batch_size: the number of samples in a micro-batch; by default, that of the example.
+        repeats: the maximum number of bursts per timing; the timing is their median.
+        seconds_budget: the approximate time for all timings; the pass over the model takes additional time.
+        progress: called with the number of examined nodes, the number of all nodes, and the name of the node.
 
     Raises:
-        UsageError: when an argument cannot be right, or there is nothing to measure on.
+        UsageError: if an argument is invalid, or the device is meta.
     """
     if repeats < 1 or not seconds_budget > 0:
         raise UsageError(f"repeats: {repeats} and seconds_budget: {seconds_budget} must be positive")
@@ -68,7 +69,7 @@ def measure(
     _check_device(where)
     seconds = min(_MOST_SECONDS, seconds_budget / _TIMINGS / max(1, distinct_nodes(captured.graph)))
     stopwatch = _Stopwatch(where, repeats=repeats, seconds=seconds)
-    with warnings.catch_warnings():  # torch's remark about its own first product in a thread of the autograd engine
+    with warnings.catch_warnings():  # torch's warning about its first product in a thread of the autograd engine
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         result = survey(captured, stopwatch, device=where, batch_size=batch_size, progress=progress)
     forward = in_queue([times.forward for times in result.found])
@@ -93,7 +94,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Times:
-    """What a node takes; `weight_share` is the part of its backward that its parameters take."""
+    """The times of a node; `weight_share` is the share of its weight gradient in its backward."""
 
     forward: Timing
     backward: Timing = _NOTHING
@@ -101,7 +102,7 @@ class _Times:
 
 
 class _Stopwatch:
-    """The examiner that times."""
+    """An examiner that times nodes."""
 
     def __init__(self, device: torch.device | None, *, repeats: int, seconds: float) -> None:
         self.device = device
@@ -128,14 +129,14 @@ class _Stopwatch:
         return _Times(forward, both or _NOTHING, parts[1] / sum(parts) if sum(parts) else 0.0)
 
     def guess(self, trial: Trial, seconds: float) -> _Times:
-        """Return a plain forward's time, and as much again for each gradient."""
+        """Return the time of a plain forward, and the same time for each gradient."""
         self._start(trial)
         num_inputs, num_weights = bool(trial.wanted_inputs), bool(trial.wanted_parameters)
         num = num_inputs + num_weights
         return _Times(Timing(seconds), Timing(seconds * num), num_weights / num if num else 0.0)
 
     def _start(self, trial: Trial) -> None:
-        """Set the clock to the device of the first tensor that comes by, if none was given."""
+        """Make the clock, for the device of the first tensor if none was given."""
         if self._clock is not None:
             return
         tensors = [*trial.inputs, *trial.parameters, *trial.forward()]
@@ -151,7 +152,7 @@ class _Stopwatch:
     def _gradient(
         self, backward: Backward, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> Timing | None:
-        """Time the gradient of some tensors; that of parameters is added to what is there."""
+        """Time the gradients of some tensors; those of parameters are added to existing gradients."""
         if not inputs and not parameters:
             return None
         wanted = [*inputs, *parameters]
@@ -175,7 +176,7 @@ def _is_on_cpu(captured: Captured, device: torch.device | None) -> bool:
 
 
 def _put_right(columns: list[_Floats], whole: tuple[float, float] | None) -> list[_Floats]:
-    """Return forward, input and weight gradients of nodes such that together they take what the model takes."""
+    """Return the times of all nodes, scaled so that their sums are the times of the whole model."""
     forward, *backward = columns
     if whole is None:
         return columns
@@ -189,7 +190,9 @@ def _put_right(columns: list[_Floats], whole: tuple[float, float] | None) -> lis
 
 def _check_device(device: torch.device | None) -> None:
     if device is not None and device.type == "meta":
-        raise UsageError("device: meta has nothing to measure; give another device, or take the analytic profile")
+        raise UsageError(
+            "device: nothing runs on meta, so it cannot be measured; pass another device, or use the analytic profile"
+        )
 
 
 def _describe(device: torch.device | None) -> str:

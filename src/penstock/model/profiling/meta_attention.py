@@ -1,4 +1,4 @@
-"""Attention on meta tensors as the fused kernel that a device runs, with its memory and its operations."""
+"""Meta attention: attention on meta tensors, with the memory and the operations of a real device's fused kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
-    """Lets attention on meta tensors run as one kernel: torch would take it apart, and keep what no device keeps."""
+    """A mode that runs attention on meta tensors as one kernel.
+
+    Without it, torch decomposes this attention into operations, which save tensors that a real device does not save.
+    """
 
     def __torch_function__(
         self,
@@ -31,7 +34,7 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fused(  # noqa: PLR0917 - torch's own order
+def _fused(  # noqa: PLR0917 - the order of torch
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -40,9 +43,9 @@ def _fused(  # noqa: PLR0917 - torch's own order
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001 - seen from the shapes
+    enable_gqa: bool = False,  # noqa: ARG001 - the shapes show it
 ) -> torch.Tensor | None:
-    """Return fused attention, through the one fused operation that takes masks and meta tensors; None if it cannot."""
+    """Return attention by the only fused operation that takes masks and meta tensors; None if it does not apply."""
     if not query.is_meta or query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         return None
     groups = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Survey: visit a captured model once and examine each kind of node once, without a trace left in the model."""
+"""Survey: visit a captured model once and examine each kind of node once; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -30,35 +30,37 @@ __all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
 _MOST_REASON = 120  # characters of an error in a warning
 
 Progress = Callable[[int, int, str], None]
-_GUESSED_SECONDS, _GUESSED_RATE = 1e-5, 1e10  # of a node that cannot be run; bytes a second
+_GUESSED_SECONDS, _GUESSED_RATE = 1e-5, 1e10  # for nodes that cannot run: seconds, and bytes per second
 _TRIES = 3  # runs with other random numbers, for nodes that the first run skipped
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Examiner(Protocol[T_co]):
-    """Someone who says what a node costs."""
+    """An object that finds the costs of nodes."""
 
     def examine(self, trial: Trial) -> T_co:
-        """Return what the node costs."""
+        """Return the costs of a node."""
         ...
 
     def guess(self, trial: Trial, seconds: float) -> T_co:
-        """Return what a node costs that cannot be examined; its one plain forward took `seconds`."""
+        """Return guessed costs of a node that cannot be examined; `seconds` is the time of its only forward."""
         ...
 
 
 @dataclass(frozen=True)
 class Survey(Generic[T]):
-    """What was found, one entry a node, or more: functions between module calls are examined apart from the calls.
+    """The result of a survey: one entry per node, or more.
+
+    A node has several entries if it has functions between module calls: these are examined separately from the calls.
 
     Attributes:
-        found: what the examiner said, in the order things ran.
-        node_of: the node that each entry belongs to.
-        saved_bytes: memory that the forward keeps for the backward, each piece at the first node that keeps it.
+        found: the results of the examiner, in execution order.
+        node_of: the node of each entry.
+        saved_bytes: memory that the forward keeps for the backward; each piece counts at the first node that keeps it.
         pending_bytes: memory that the weight gradient needs.
-        num_examined: how many nodes differ from all before them.
-        num_nodes: how many nodes the graph has.
+        num_examined: the number of nodes that differ from all nodes before them.
+        num_nodes: the number of nodes in the graph.
     """
 
     found: list[T]
@@ -69,7 +71,7 @@ class Survey(Generic[T]):
     num_nodes: int
 
     def sums(self, *columns: Sequence[float] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        """Return the sum a node of some columns with one number an entry, then of the saved and the pending bytes."""
+        """Return the sums per node of columns with one number per entry, then of the saved and the pending bytes."""
         every = (*columns, self.saved_bytes, self.pending_bytes)
         sums = (np.bincount(self.node_of, weights=np.asarray(column), minlength=self.num_nodes) for column in every)
         return [cast("NDArray[np.float64]", column) for column in sums]
@@ -83,17 +85,18 @@ def survey(
     batch_size: int | None,
     progress: Progress | None,
 ) -> Survey[T]:
-    """Run a captured model once and have each kind of node examined when it is first seen.
+    """Run a captured model once and examine each kind of node when it first occurs.
 
-    Nodes of one signature with tensors of the same shapes, types and strides are examined once. What a node may change
-    (buffers, inputs) is a copy; random generators go on afterwards as if nothing had been drawn.
+    Nodes with the same signature and with tensors of the same shapes, types and strides are examined once. Tensors that
+    a node may change (buffers, inputs) are copied. The states of random generators are restored.
 
-    A model whose control flow depends on data or chance may skip nodes in this run: see `_fill_gaps`. Where a model
-    cannot run node by node at all, as one that takes gradients in its forward, all costs are guessed from parameters.
+    A model whose control flow depends on data or random numbers may skip nodes in this run: see `_fill_gaps`. If a
+    model cannot run node by node at all, for example because its forward computes gradients, all costs are guessed from
+    the sizes of its parameters.
 
     Raises:
-        UsageError: when the batch size is not positive.
-        GraphError: when the run of any other model does not come to all nodes.
+        UsageError: if the batch size is not positive.
+        GraphError: if a model with fixed control flow skips nodes.
     """
     if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
         raise UsageError(f"batch_size: {batch_size} must be at least 1")
@@ -109,17 +112,17 @@ def survey(
             _fill_gaps(captured, visitor, device=device, batch_size=batch_size)
         elif visitor.missing:
             shown = ", ".join(captured.graph.nodes[index].name for index in visitor.missing[:5])
-            raise GraphError(f"a run of the model did not come to all of its nodes; missing: {shown}")
+            raise GraphError(f"a run of the model skipped some of its nodes: {shown}")
     if visitor.notes:
         more = f" (and {len(visitor.notes) - 3} more)" if len(visitor.notes) > 3 else ""
         shown = "; ".join(visitor.notes[:3])
-        warn_user(f"some nodes cannot be measured alone, their costs are guessed: {shown}{more}")
+        warn_user(f"some nodes cannot be measured alone, so their costs are guessed: {shown}{more}")
     node_of, found, saved_bytes, pending_bytes = (list(column) for column in zip(*visitor.rows, strict=True))
     return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known), len(captured.graph.nodes))
 
 
 def distinct_nodes(graph: Graph) -> int:
-    """Return about how many nodes a survey will examine."""
+    """Return the approximate number of nodes that a survey will examine."""
     return len({_kind(graph, node) for node in graph.nodes})
 
 
@@ -130,10 +133,10 @@ def _kind(graph: Graph, node: Node) -> Hashable:
 def _fill_gaps(
     captured: Captured, visitor: _Surveyor[T], *, device: torch.device | None, batch_size: int | None
 ) -> None:
-    """Find the costs of nodes that a run skipped, because control flow depends on data or chance.
+    """Find the costs of nodes that a run skipped because control flow depends on data or random numbers.
 
-    Run again with other random numbers, then take the costs of an equal node, then run with the example itself, which
-    the model was captured with. What is still missing costs nothing, and a warning names it.
+    Run again with other random numbers, then use the costs of equal nodes, then run with the example itself, with which
+    the model was captured. Nodes that are still missing cost nothing, and a warning names them.
     """
     visitor.progress = None
     for _ in range(_TRIES):
@@ -149,11 +152,11 @@ def _fill_gaps(
     visitor.rows.sort(key=lambda row: row[0])
     if visitor.missing:
         names = ", ".join(graph.nodes[index].name for index in visitor.missing[:5])
-        warn_user(f"no profiling run called these nodes, their costs count as zero: {names}")
+        warn_user(f"no profiling run called these nodes, so their costs count as zero: {names}")
 
 
 def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> None:
-    """Guess what each node costs from the bytes of its parameters; where to cut follows, what is computed does not."""
+    """Guess the costs of each node from the bytes of its parameters; this affects only the cuts, not the results."""
     held, graph = held_tensors(captured.model), captured.graph
     visitor.rows.clear()
     for index, node in enumerate(graph.nodes):
@@ -164,15 +167,15 @@ def _guess_all(captured: Captured, visitor: _Surveyor[T], error: Exception) -> N
         visitor.seen.add(index)
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     warn_user(
-        f"the model cannot be profiled: it does not run node by node ({type(error).__name__}: {reason}). Cuts follow "
-        "the sizes of its parameters; cuts=[...] sets them"
+        f"the model cannot be profiled: it does not run node by node ({type(error).__name__}: {reason}). Its "
+        "cuts then depend on the sizes of its parameters; cuts=[...] sets them"
     )
 
 
 def _visit_missing(
     captured: Captured, visitor: _Surveyor[T], device: torch.device | None, batch_size: int | None
 ) -> None:
-    """Visit the model once more for the nodes that are missing; forget what the run shows of others."""
+    """Visit the model again for the missing nodes; discard the results for other nodes."""
     missing, num_rows = set(visitor.missing), len(visitor.rows)
     if missing:
         captured.visit(visitor, device=device, batch_size=batch_size)
@@ -180,7 +183,7 @@ def _visit_missing(
 
 
 class _Surveyor(Generic[T]):
-    """The visitor: runs each node once on the real values, and has new kinds of nodes examined on the side."""
+    """A visitor that runs each node once on the real values, and examines new kinds of nodes."""
 
     def __init__(self, graph: Graph, examiner: Examiner[T], progress: Progress | None) -> None:
         self.graph, self.examiner, self.progress = graph, examiner, progress
@@ -196,7 +199,7 @@ class _Surveyor(Generic[T]):
         self, index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
     ) -> list[torch.Tensor]:
         node = self.graph.nodes[index]
-        if glue:  # the gradients of what it uses are not written down; take it that they flow
+        if glue:  # the graph does not show which inputs of this code have gradients; assume that all have
             node = replace(node, op=glue, signature=glue, parameters=(), inputs=())
         held = [self._held(node, name, tensor) for name, tensor in zip(node.parameters, parameters, strict=True)]
         own = [self._input(tensor) for tensor in inputs]
@@ -219,11 +222,11 @@ class _Surveyor(Generic[T]):
 
     @property
     def missing(self) -> list[int]:
-        """The nodes that no run has come to."""
+        """The nodes that no run has reached."""
         return [index for index in range(len(self.graph.nodes)) if index not in self.seen]
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a value without its history; what no node has made is the caller's, and copied: it may be changed."""
+        """Return a value without its history; a value of the caller is copied, since a node may change it."""
         if tensor in self._ledger:
             return tensor.detach()
         if tensor not in self._own_inputs:
@@ -232,7 +235,7 @@ class _Surveyor(Generic[T]):
         return self._own_inputs[tensor]
 
     def _held(self, node: Node, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter without its gradient; what the node may change as a copy that later nodes see too."""
+        """Return a parameter without its gradient; if the node may change it, a copy that later nodes use too."""
         if name not in self._own_held and (self.graph.parameters[name].is_buffer or node.op.endswith("_")):
             self._own_held[name] = tensor.detach().clone()
         own = self._own_held.get(name, tensor.detach())
@@ -240,7 +243,10 @@ class _Surveyor(Generic[T]):
         return own
 
     def _has_grad(self, node: Node, inputs: list[torch.Tensor]) -> list[bool]:
-        """Say which inputs get a gradient; a module may be called with other tensors than its node has values."""
+        """Return whether each input gets a gradient.
+
+        A module may be called with more or fewer tensors than its node has values. Then all inputs get one, or none.
+        """
         known = [self.graph.values[v].has_grad for v in node.inputs]
         if not node.inputs:
             return [True] * len(inputs)
@@ -276,12 +282,12 @@ class _Surveyor(Generic[T]):
 
     def _try(self, trial: Trial, seconds: float) -> tuple[T, Saved]:
         try:
-            saved = record_saved(trial)  # the warm-up, too
+            saved = record_saved(trial)  # this is also the warm-up
             return self.examiner.examine(trial), saved
         except PenstockError:
             raise
         except Exception as error:
-            # the message of a KeyError is the key alone, which may be an object of ours
+            # the message of a KeyError is only the key, which may be an object of Penstock
             message = "" if isinstance(error, KeyError) else next(iter(str(error).splitlines()), "")
             reason = f"{type(error).__name__}{message and ': '}{in_short(message, _MOST_REASON)}"
             self.notes.append(f"{trial.node.name} ({_function_in(trial.node.op)}): {reason}")
@@ -289,7 +295,7 @@ class _Surveyor(Generic[T]):
 
 
 def _function_in(op: str) -> str:
-    """Return the name that an operation begins with; what is written behind it tells its arguments apart.
+    """Return the name at the start of an operation; the text after it distinguishes its arguments.
 
     >>> _function_in("cumsum_Built(parts=(Slot(index=0),))"), _function_in("Linear")
     ('cumsum', 'Linear')
@@ -303,14 +309,14 @@ def _leaf(tensor: torch.Tensor, wants_grad: bool) -> torch.Tensor:
 
 
 def _look(tensor: torch.Tensor) -> Hashable:
-    """Return what decides how long work on a tensor takes."""
+    """Return the properties of a tensor that affect how long an operation on it takes."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     return (tuple(tensor.shape), strides, tensor.dtype, str(tensor.layout))
 
 
 @contextlib.contextmanager
 def _random_state_kept(device: torch.device | None) -> Iterator[None]:
-    """Leave all random generators as they were."""
+    """Restore the states of all random generators on exit."""
     used = cuda.is_in_use() or (device is not None and device.type == "cuda" and cuda.has_gpu())
     state, numpy_state = random.getstate(), np.random.get_state()
     try:

@@ -1,4 +1,4 @@
-"""Trial: one node taken out of its model, to be run and differentiated as often as one likes."""
+"""Trial: one node taken out of its model, to run and differentiate it repeatedly."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ __all__ = ["Backward", "Trial"]
 
 @dataclass(frozen=True)
 class Backward:
-    """A forward that has run and can be differentiated again and again.
+    """A forward that has run and can be differentiated repeatedly.
 
     Attributes:
-        outputs: those that a gradient flows back through.
-        grads: one for each.
+        outputs: the outputs through which gradients flow back.
+        grads: one gradient per output.
     """
 
     outputs: list[torch.Tensor]
     grads: list[torch.Tensor]
 
     def gradient(self, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Return the gradient of some inputs or parameters; the graph stays for the next call."""
+        """Return the gradients of some inputs or parameters; the graph is kept for the next call."""
         wanted = [*of, *_needed_too(self.outputs)]
         found = torch.autograd.grad(self.outputs, wanted, self.grads, retain_graph=True, allow_unused=True)
         return found[: len(of)]
 
 
 def _needed_too(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what must be asked for, too: torch's group norm of channels-last values crashes for its weights alone."""
+    """Return inputs whose gradients must be computed too.
+
+    torch's group norm of channels-last tensors crashes if only the gradients of its weights are computed.
+    """
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     leaves = [node.next_functions[0][0] for node in nodes if node.name().startswith("NativeGroupNormBackward")]
     return [leaf.variable for leaf in leaves if leaf is not None and hasattr(leaf, "variable")]
 
 
 class Trial:
-    """One node with its inputs and parameters as leaves: what is computed from them touches nothing of the model.
+    """One node with its inputs and parameters as leaves, so that a run does not affect the model.
 
     Args:
-        node: which one.
-        run: computes it.
+        node: the node.
+        run: the function that computes it.
         inputs: its input tensors; those that require a gradient get one.
-        parameters: its parameters and buffers, likewise. What the node changes in place must be a copy.
-        writes_inputs: it changes its inputs, so that each run needs fresh ones.
+        parameters: its parameters and buffers, likewise; those that the node changes in place must be copies.
+        writes_inputs: whether the node changes its inputs, so that each run needs new copies.
     """
 
     def __init__(
@@ -69,19 +72,19 @@ class Trial:
         self.wanted_parameters = [tensor for tensor in parameters if tensor.requires_grad]
 
     def given(self) -> list[torch.Tensor]:
-        """Return the tensors to run with: the leaves, or copies of them that may be changed."""
+        """Return the inputs for one run: the leaves, or copies if the node changes its inputs."""
         if not self.writes_inputs:
             return self.inputs
-        with torch.enable_grad():  # also where the visit itself keeps no history
+        with torch.enable_grad():  # the visit itself may run without gradients
             return [tensor.clone() for tensor in self.inputs]
 
     def forward(self, given: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Run the node and return its outputs, with the graph that leads back to the leaves."""
+        """Run the node; return its outputs with the graph back to the leaves."""
         with torch.enable_grad():
             return self._run(self.given() if given is None else given, self.parameters)
 
     def backward(self, outputs: list[torch.Tensor] | None = None) -> Backward | None:
-        """Return what differentiates the node, after a run of it; None where no gradient flows."""
+        """Return the backward of a run of the node; None if no gradient flows."""
         made = self.forward() if outputs is None else outputs
         wanted = [tensor for tensor in made if tensor.requires_grad]
         if not wanted or not (self.wanted_inputs or self.wanted_parameters):
@@ -89,9 +92,9 @@ class Trial:
         return Backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
 
     def call(self) -> Callable[[], object]:
-        """Return what runs the node as a stage would: the operation alone, without looking up its arguments.
+        """Return a call that runs the node as a stage would: only the operation, without looking up its arguments.
 
-        A node that writes its inputs may be called once; ask for another call then.
+        If the node writes its inputs, the result can be called only once.
         """
         given = self.given()
         if self._operation is None:
@@ -100,7 +103,7 @@ class Trial:
 
     @cached_property
     def _operation(self) -> _Operation | None:
-        """The one operation that the node is; None where it is more than one, or works on more than it was given."""
+        """The only operation of the node; None if it has several, or uses tensors that it was not given."""
         given = self.given()
         with torch.enable_grad(), _Watch() as watch:
             self._run(given, self.parameters)
@@ -116,20 +119,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation, its arguments with slots for tensors, and which of a node's tensors go into them."""
+    """An operation, its arguments as a template, and the index of the node's tensor for each slot."""
 
     function: Callable[..., object]
     template: object
     places: tuple[int, ...]
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
-        """Return the call of the operation on a node's tensors."""
+        """Return a call of the operation on the tensors of a node."""
         args, kwargs = rebuild(self.template, [tensors[place] for place in self.places])
         return partial(self.function, *args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
-    """Notes each call of an operation, not those that it makes itself."""
+    """A mode that records the calls of torch functions, without the calls within them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tally: what operations take, by their arithmetic and their memory traffic."""
+"""Tally: the seconds of operations, computed from their arithmetic and their memory traffic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ __all__ = ["Tally"]
 
 aten = torch.ops.aten
 
-_GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read of the first argument what they return
+# of their first argument, these read only the elements that they return
+_GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 _WRITES_NOTHING = ("empty", "new_empty", "_reshape_alias", "detach", "alias", "lift_fresh")
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operations take that run under it."""
+    """A mode that adds up the seconds of all operations that run under it."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ def _tensors(thing: object) -> Iterator[torch.Tensor]:
 def _is_free(
     func: torch._ops.OpOverload[..., Any], given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether an operation only looks at memory that is there, or takes some without filling it."""
+    """Return whether an operation only views existing memory, or allocates memory without filling it."""
     if func._schema.is_mutable:
         return False
     if func.is_view or func._schema.name.removeprefix("aten::").startswith(_WRITES_NOTHING) or not made:
@@ -67,7 +68,7 @@ def _is_free(
 
 
 def _traffic(packet: object, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that an operation reads and writes; what is expanded is read once."""
+    """Return the bytes that an operation reads and writes; an expanded tensor is read once."""
     written = sum(_moved(tensor) for tensor in made)
     if packet in _GATHERS:
         return 2 * written + sum(_moved(tensor) for tensor in given[1:])

@@ -1,4 +1,4 @@
-"""Saved: which tensors a node keeps for its backward, and how much memory that is when nodes keep the same ones."""
+"""Saved tensors: the memory that a node keeps for its backward; memory that several nodes keep counts once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ledger", "Saved", "num_bytes", "record_saved", "storage_bytes", "sto
 
 @dataclass(frozen=True)
 class Kept:
-    """A piece of memory that the backward keeps: of an input, of an output, or made for that purpose."""
+    """A piece of memory that is kept for the backward: of an input, of an output, or allocated for this purpose."""
 
     source: Literal["input", "output", "own"]
     index: int
@@ -25,12 +25,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a node keeps.
+    """The memory that a node keeps.
 
     Attributes:
-        kept: from the forward to the backward; no parameters or buffers.
-        pending: those of them that the weight gradient needs.
-        pending_bytes: gradients of the outputs, which the weight gradient needs too.
+        kept: the pieces that are kept from the forward to the backward, without parameters and buffers.
+        pending: the pieces among them that the weight gradient needs.
+        pending_bytes: the bytes of the gradients of the outputs, which the weight gradient needs too.
     """
 
     kept: tuple[Kept, ...] = ()
@@ -39,7 +39,10 @@ class Saved:
 
     @classmethod
     def guessed(cls, trial: Trial) -> Saved:
-        """Return what a node keeps that cannot be differentiated alone: all inputs that have a gradient."""
+        """Return a guess for a node that cannot be differentiated alone.
+
+        The guess is the inputs that have a gradient, or all inputs if the node has trainable parameters.
+        """
         kept = tuple(
             Kept("input", index, num_bytes(tensor))
             for index, tensor in enumerate(trial.inputs)
@@ -49,12 +52,12 @@ class Saved:
 
 
 def record_saved(trial: Trial) -> Saved:
-    """Run a node and note what autograd keeps; what its weight gradient takes out again is what stays pending."""
+    """Run a node and record the tensors that autograd keeps; those that the weight gradient unpacks are pending."""
     tensors: list[torch.Tensor] = []
     taken: set[int] = set()
 
     def pack(tensor: torch.Tensor) -> int:
-        tensors.append(tensor.detach())  # not the tensor itself, which may lead back here
+        tensors.append(tensor.detach())  # the tensor itself could make a reference cycle
         return len(tensors) - 1
 
     def unpack(index: int) -> torch.Tensor:
@@ -84,7 +87,7 @@ def _sources(
     parameters: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[Kept | None]:
-    """Say for each kept tensor where its memory comes from; None for that of parameters and buffers."""
+    """Return the source of the memory of each kept tensor; None for parameters and buffers."""
     held = {storage_of(tensor) for tensor in parameters}
     of_output = {storage_of(tensor): index for index, tensor in reversed([*enumerate(outputs)])}
     of_input = {storage_of(tensor): index for index, tensor in reversed([*enumerate(inputs)])}
@@ -108,11 +111,11 @@ def _distinct(kept: Iterable[Kept | None]) -> tuple[Kept, ...]:
 
 
 class Ledger:
-    """Knows the memory that a visit has seen and counts each piece once, at the first node that keeps it."""
+    """A record of the memory that a visit has seen; each piece counts once, at the first node that keeps it."""
 
     def __init__(self) -> None:
         self._bytes_of: dict[int, int] = {}
-        self._pins: list[object] = []  # weak references: the memory goes, but no other takes its place in the dict
+        self._pins: list[object] = []  # weak references: memory can be freed, but its key is not used again
         self._held: set[int] = set()
         self._saved: set[int] = set()
         self._pending: set[int] = set()
@@ -121,12 +124,12 @@ class Ledger:
         return storage_of(tensor) in self._bytes_of
 
     def add(self, tensor: torch.Tensor, *, is_held: bool = False, size: int | None = None) -> None:
-        """Note a tensor's memory, once.
+        """Record the memory of a tensor, unless it is known.
 
         Args:
-            tensor: anything that a node uses or makes.
-            is_held: it is a parameter or a buffer, there anyway.
-            size: what to count for it; by default all of its memory.
+            tensor: a tensor that a node uses or makes.
+            is_held: whether it is a parameter or a buffer, whose memory is in use anyway.
+            size: the bytes to count; by default, all of its storage.
         """
         storage = storage_of(tensor)
         if storage in self._bytes_of:
@@ -139,7 +142,7 @@ class Ledger:
     def count(
         self, saved: Saved, *, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> tuple[int, int]:
-        """Return the saved and the pending bytes of a node, without what earlier nodes keep already."""
+        """Return the saved and the pending bytes of a node, without the memory that earlier nodes already keep."""
         tensors = {"input": inputs, "output": outputs}
 
         def total(kept: Iterable[Kept], seen: set[int]) -> int:
@@ -158,7 +161,7 @@ class Ledger:
 
 
 def _pin(tensor: torch.Tensor) -> object:
-    """Return what keeps the address of a tensor's memory from being given to another, but not the memory itself."""
+    """Return an object that reserves the key of a tensor's storage, but does not keep its data."""
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
@@ -171,15 +174,15 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what is the same for tensors that share memory, while they live; on "meta" too."""
+    """Return the key of a tensor's storage, on meta too: equal for tensors that share memory, valid while they live."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
+    except (NotImplementedError, RuntimeError):  # sparse tensors, for example, have no storage
         return id(tensor)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the memory that a tensor lies in."""
+    """Return the bytes of the storage of a tensor."""
     try:
         return int(tensor.untyped_storage().nbytes())
     except (NotImplementedError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Whole: how long a model takes in one piece, so that what its nodes take by themselves can be put right.
+"""Whole-model timing: the seconds of a whole model, to correct the times of its single nodes.
 
-A node that is timed by itself, again and again, finds its weights and its code in the nearest cache. In a step it does
-not: there, of a small model on a CPU, all nodes together take up to half as long again. Which of them takes how much
-more is not known; that all of them together do is.
+A node that is timed alone, again and again, finds its weights and its code in the nearest cache. Within a step it does
+not: on a CPU, the nodes of a small model then take up to 1.5 times as long in total. The extra time of each node is
+unknown, but the total time of all nodes can be measured.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["whole_seconds"]
 
 _MOST_RUNS, _FEWEST_RUNS = 9, 3
 _ENOUGH_SECONDS = 0.3
-_MEMORY_SHARE = 0.25  # of what is free, that one run may take
+_MEMORY_SHARE = 0.25  # of the free memory; the largest share that one run may take
 
 
 def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: float) -> tuple[float, float] | None:
-    """Return the seconds of forward and backward of a micro-batch, on the CPU; None where that cannot be measured.
+    """Return the seconds of the forward and the backward of one micro-batch on the CPU; None if not measurable.
 
-    Gradients, buffers, attributes and random generators stay as they are.
+    Gradients, buffers, attributes and random generators are preserved.
 
     Args:
-        captured: the model, all of it on the CPU.
-        batch_size: the samples of a micro-batch; by default those of the example.
-        saved_bytes: what a forward keeps for the backward.
+        captured: the model; all of it must be on the CPU.
+        batch_size: the number of samples in a micro-batch; by default, that of the example.
+        saved_bytes: the bytes that a forward keeps for the backward.
     """
     parameters = [p for p in captured.model.parameters() if p.requires_grad]
-    if any(p._post_accumulate_grad_hooks for p in parameters):  # they are not to hear of this
+    if any(p._post_accumulate_grad_hooks for p in parameters):  # the user's hooks must not run here
         return None
     if saved_bytes + 2 * sum(p.nbytes for p in parameters) > _MEMORY_SHARE * _free_bytes():
         return None
@@ -51,7 +51,7 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
         chain = captured.split(())
         call = captured.call if batch_size is None else captured.call.resized(batch_size)
         args, kwargs = call.map(lambda tensor: tensor.detach()).arguments()
-        for parameter in parameters:  # as for all micro-batches but the first: gradients are added to
+        for parameter in parameters:  # add to existing gradients, as all micro-batches except the first do
             parameter.grad = torch.zeros_like(parameter)
         rows: list[tuple[float, float]] = []
         begin = time.perf_counter()
@@ -61,13 +61,13 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
                     rows.append(_run(lambda: chain(*args, **kwargs)))
                 if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
                     break
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # nodes were measured: they do without
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # then the times of the nodes stay uncorrected
         return None
     finally:
         states.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    kept = rows[1:]  # the first is slower: memory is found, kernels are chosen
+    kept = rows[1:]  # the first run is slower: it allocates memory and selects kernels
     return statistics.median(row[0] for row in kept), statistics.median(row[1] for row in kept)
 
 
@@ -85,7 +85,7 @@ def _run(forward: Callable[[], object]) -> tuple[float, float]:
 
 
 def _free_bytes() -> float:
-    """Return the memory that a program may have without others being moved out."""
+    """Return the bytes of memory that a process can take without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""A model by its name: `package.module:callable`, `file.py:callable`, or a family of transformers, small and random."""
+"""Named models: `package.module:callable`, `file.py:callable`, or a small random model of a transformers family."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["checked", "config_of", "find", "load"]
 
 
 def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
-    """Return a model and an example to call it with.
+    """Return a model and an example batch.
 
     Args:
-        name: `package.module:callable` or `file.py:callable`, where the callable returns a model or a model and an
-            example, or is a class of models; else a model type of transformers (`gpt2`, `t5`, `clip`), of which a small
-            random one is built.
-        batch_size: of the example, where Penstock makes it.
-        seed: of parameters and example; the global random state stays as it was.
+        name: `package.module:callable` or `file.py:callable`; the callable returns a model, or a model and an example.
+            It may also be a model class. Any other name is a model type of transformers (`gpt2`, `t5`, `clip`), for
+            which a small model with random weights is built.
+        batch_size: the batch size of the example, if Penstock makes it.
+        seed: the seed of the parameters and of the example; the global random state is preserved.
 
     Returns:
-        The model, and the example: a tensor, a tuple of arguments or a dict of keyword arguments; None where the
-        callable gave none.
+        The model, and the example: a tensor, a tuple of arguments or a dict of keyword arguments; None if the
+        callable returned no example.
 
     Raises:
-        UsageError: when there is no such model, or it cannot be built.
+        UsageError: if the model does not exist, or cannot be built.
     """
     import torch
 
@@ -42,15 +42,15 @@ def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, A
         if ":" in name:
             return _from_code(name)
         if name.endswith(".py"):
-            raise UsageError(f"give {name}:callable, what in the file returns the model; given: {name!r}")
+            raise UsageError(f"name the callable in the file that returns the model: {name}:callable; given: {name!r}")
         return _from_transformers(name, batch_size)
 
 
 def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
-    """Return what `package.module:callable` or `file.py:callable` names.
+    """Return the function or class that `package.module:callable` or `file.py:callable` names.
 
     Raises:
-        UsageError: when there is no such thing, or it cannot be called.
+        UsageError: if it does not exist, or cannot be called.
     """
     place, _, attribute = name.rpartition(":")
     module = _file(place) if place.endswith(".py") else _module(place)
@@ -76,11 +76,11 @@ def _from_code(name: str) -> tuple[nn.Module, Any]:
     return checked(name, made)
 
 
-def checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - whatever the callable returned
-    """Return the model that a callable has returned, and its example batch, or None.
+def checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - the result of the callable
+    """Return the model and the example batch (or None) that a callable returned.
 
     Raises:
-        UsageError: when it has returned something else.
+        UsageError: if it returned anything else.
     """
     from torch import nn
 
@@ -89,7 +89,7 @@ def checked(name: str, made: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401 - wh
     if not isinstance(model, nn.Module) and not is_list:
         raise UsageError(
             f"{name} returned {_article(made)}; it must return a model (or a list of stage modules),"
-            " or that and an example"
+            " or a pair of a model and an example"
         )
     return cast("nn.Module", model), example
 
@@ -106,10 +106,10 @@ def _file(place: str) -> ModuleType:
         raise UsageError(f"no file {place}{where}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{place} is no file of Python")
-    _let_import_from(path.resolve().parent)  # its neighbours, as python would for a script
+        raise UsageError(f"{place} is not a Python file")
+    _let_import_from(path.resolve().parent)  # it can import the files beside it, as a script can
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -135,10 +135,10 @@ def _module(place: str) -> ModuleType:
 
 
 def config_of(name: str) -> Any:  # noqa: ANN401 - a config of transformers
-    """Return the config of a model type of transformers, as it is by default.
+    """Return the default config of a model type of transformers.
 
     Raises:
-        UsageError: when transformers is not installed, or has no such type.
+        UsageError: if transformers is not installed, or does not have this type.
     """
     try:
         from transformers import AutoConfig
@@ -167,4 +167,4 @@ def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
         model = class_of(config)(config)
         return model, batch_for(model, batch_size=batch_size)
     except Exception as error:
-        raise UsageError(f"no small {name!r} can be built: {error_in_short(error)}") from error
+        raise UsageError(f"cannot build a small {name!r}: {error_in_short(error)}") from error

@@ -1,4 +1,4 @@
-"""A batch for a model of transformers: which of its inputs to give, and their shapes, from signature and config."""
+"""Small batches: inputs for a model of transformers; its signature and its config determine names and shapes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["batch_for"]
 
 LENGTH, TARGET_LENGTH, LABEL_LENGTH = 16, 12, 4
-FIRST_WORD, NUM_WORDS = 20, 80  # of the vocabulary, clear of special tokens
-GRID = 4  # patches of a picture along one side, where pictures come as patches
+FIRST_WORD, NUM_WORDS = 20, 80  # a range of the vocabulary without special tokens
+GRID = 4  # patches per side of an image, for models that take patches
 Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the inputs of one model for one batch size."""
+    """A maker of inputs for one model and one batch size."""
 
     model: Any
     batch_size: int
@@ -54,19 +54,19 @@ class Maker:
         return default
 
     def noise(self, *shape: int) -> Tensor:
-        """Return normal noise for each sample."""
+        """Return normally distributed noise for each sample."""
         import torch
 
         return torch.randn(self.batch_size, *shape)
 
     def integers(self, limit: int, *shape: int) -> Tensor:
-        """Return integers below a limit for each sample."""
+        """Return random integers below a limit for each sample."""
         import torch
 
         return torch.randint(limit, (self.batch_size, *shape))
 
     def ones(self, *shape: int) -> Tensor:
-        """Return integer ones for each sample, as masks that hide nothing."""
+        """Return integer ones for each sample: a mask that hides nothing."""
         import torch
 
         return torch.ones(self.batch_size, *shape, dtype=torch.long)
@@ -78,25 +78,25 @@ class Maker:
         return torch.tensor([list(values)] * self.batch_size)
 
     def words(self, length: int) -> Tensor:
-        """Return tokens that are no special ones."""
+        """Return random tokens, but no special tokens."""
         size = int(self.find("vocab_size", default=100))
         first = min(FIRST_WORD, size // 2)
         return first + self.integers(min(NUM_WORDS, size - first), length)
 
     def mask(self, length: int) -> Tensor:
-        """Return a mask that leaves out the end of some rows."""
+        """Return a mask that hides the ends of some rows."""
         import torch
 
         lengths = length - torch.arange(self.batch_size) % 3 * 2
         return (torch.arange(length) < lengths[:, None]).long()
 
     def classes(self, *shape: int) -> Tensor:
-        """Return labels of classes."""
+        """Return random class labels."""
         return self.integers(max(1, self.config.num_labels), *shape)
 
     @cached_property
     def vision(self) -> Config:
-        """The part of the config that tells how large pictures are."""
+        """The part of the config that defines the size of images."""
         for config in configs_of(self.config):
             if any(name in vars(config) for name in ("image_size", "patch_size", "num_channels")):
                 return config
@@ -104,45 +104,45 @@ class Maker:
 
     @cached_property
     def picture(self) -> tuple[int, int, int]:
-        """Channels, height and width of a picture."""
+        """The channels, height and width of an image."""
         channels = self.find("num_channels", "in_channels", "in_chans", under=self.vision, default=3)
         size = self.find("image_size", "img_size", under=self.vision, default=64)
         high, wide = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         return (channels if isinstance(channels, int) else 3, high, wide)
 
     def pictures(self, *more: int) -> Tensor:
-        """Return pictures, or several for each sample."""
+        """Return random images; `more` dimensions give several images per sample."""
         return self.noise(*more, *self.picture)
 
     def film(self) -> Tensor:
-        """Return a few frames for each sample."""
+        """Return a few video frames for each sample."""
         return self.pictures(self.find("num_frames", "frames_per_clip", default=4))
 
     @cached_property
     def num_bins(self) -> int:
-        """How many bands a spectrum has."""
+        """The number of frequency bands of a spectrogram."""
         return int(self.find("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", default=80))
 
     def spectrum(self) -> Tensor:
-        """Return spectra: bands first for encoders in the manner of Whisper, time first for all others."""
+        """Return spectrograms: bands first for encoders like Whisper's, time first for all others."""
         positions = self.find("max_source_positions")
         if positions and not self.find("input_feat_per_channel"):
             return self.noise(self.num_bins, 2 * positions)
         return self.noise(64, self.num_bins)
 
     def wave(self, *channels: int) -> Tensor:
-        """Return a waveform."""
+        """Return a waveform for each sample."""
         return self.noise(*channels, 6400)
 
     def patches(self) -> Tensor:
-        """Return the patches of all pictures in one list, as towers with a grid of patches take them."""
+        """Return the patches of all images in one list, for vision towers that take a grid of patches."""
         side = self.find("patch_size", under=self.vision, default=16)
         depth = self.find("temporal_patch_size", "patch_temporal", under=self.vision, default=1)
         return self.noise(GRID * GRID, self.picture[0] * depth * side * side).flatten(0, 1)
 
 
 def batch_for(model: nn.Module, *, batch_size: int) -> Batch:
-    """Return a batch of keyword arguments, with what the model needs for a loss where it can compute one."""
+    """Return a batch of keyword arguments, with labels if the model can compute a loss."""
     maker = Maker(model, batch_size)
     given = SMALL.get(maker.config.model_type, {}).get("batch", {})
     batch: Batch = {}
@@ -162,7 +162,7 @@ def batch_for(model: nn.Module, *, batch_size: int) -> Batch:
 
 
 def _place_pictures(maker: Maker, batch: Batch) -> None:
-    """Put as many tokens for pictures, or sound, between the words as the model makes features of them."""
+    """Insert tokens for images or sound between the words, one per feature vector of the model."""
     import torch
 
     for sense, tokens in (("image", ("image_token_id", "image_token_index")), ("audio", ("audio_token_id",))):
@@ -189,7 +189,7 @@ def _place_pictures(maker: Maker, batch: Batch) -> None:
 
 
 def _num_rows(found: Setting) -> int:
-    """Return how many tokens' worth of features there are."""
+    """Return the number of tokens that the features belong to."""
     from torch import Tensor
 
     if isinstance(found, Tensor):
@@ -218,7 +218,7 @@ def _grid(maker: Maker) -> Tensor:
     return maker.rows(1, GRID, GRID)
 
 
-# what is given wherever the model takes it; None leaves it out
+# the inputs of all models that take them; None leaves an input out
 INPUTS: dict[str, Callable[[Maker], Any]] = {
     "input_ids": lambda maker: maker.words(LENGTH),
     "attention_mask": _mask,
@@ -245,7 +245,7 @@ def _answer(maker: Maker, batch: Batch) -> Tensor:
     return _copied(maker, batch)
 
 
-# by a part of the class's name, the first that fits
+# by a part of the name of the class; the first match applies
 LABELS: tuple[tuple[str, Callable[[Maker, Batch], Any]], ...] = (
     ("ForSequenceClassification", lambda maker, batch: maker.classes()),
     ("ForImageClassification", lambda maker, batch: maker.classes()),

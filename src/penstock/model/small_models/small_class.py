@@ -1,4 +1,4 @@
-"""Which class of transformers stands for a config: one with a loss where there is one."""
+"""Small classes: the class of transformers to build for a config; classes with a loss come first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.model.small_models.small_table import SMALL
 
 __all__ = ["class_of"]
 
-# the first of these of the mappings of transformers that knows a config decides
+# the first of these mappings of transformers that contains the config determines the class
 TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
@@ -44,10 +44,10 @@ TASKS = (
 
 
 def class_of(config: Config) -> type[Any]:
-    """Return the class of models to build for a config.
+    """Return the model class to build for a config.
 
     Raises:
-        UsageError: when transformers has none.
+        UsageError: if transformers has none.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -65,7 +65,7 @@ def class_of(config: Config) -> type[Any]:
 
 
 def _in_its_module(config: Config, name: str | None) -> type[Any]:
-    """Return a class for a part of a model, which no mapping knows: one that says it takes such a config."""
+    """Return a class from the module of a config that no mapping contains, such as that of a part of a model."""
     path = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         module = importlib.import_module(path)
@@ -85,7 +85,7 @@ def _in_its_module(config: Config, name: str | None) -> type[Any]:
 
 
 def _takes(found: type[Any]) -> str:
-    """Return the name of the config that a class says it is built from."""
+    """Return the name of the config class that the constructor of a class takes; empty if it is unknown."""
     entry = inspect.signature(found.__init__).parameters.get("config")
     if entry is None or entry.annotation is entry.empty:
         return ""

@@ -1,4 +1,4 @@
-"""Small configs of the families that transformers knows: the family's default, made small by names of attributes."""
+"""Small configs of transformers: the default config of a model family, reduced by rules on attribute names."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ WIDTH, HEADS, LAYERS, EXPERTS = 64, 4, 4, 4
 HEAD_WIDTH = WIDTH // HEADS
 INNER = 2 * WIDTH
 VOCABULARY = 192
-CODES = 64  # of a code book; a power of two
+CODES = 64  # entries of a code book; a power of two
 IMAGE, PATCH = 64, 16
 POSITIONS = 256
 
-Config = Any  # of transformers, whichever
-Setting = Any  # what an attribute of a config holds
+Config = Any  # any config of transformers
+Setting = Any  # the value of a config's attribute
 Rule = Callable[[Setting], Setting]
 
 
 def at_most(limit: int) -> Rule:
-    """Return a rule that takes the smaller of two; what is negative or zero means something else and stays."""
+    """Return a rule that limits numbers; zero and negative numbers have other meanings, so they stay."""
     return lambda value: _mapped(value, lambda number: min(number, limit) if number > 0 else number)
 
 
 def exactly(wanted: int) -> Rule:
-    """Return a rule that sets numbers, except where they are negative or zero."""
+    """Return a rule that sets numbers, except zero and negative numbers."""
     return lambda value: _mapped(value, lambda number: wanted if number > 0 else number)
 
 
 def keep(value: Setting) -> Setting:
-    """Return a value as it is."""
+    """Return the value unchanged."""
     return value
 
 
 def heads(value: Setting) -> Setting:
-    """Return how many heads; for stages of growing width in proportion, the first as few as can be."""
+    """Return a number of heads; a list, for stages of growing width, is divided by its greatest common divisor."""
     return exactly(HEADS)(value) if isinstance(value, int) else _divided(value, math.gcd(*_numbers(value)) or 1)
 
 
 def within_layers(value: Setting) -> Setting:
-    """Return indices of layers that exist: as many as there were, up to the last."""
+    """Return indices of existing layers; if one is too large, take as many of the last layers instead."""
     if not isinstance(value, list | tuple) or max(_numbers(value), default=0) < LAYERS:
         return value
     return type(value)(range(LAYERS - min(len(value), LAYERS), LAYERS))
 
 
 def rope_sections(value: Setting) -> Setting:
-    """Return how a head's rotary half is divided between time, height and width."""
+    """Return the division of a head's rotary half between time, height and width."""
     if not isinstance(value, list | tuple):
         return value
     return type(value)([2, 3, 3] if len(value) == 3 else [HEAD_WIDTH // 2 // len(value)] * len(value))
@@ -81,7 +81,7 @@ WIDTHS = (
     r".*(hidden_sizes?|d_model|n_embd|dims?|width|hidden_dims?|hidden|channels|num_filters|_units|classifier_proj_size"
     r"|embed_dims?|embedding_size|projection_size|proj_size|emb_size|output_size|channel_list|embed_dim_per_stage).*"
 )
-# the first row whose pattern is the whole name decides; what no row knows stays as it is
+# the first row whose pattern matches the whole name applies; all other attributes stay unchanged
 RULES: tuple[tuple[str, Rule], ...] = (
     (
         r".*ignore_(index|value)|seed|.*dropout.*|num_feat_extract_layers|vision_feature_layers?|.*mel.*|acoustic.*",
@@ -111,7 +111,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"depths|.*num_block_repeats|.*blocks_per_stage|stage_num_blocks|block_repeats", at_most(2)),
     (r".*_layers|.*num_layers|(.*_)?depth|num_.*_?blocks|n_blocks|.*hidden_layers", at_most(LAYERS)),
     (r".*(indices|indexes|hook_ids|_idxs|layer_ids)", within_layers),
-    # heads; those of keys and values follow the others
+    # heads; `KEY_HEADS` matches those of keys and values
     (r".*mamba.*heads|mamba_num_heads", exactly(INNER // HEAD_WIDTH)),
     (r"(.*_)?(num_.*heads|n_heads?|heads|nhead|attention_heads|num_attention_heads_per_stage)", heads),
     (r"(.*_)?qk_rope_head_dim|rotary_dim|.*rope_dim", at_most(HEAD_WIDTH // 2)),
@@ -119,7 +119,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".*rank|.*(state_size|d_state)|ssm_.*|chunk_size|mamba_chunk_size", at_most(16)),
     (r".*n_?groups|o_groups", at_most(2)),
     (r"(sliding|attention|local)_?.*window.*|.*sliding_window|local_attention|.*attn_chunk_length", at_most(8)),
-    # pictures and sound
+    # images and sound
     (r"(.*_)?(image|img|input|crop)_size|resolution", at_most(IMAGE)),
     (r"patch_size", lambda value: _mapped(value, lambda number: PATCH if number >= 12 else number)),
     (r"window_size", lambda value: _mapped(value, lambda number: IMAGE if number >= IMAGE else min(number, 2))),
@@ -128,7 +128,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_quer(ies|y_tokens)|.*n(um)?_latents.*|num_detection_tokens|.*num_proposals|latent_query_num", at_most(12)),
     (r"num_frames|frames_per_clip|num_conv_pos_embedding_groups", at_most(4)),
     (r"num_conv_pos_embeddings", at_most(16)),
-    # widths; those that no part of a config gives as a list are made alike
+    # widths; all become equal, except those that a config has as a list
     (
         r".*intermediate.*(size|dim)|.*ffn_.*(dim|size)|.*ffn_dim|d_ff|dff|d_inner|.*inner_dim|n_inner|dim_ff",
         at_most(INNER),
@@ -144,12 +144,17 @@ TOKEN = re.compile(
 
 @dataclass
 class Shrink:
-    """One shrinking: special tokens keep their meaning, so a token's number is moved alike wherever it stands."""
+    """One reduction of a config; a special token gets the same new number in all places, so it keeps its meaning."""
 
     moved: dict[int, int] = field(default_factory=dict)
 
     def config(self, config: Config, *, given: Mapping[str, Any]) -> Setting:
-        """Return a config of the same kind, small; `given` names attributes to set, `part.attribute` those of parts."""
+        """Return a small config of the same kind.
+
+        Args:
+            config: a config of transformers.
+            given: the values of attributes to set; `part.attribute` names an attribute of a part.
+        """
         given = {**SMALL.get(config.model_type, {}).get("config", {}), **given}
         changed: dict[str, Any] = {}
         for entry in dataclasses.fields(config):
@@ -173,7 +178,7 @@ class Shrink:
         if isinstance(value, bool | str | float) or not _numbers(value):
             return False if entry.name == "use_cache" and value is True else value
         if entry.default is None and not (isinstance(value, list | tuple) and re.fullmatch(WIDTHS, entry.name)):
-            return value  # follows from the others
+            return value  # transformers derives it from the others
         return self._number(config, entry.name, value)
 
     def _number(self, config: Config, name: str, value: Setting) -> Setting:
@@ -184,7 +189,7 @@ class Shrink:
         if name == "out_indices" and any(
             isinstance(vars(config).get(x), list | tuple) for x in ("depths", "hidden_sizes")
         ):
-            return value  # of stages, not of layers
+            return value  # indices of stages, not of layers
         for pattern, rule in RULES:
             if re.fullmatch(pattern, name):
                 return _in_proportion(config, name, value) if pattern is WIDTHS else rule(value)
@@ -201,9 +206,12 @@ def _heads_of(config: Config) -> Setting:
 
 
 def _in_proportion(config: Config, name: str, value: Setting) -> Setting:
-    """Return a width: alike for all, but where stages grow in a list, the narrowest 8 and the rest in proportion."""
+    """Return a small width.
+
+    All widths become equal. Lists of growing widths are scaled so that their greatest common divisor becomes 8.
+    """
     if name == "embed_dim" and isinstance(value, int) and isinstance(vars(config).get("depths"), list | tuple):
-        return at_most(16)(value)  # doubles from stage to stage
+        return at_most(16)(value)  # doubles with each stage
     lists = [x for other, x in vars(config).items() if isinstance(x, list | tuple) and re.fullmatch(WIDTHS, other)]
     numbers = [number for x in lists for number in _numbers(x) if number > 4]
     if isinstance(value, int) and value not in numbers:
@@ -214,12 +222,12 @@ def _in_proportion(config: Config, name: str, value: Setting) -> Setting:
 
 
 def read(config: Config, name: str) -> Setting:
-    """Return an attribute as it is stored; configs that differ from layer to layer refuse a plain look."""
+    """Return the stored value of an attribute; getattr fails on configs whose layers differ."""
     return vars(config).get(type(config).attribute_map.get(name, name))
 
 
 def _fill(config: Config) -> None:
-    """Say what only a checkpoint's config says."""
+    """Set the attributes that only the config of a checkpoint defines."""
     for name, value in (("head_dim", HEAD_WIDTH), ("num_key_value_heads", HEADS), ("vocab_size", VOCABULARY)):
         if name in vars(config) and vars(config)[name] is None:
             setattr(config, name, value)
@@ -236,7 +244,7 @@ def _inherited() -> frozenset[str]:
 
 
 def configs_of(config: Config) -> Iterator[Any]:
-    """Yield a config and its parts, level by level, the part for text first."""
+    """Yield a config and its parts, level by level; the part for text comes first."""
     level = [config]
     while level:
         yield from level
@@ -245,5 +253,5 @@ def configs_of(config: Config) -> Iterator[Any]:
 
 
 def shrunk(config: Config) -> Setting:
-    """Return a config of the same kind whose model has a few layers and runs in milliseconds."""
+    """Return a config of the same kind for a model with few layers, which runs in milliseconds."""
     return Shrink().config(config, given={})

@@ -1,7 +1,7 @@
-"""What the rules for small models cannot know: for a model type, its config, its class, its batch.
+"""Small table: exceptions to the rules for small models; per model type, its config, its class and its batch.
 
-`config` names attributes (`part.attribute` those of a part), `class` the class to build, `batch` inputs: a value, or a
-function of the maker of the batch; None leaves an input out.
+`config` sets attributes; `part.attribute` is an attribute of a part. `class` is the class to build. `batch` sets inputs
+to a value, or to the result of a function of the `Maker`; None leaves an input out.
 """
 
 from __future__ import annotations

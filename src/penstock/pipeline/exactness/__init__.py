@@ -1,1 +1,1 @@
-"""Exactness: do the losses of micro-batches add up to the loss of the batch?"""
+"""Exactness: check that the losses of micro-batches add up to the loss of the batch."""

@@ -1,7 +1,8 @@
-"""Exactness: find out, on a few samples, whether micro-batches add up to the batch, and how their losses count.
+"""Exactness: find out on a few samples whether micro-batches add up to the batch, and how much each loss counts.
 
-Nothing here knows the plain model's mathematics. It runs the captured model on a few samples of the example, whole and
-in two parts, and compares. Random numbers and batch norm, which may differ by design, are set aside (`Deterministic`).
+The check needs no knowledge of the mathematics of the model. It runs the captured model on a few samples of the
+example, once as a whole and once in two parts, and compares the results. Random numbers and batch norm may differ by
+design, so `Deterministic` replaces them.
 """
 
 from __future__ import annotations
@@ -77,32 +78,32 @@ from penstock.runtime.step import Batch
 __all__ = ["Exactness", "OnlyWholeError"]
 
 _HOST = torch.device("cpu")
-_MOST_ON_GPU = 3  # looks at targets on a GPU, for which the host waits, once one weight is left
-_MOST_COUNTED = 1024  # samples of a batch in which the telling ones are looked for, one by one
-_MOST_STEPS = 32  # between two looks
-_MOST_FRUITLESS = 16  # looks at alternatives beside those that are due
+_MOST_ON_GPU = 3  # compared targets on a GPU once a single weight is left; the host waits for each
+_MOST_COUNTED = 1024  # samples of a batch that is searched for distinguishing samples, one by one
+_MOST_STEPS = 32  # between two comparisons
+_MOST_FRUITLESS = 16  # comparisons in a row that exclude no weight; later, only targets that are due are compared
 
 
 class OnlyWholeError(UsageError):
-    """Only one micro-batch is exact, for all that is known: no option of the pipeline's makes more of them exact."""
+    """Raised if only one micro-batch is known to be exact: no option of the pipeline makes several exact."""
 
 
 class Exactness:
-    """Says what the loss of each micro-batch counts, and refuses what no weights can express.
+    """Finds how much the loss of each micro-batch counts, and refuses models and losses for which no weights are exact.
 
-    Torch's own losses are known; of others it finds out once `check` was called.
+    The losses of torch are known. All other losses are tried on targets after `check` was called.
 
     Args:
-        loss: the user's.
-        weight: what the user says that it averages over.
-        over_batch: the loss sees the whole batch at once.
-        is_compiled: the loss will be compiled.
+        loss: the user's loss function.
+        weight: the user's `weight=`: the quantity that the loss averages over.
+        over_batch: whether the loss sees the whole batch at once.
+        is_compiled: whether the loss will be compiled.
 
     Attributes:
-        weight: what the loss averages over, as far as it is known.
-        is_settled: nothing is left to find out.
-        is_summable: with means over classes as sums (see `Summing`), the loss is its own sum.
-        device: where the loss will run.
+        weight: the quantity that the loss averages over, as far as it is known.
+        is_settled: whether nothing is left to find out.
+        is_summable: whether the loss under `Summing` is the plain loss times the count that it averages over.
+        device: the device on which the loss will run.
     """
 
     def __init__(
@@ -113,34 +114,34 @@ class Exactness:
         self.is_settled = True
         if weight is None and not over_batch:
             self.is_settled, self.weight = known_weight(loss)
-        self._is_known = self.is_settled and weight is None and not over_batch  # one of torch's own losses
+        self._is_known = self.is_settled and weight is None and not over_batch  # a loss of torch
         self._settings = settings_of(loss) if self._is_known else ()
         self.is_summable = self._is_known and loss is not None and not is_compiled
         self.device: torch.device | None = None
         self._sizes: list[int] = []
-        self._split_sizes: list[int] = []  # the same, as the user's split says them
+        self._split_sizes: list[int] = []  # the batch sizes of the user's micro-batches
         self._runs: list[Run] = []  # of the whole, and of its parts
-        self._exact: list[Any] | None = None  # weights under which all targets so far were exact
+        self._exact: list[Any] | None = None  # the weights under which all targets so far were exact
         self._num_learnt = 0
         self._doubt = ""  # why the first target could not be compared
         self._next_look = 1
         self._is_probed = False
-        self._moved: list[Run] = []  # the runs where the loss runs, for as long as a target is looked at
-        self._num_fruitless = 0  # looks one after the other that told no alternatives apart
+        self._moved: list[Run] = []  # the runs on the device of the loss, while a target is compared
+        self._num_fruitless = 0  # comparisons in a row that excluded no weight
 
     # ---- the model
 
     def check(self, chain: Chain, model: nn.Module, *, example: object = None, split: Split | None = None) -> None:
-        """Compare a few samples of the example, whole and in parts.
+        """Compare a few samples of the example, as a whole and in parts.
 
         Args:
-            chain: the captured model, where it can run.
-            model: the user's, which stays as it is.
-            example: the user's, for batches that the user splits.
-            split: cuts these.
+            chain: the captured model, on devices on which it can run.
+            model: the user's model; it is left unchanged.
+            example: the user's example; only used with `split`.
+            split: the function that cuts batches, if the user splits them.
 
         Raises:
-            UsageError: when parts do not add up to the whole; says which option makes it exact.
+            UsageError: if the parts do not add up to the whole; the message names an option that makes them exact.
         """
         call = chain.example
         homes = {tensor.device for stage in chain.stages for tensor in stage.held.tensors()}
@@ -157,7 +158,7 @@ class Exactness:
             self._runs = []
         finally:
             states.restore()
-            for home in set(homes):  # what the comparison took is the lanes' again
+            for home in set(homes):  # the lanes need the memory of the comparison
                 kind_of(home).release_memory()
 
     def _look(self, chain: Chain, call: Call, model: nn.Module) -> None:
@@ -175,7 +176,7 @@ class Exactness:
             whole = run_call(chain, few)
         except UsageError as error:
             if few.batch_size == call.batch_size or call_fails(chain, call):
-                raise UnknownError from error  # the model fails by itself: the step will say so
+                raise UnknownError from error  # the model itself fails, so the step will report it
             raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
         try:
             parts = [run_call(chain, part) for part in parts_of(few, self._sizes)]
@@ -190,30 +191,30 @@ class Exactness:
             self._check_calls_count(chain, few)
             raise self._refusal(model, call, off)
         self._runs = [run.on(_HOST) for run in (whole, *parts)]
-        self.is_settled = False  # what is known, or the user says, is looked at, too: targets may be of another shape
+        self.is_settled = False  # known and given weights are checked too: targets may have a wrong shape
 
     def _check_shapes(self, whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor]) -> None:
-        """Refuse one of torch's own losses on an output that has an entry for each pair of samples, say."""
+        """Refuse a loss of torch on an output that has, for example, one entry per pair of samples."""
         if not self._is_known or len(whole) != 1 or whole[0].shape == joined[0].shape:
             return
         raise OnlyWholeError(
-            f"the model returns {tuple(whole[0].shape)} for {sum(self._sizes)} samples, and what it returns for "
-            f"{self._sizes[0]} and {self._sizes[1]} of them does not join to that: it compares the samples of a batch "
-            f"with each other. Let it return values per sample, and compare them in a loss with loss_over='batch'; "
-            f"micro_batches=1 takes it as it is. {_CHECK_OFF}"
+            f"the model returns {tuple(whole[0].shape)} for {sum(self._sizes)} samples, but its outputs for "
+            f"{self._sizes[0]} and {self._sizes[1]} of them cannot be joined to this shape: it compares the samples of "
+            f"a batch with each other. Let it return values per sample, and compare them in a loss with "
+            f"loss_over='batch'; micro_batches=1 runs it unchanged. {_CHECK_OFF}"
         )
 
     def _check_fewer(self, chain: Chain, few: Call, call: Call, model: nn.Module) -> None:
-        """Refuse an example that fails with fewer samples only: patches of all pictures in one list, say."""
+        """Refuse an example that fails only with fewer samples: for example, one list of the patches of all images."""
         try:
             run_call(chain, few)
         except UsageError as error:
             if few.batch_size == call.batch_size or call_fails(chain, call):
-                return  # the model fails by itself: the step will say so
+                return  # the model itself fails, so the step will report it
             raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
 
     def _check_calls_count(self, chain: Chain, few: Call) -> None:
-        """Refuse a model whose result depends on how often it was called, by name of what changes."""
+        """Refuse a model whose result depends on how often it was called; name the buffers that change."""
         held = {name: stage.held.get(name) for stage in chain.stages for name in stage.held}
         before = {name: t.detach().clone() for name, t in held.items() if not isinstance(t, nn.Parameter)}
         first, second = run_call(chain, few), run_call(chain, few)
@@ -222,15 +223,15 @@ class Exactness:
             return
         after = {name: stage.held.get(name) for stage in chain.stages for name in stage.held if name in before}
         names = [name for name, values in before.items() if not torch.equal(values, after[name])]
-        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "something in it"
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "its state"
         raise OnlyWholeError(
-            f"the model's result depends on how often it was called: called twice with the same samples, {off}. Each "
-            f"call changes {what}, and every micro-batch is a call, as in gradient accumulation. check=False takes it "
-            "so; micro_batches=1 calls the model once a step"
+            f"the model's result depends on how often it was called: in two calls with the same samples, {off}. Each "
+            f"call changes {what}, and every micro-batch is a call, as in gradient accumulation. check=False accepts "
+            "this; micro_batches=1 calls the model once per step"
         )
 
     def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
-        """Compare the whole example with the micro-batches that the user makes of it."""
+        """Compare the whole example with the micro-batches that the user's split makes of it."""
         args, kwargs = arguments_of(example)
         whole = chain.read(*args, **kwargs)
         pieces = [arguments_of(piece) for piece, _ in split_batch(split, example, None, 2)]
@@ -245,22 +246,22 @@ class Exactness:
             runs = [run_call(chain, one) for one in (whole, *parts)]
         except UsageError as error:
             raise UsageError(
-                f"split: the model fails on what it makes of the example: {error}. {_CHECK_OFF}"
+                f"split: the model fails on the example or on its micro-batches: {error}. {_CHECK_OFF}"
             ) from error
         self._sizes = samples_of(self._sizes, [tuple(run.tensors) for run in runs[1:]])
         (rows,) = samples_of([sum(self._sizes)], [tuple(runs[0].tensors)])
         if sum(self._sizes) != rows:
             raise UsageError(
-                f"split: the model returns {sum(self._sizes)} rows for its micro-batches together, and {rows} for the "
+                f"split: the model returns {sum(self._sizes)} rows for its micro-batches together, but {rows} for the "
                 f"batch. {_CHECK_OFF}"
             )
         joined = join_rows([run.tensors for run in runs[1:]], self._sizes)
         off = largest_difference(runs[0].tensors, joined, with_numbers=self._over_batch)
         if off:
-            kind = OnlyWholeError if isinstance(split, PackedSplit) else UsageError  # found, not the user's
+            kind = OnlyWholeError if isinstance(split, PackedSplit) else UsageError  # a split that Penstock chose
             raise kind(
-                f"split: its micro-batches do not compute what the whole batch does: {off}; micro_batches=1 takes the "
-                f"batch as it is. {_CHECK_OFF}"
+                f"split: its micro-batches do not compute the same result as the whole batch: {off}; micro_batches=1 "
+                f"runs the whole batch. {_CHECK_OFF}"
             )
         self._runs, self.is_settled = [run.on(_HOST) for run in runs], False
 
@@ -269,9 +270,9 @@ class Exactness:
     def _find_inner_weight(
         self, chain: Chain, calls: Iterable[tuple[Call, Sequence[Call]]], names: Sequence[str]
     ) -> None:
-        """Find over what the model's own loss averages, by calls and their parts."""
+        """Find the quantity that the model's own loss averages over, from calls and their parts."""
         exact: list[Any] | None = None
-        is_fitting = True  # the last call, with the model as it is
+        is_fitting = True  # whether some weights fit the last call with unperturbed parameters
         compared = list(calls)
         for (call, parts), is_perturbed in itertools.product(compared, (False, True)):
             try:
@@ -304,12 +305,13 @@ class Exactness:
         compared: Sequence[tuple[Call, Sequence[Call]]],
         weight: Any,  # noqa: ANN401
     ) -> None:
-        """Compare the gradients of the parameters: a small term that couples samples is lost in the loss's rounding.
+        """Compare the gradients of the parameters, since rounding of the loss hides a small term that couples samples.
 
-        The load-balancing loss of a mixture of experts is one: 1e-6 of the loss, and a tenth of its router's gradient.
+        The load-balancing loss of a mixture of experts is an example: 1e-6 of the loss, but a tenth of the router's
+        gradient.
 
         Raises:
-            UsageError: when they differ, with the model as it is and with other small parameters.
+            UsageError: if they differ, both with the unchanged and with the perturbed model.
         """
         worst = ""
         for (call, parts), is_perturbed in itertools.product(compared[-1:], (False, True)):
@@ -318,11 +320,11 @@ class Exactness:
                 return
             with perturbed(chain) if is_perturbed else contextlib.nullcontext():
                 worst = gradients_off(chain, call, parts, shares)
-            if not worst:  # rounding may send a sample another way, as to another expert, but not both times
+            if not worst:  # rounding may send a sample to another expert in one run, but not in both
                 return
         raise OnlyWholeError(
-            "micro-batches would not compute what the whole batch does: the loss adds up, and the gradient of "
-            f"{worst}. {_INNER_TERM}. {_CHECK_OFF}"
+            "micro-batches would not compute the same result as the whole batch: the loss adds up, but a gradient "
+            f"differs: that of {worst}. {_INNER_TERM}. {_CHECK_OFF}"
         )
 
     def _choices(
@@ -333,7 +335,7 @@ class Exactness:
         return [self.weight] if self._is_known else list(candidates(names, target, left_out))
 
     def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[tuple[Any, ...]]) -> list[float] | None:  # noqa: ANN401
-        """Return what the loss of each part counts under a choice; None where nothing counts."""
+        """Return how much the loss of each part counts for a choice of weight; None if nothing counts."""
         plain = [target[0] if target else None for target in targets]
         if callable(choice):
             batches = [as_batch(part) for part in parts]
@@ -349,24 +351,27 @@ class Exactness:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the loss is known, or will be compared: nobody need be warned of it."""
+        """Whether the loss is known or will be compared, so that it needs no warning."""
         return self.is_settled or bool(self._runs)
 
     def is_due(self) -> bool:
-        """Count a target; return whether it is to be looked at.
+        """Count a target; return whether it must be compared.
 
-        Warns of a loss that could not be compared, once a step with it has come to its end: where the loss itself is
-        wrong, the step says so.
+        Also warn if the first target could not be compared. The warning comes only after a step has ended: if the loss
+        itself fails, that step reports it.
+
+        Raises:
+            UsageError: if the settings of a loss of torch were replaced.
         """
         if self._settings and self._settings != settings_of(self._loss):
             raise UsageError(
-                "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, which has read "
-                "them. Change a weight in place (loss.weight.copy_), or make another pipeline"
+                "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, but the "
+                "pipeline has already read it. Change a weight in place (loss.weight.copy_), or make a new pipeline"
             )
         if self._doubt:
             warn_user(
-                f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is no mean over "
-                "samples, weight= says over what it averages; check=False turns this check off"
+                f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is not a mean "
+                "over samples, pass weight=, the quantity that it averages over; check=False turns this check off"
             )
             self._doubt = ""
         if self.is_settled or not self._runs or self._loss is None:
@@ -375,13 +380,13 @@ class Exactness:
         return self._num_learnt >= self._next_look
 
     def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
-        """Find over what the user's loss averages, from a target.
+        """Find the quantity that the user's loss averages over, from a target.
 
-        Later targets are looked at, too, ever more rarely: a mask may leave nothing out in one batch, and much in the
-        next.
+        Later targets are compared too, but less and less often. They are needed because a mask may leave out nothing
+        in one batch and much in the next.
 
         Raises:
-            UsageError: when losses of micro-batches cannot add up to that of the batch.
+            UsageError: if the losses of micro-batches cannot add up to that of the batch.
         """
         moved = call.map(lambda tensor: tensor.to(self.device or _HOST))
 
@@ -401,11 +406,11 @@ class Exactness:
         """Compare the loss of a few samples of a target with that of its parts.
 
         Args:
-            target: of a batch.
-            size: the samples of the batch.
-            dim: their dimension.
-            parts_with: returns the parts of the batch with some of its samples; nothing where nobody can make them.
-            telling: more choices of samples; they are made once the usual ones have been looked at.
+            target: the target of a batch.
+            size: the number of samples in the batch.
+            dim: the dimension of samples.
+            parts_with: a function that returns the parts of some samples of the batch; it returns () if it cannot.
+            telling: more choices of samples, which are made after the usual ones have been compared.
         """
         if self._num_learnt >= self._next_look:
             self._next_look = min(2 * self._next_look, self._next_look + _MOST_STEPS)
@@ -434,18 +439,19 @@ class Exactness:
         columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in target]
         return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
 
-    # ---- weights that nothing has told apart yet
+    # ---- weights that no target has distinguished yet
 
     @property
     def alternatives(self) -> list[Any]:
-        """Weights beside the one in use under which all targets so far were exact, too."""
+        """The weights, except the one in use, under which all targets so far were exact too."""
         return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
 
     def must_compare(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
-        """Return whether it matters for a batch which of the weights that are left is the right one.
+        """Return whether the remaining weights differ for a batch, so that its target must be compared.
 
-        A mask that left nothing out in all batches so far leaves something out in this one, say. Targets on a GPU are
-        looked at ever more rarely, but for as long as there are alternatives: the host would wait at each step.
+        For example, a mask that left out nothing so far leaves out something in this batch. The answer is always False
+        for targets on a GPU, since the host would wait at each step. These targets are compared only when they are
+        due, for as long as there are alternatives.
         """
         alternatives = self.alternatives
         if not alternatives or any(tensor.is_cuda for tensor in flatten(targets)[0]):
@@ -466,7 +472,7 @@ class Exactness:
         return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in alternatives)
 
     def _distinguishing_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
-        """Yield samples that tell alternatives apart: those where a weight counts most, and those where least."""
+        """Yield choices of samples that distinguish alternatives: those that count most or least under a weight."""
         size = call.batch_size
         if not self.alternatives or size > _MOST_COUNTED:
             return
@@ -484,27 +490,27 @@ class Exactness:
             order = sorted(range(size), key=counts.__getitem__)
             first = self._sizes[0]
             ends = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
-            # the least alone in the first part, the most alone, and both in turn
+            # in the first part, only those that count least; only those that count most; both in turn
             for rows in (
                 [*order[:first], *(order[-1 - number % size] for number in range(sum(self._sizes) - first))],
                 [*order[-first:], *(order[number % size] for number in range(sum(self._sizes) - first))],
                 [ends[number % size] for number in range(sum(self._sizes))],
             ):
-                if not self.alternatives:  # those before have told
+                if not self.alternatives:  # earlier choices were enough
                     return
                 yield rows
 
     def _narrow_by_artificial_labels(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Tell alternatives apart by artificial labels; labels that no weight fits are ignored."""
+        """Distinguish alternatives by artificial labels; labels that fit no weight are ignored."""
         for made in artificial_labels(few):
             with contextlib.suppress(UsageError):
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
     def _narrow_by_special_values(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Tell alternatives apart by numbers that targets may hold one day; a loss need not take them.
+        """Distinguish alternatives by values that targets may contain later; a loss may refuse them.
 
         Raises:
-            UsageError: when no weight is left: the loss leaves samples out by what their target is.
+            UsageError: if no weight is left, because the loss leaves out samples depending on their target.
         """
         for words, changed in special_values(few, self._sizes[0], sum(self._sizes)):
             before = self._exact
@@ -513,26 +519,26 @@ class Exactness:
             except UsageError as error:
                 self._exact = before
                 raise UsageError(
-                    f"the loss adds up over this target, and does not over one with {words}: it leaves out or weighs "
-                    f"samples by their target, in a way that micro-batches cannot follow. {_OVER}; weight= says over "
-                    f"how much a micro-batch's loss averages. {_CHECK_OFF}"
+                    f"the loss adds up for this target, but not for one with {words}: it leaves out or weights samples "
+                    f"depending on their target, which micro-batches cannot reproduce. {_OVER}; weight= returns the "
+                    f"amount that a micro-batch's loss averages over. {_CHECK_OFF}"
                 ) from error
 
     def learn_split(
         self, target: tuple[Any, ...], size: int, parts: Sequence[Call], pieces: Sequence[tuple[Any, ...]]
     ) -> None:
-        """Find it from the target of a batch that the user has split.
+        """Find the quantity from the target of a batch that the user has split.
 
         Args:
-            target: of the whole batch.
-            size: its samples.
-            parts: the micro-batches that the user has made of it.
-            pieces: their targets.
+            target: the target of the whole batch.
+            size: the number of samples in the batch.
+            parts: the micro-batches that the user's split made.
+            pieces: the targets of the micro-batches.
 
         Raises:
-            UsageError: when losses of micro-batches cannot add up to that of the batch.
+            UsageError: if the losses of micro-batches cannot add up to that of the batch.
         """
-        if callable(self._given):  # it is called with batches, and some rows of the target belong to none
+        if callable(self._given):  # it takes whole micro-batches, so single rows of a target do not suffice
             if [part.batch_size for part in parts] == self._split_sizes:
                 device = self.device or _HOST
                 moved = [tuple(moved_to(thing, device) for thing in piece) for piece in pieces]
@@ -541,8 +547,8 @@ class Exactness:
         self._learn(target, size, 0, lambda _: ())
 
     def _conclude(self, reason: str) -> None:
-        """Take the weight that was found, or remember why there is none."""
-        if self._is_known:  # torch's own loss was compared once, or cannot be: what is known of it holds
+        """Set the weight that was found, or store the reason why there is none."""
+        if self._is_known:  # a known loss is compared at most once, and keeps its weight
             self.is_settled, self._runs = True, []
             return
         if self._exact is None and self._num_learnt == 1:
@@ -553,10 +559,10 @@ class Exactness:
     def _narrow(
         self, target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]], parts: Sequence[Call], dim: int
     ) -> str:
-        """Keep the weights under which a target is exact, too; return why it could not be compared.
+        """Keep the weights under which this target is exact too; return the reason if it could not be compared.
 
         Raises:
-            UsageError: when none is left.
+            UsageError: if no weight is left.
         """
         assert self._loss is not None
         deterministic = Deterministic()
@@ -567,8 +573,8 @@ class Exactness:
         scored = score_losses(self._loss, runs, targets, deterministic)
         if scored == CHANGES and not self._over_batch:
             raise UsageError(
-                "the loss changes with each call (a running average, a schedule by calls), and every micro-batch is a "
-                f"call. micro_batches=1 or loss_over='batch' calls it once a step. {_CHECK_OFF}"
+                "the loss changes with each call (a running average, a count of calls), and every micro-batch is a "
+                f"call. micro_batches=1 or loss_over='batch' calls it once per step. {_CHECK_OFF}"
             )
         if isinstance(scored, str):
             return scored
@@ -583,7 +589,7 @@ class Exactness:
         names = label_names(parts[0]) if parts else []
         choices = self._choices(names, tensors, deterministic.left_out) if self._exact is None else self._exact
         if callable(self._given) and self._shares(self._given, parts, pieces) is None:
-            return "weight= counts nothing in it"
+            return "weight= returns 0 for all its samples, or an invalid number"
         off = {
             choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices
@@ -606,18 +612,18 @@ class Exactness:
         targets: Sequence[tuple[Any, ...]],
         dim: int,
     ) -> None:
-        """Look at outputs that the model may come to return.
+        """Try the loss on outputs that the model may return later.
 
-        It takes no side between weights: how many probes there is time for may differ between processes.
+        Probes do not choose between weights, because their number depends on the time and may differ between processes.
 
         Args:
-            shares: of each weight, what the loss of each part counts.
-            runs: what the model returned for the whole, and for its parts.
-            targets: of each.
+            shares: for each weight, how much the loss of each part counts.
+            runs: the outputs of the model for the whole, and for its parts.
+            targets: the target of each run.
             dim: the dimension of samples in the batch.
 
         Raises:
-            UsageError: when parts add up under none of the weights.
+            UsageError: if the parts add up under none of the weights.
         """
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):
@@ -638,13 +644,15 @@ class Exactness:
         facts = self._facts(losses)
         if self._given is not None:
             return UsageError(
-                f"the loss of the batch is not that of its micro-batches under weight=: {facts}. {_CHECK_OFF}"
+                f"the losses of micro-batches do not add up to that of the batch under weight=: {facts}. {_CHECK_OFF}"
             )
-        others = "weight= says over how much a micro-batch's loss averages; micro_batches=1 is exact for any loss"
+        others = (
+            "weight= returns the amount that a micro-batch's loss averages over; micro_batches=1 is exact for any loss"
+        )
         if self._loss is not None:
             return UsageError(f"{_COUPLED}: {facts}.{hint} {_OVER}; {others}. {_CHECK_OFF}")
         return OnlyWholeError(
-            f"{_COUPLED}: {facts}. The model computes its loss itself: let it return the outputs, and give loss= and "
+            f"{_COUPLED}: {facts}. The model computes its loss itself: let it return the outputs, and pass loss= and "
             f"loss_over='batch'; {others}. {_CHECK_OFF}"
         )
 
@@ -652,26 +660,29 @@ class Exactness:
         option = option_for(model, call)
         kind = UsageError if option else OnlyWholeError
         advice = option or advice_for(call)
-        return kind(f"micro-batches would not compute what the whole batch does: {facts}; {advice}. {_CHECK_OFF}")
+        return kind(
+            f"micro-batches would not compute the same result as the whole batch: {facts}; {advice}. {_CHECK_OFF}"
+        )
 
 
 _INNER_TERM = (
-    "A term of the loss that the model computes itself couples samples, as the load-balancing loss of a mixture of "
-    "experts does: turn it off (config.output_router_logits=False in transformers), let the model return the outputs "
-    "and give loss= and loss_over='batch', or take micro_batches=1"
+    "The model's own loss has a term that couples samples, as the load-balancing loss of a mixture of experts does: "
+    "turn it off (config.output_router_logits=False in transformers), or let the model return the outputs and pass "
+    "loss= and loss_over='batch', or set micro_batches=1"
 )
 _CHECK_OFF = "check=False turns this check off"
 _OVER = "loss_over='batch' lets the loss see the outputs of all micro-batches at once"
 _LEAVES_OUT = (
-    "the loss of the batch is that of its micro-batches for what the model returns now, and is not once it has learnt "
-    "some of the samples: it leaves samples out by what is returned for them, as a threshold or hard examples do"
+    "the losses of micro-batches add up to that of the batch for the current outputs of the model, but not once it has "
+    "learnt some of the samples: the loss leaves out samples depending on their outputs, as a threshold or the choice "
+    "of hard examples does"
 )
 _COUPLED = (
-    "the loss of the batch is not a weighted sum of the losses of its micro-batches; tried were a mean over samples, "
-    "over labels that are not ignored and over masks in the target, and a sum. It couples samples, as contrastive "
-    "losses, a root of a mean or a standard deviation do"
+    "the loss of the batch is not a weighted sum of the losses of its micro-batches; Penstock tried a mean over "
+    "samples, over labels that are not ignored and over masks in the target, and a sum. The loss couples samples, as a "
+    "contrastive loss, the root of a mean or a standard deviation does"
 )
 _OVER_BATCH = (
-    "loss_over='batch': the loss of the joined outputs of micro-batches is not that of the outputs of the whole batch: "
-    f"an output that the loss reads is no value per sample; let the model return values per sample. {_CHECK_OFF}"
+    "loss_over='batch': the loss of the joined outputs of micro-batches differs from that of the whole batch: the loss "
+    f"reads an output that is not one value per sample; let the model return values per sample. {_CHECK_OFF}"
 )

@@ -1,4 +1,4 @@
-"""Advice: which option makes a batch exact in micro-batches, and what may be wrong with a loss, in words."""
+"""Exactness advice: the option that makes a batch exact in micro-batches, and hints for faulty losses."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["advice_for", "balances_experts", "broadcast_of", "check_own_weight",
 
 
 def broadcast_of(run: Run, target: tuple[Any, ...]) -> str:
-    """Return a sentence on a target that has another shape than the output, if that may be the cause."""
+    """Return a hint if the target has another shape than the output, since this may be the cause."""
     output, labels = run.output, target[0] if len(target) == 1 else None
     if not isinstance(output, torch.Tensor) or not isinstance(labels, torch.Tensor) or output.shape == labels.shape:
         return ""
     return (
         f" The target {tuple(labels.shape)} is broadcast against the output {tuple(output.shape)}, so that each sample "
-        "meets the targets of all others: give both the same shape."
+        "is compared with the targets of all samples: give both the same shape."
     )
 
 
 def balances_experts(model: nn.Module) -> bool:
     """Return whether a model of transformers adds a load-balancing loss over the whole batch to its loss.
 
-    Its share of the loss is so small that rounding may hide it, and its share of the router's gradient is not.
+    Its share of the loss is so small that rounding may hide it, but its share of the router's gradient is large.
     """
     config = getattr(model, "config", None)
     return model.training and any(
@@ -43,21 +43,21 @@ def balances_experts(model: nn.Module) -> bool:
 
 
 def check_own_weight(loss: object, size: int) -> None:
-    """Refuse one of torch's own losses that holds a number for each sample of a batch, and so takes no part of it.
+    """Refuse a loss of torch whose weight has an entry per sample of the batch, which does not fit a micro-batch.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if the loss has such a weight.
     """
     weight = getattr(loss, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.shape[0] == size > 1:
         raise UsageError(
-            f"loss: its weight {tuple(weight.shape)} has an entry for each of the {size} samples of a batch, and a "
-            "micro-batch has fewer. Hand it over in the target, or give loss_over='batch'"
+            f"loss: its weight {tuple(weight.shape)} has an entry for each of the {size} samples of a batch, but a "
+            "micro-batch has fewer. Pass it in the target, or pass loss_over='batch'"
         )
 
 
 def option_for(model: nn.Module, call: Call) -> str:
-    """Return which option makes the example exact, found by trying them on the plain model; nothing if none does."""
+    """Return the option that makes the example exact, found by trials on the plain model; empty if none does."""
     for name, dim in zip(call.names, call.batch_dims, strict=True):
         if dim is None or name == call.batch_name:
             continue
@@ -74,18 +74,18 @@ def option_for(model: nn.Module, call: Call) -> str:
 
 
 def advice_for(call: Call) -> str:
-    """Return what may be wrong where no option was found that makes the example exact."""
+    """Return the possible causes if no option makes the example exact."""
     shape = tuple(call.tensors[call.names.index(call.batch_name)].shape)
     return (
-        f"is dimension {call.batch_dim} of {call.batch_name} {shape} the batch? batch_dim= says which is, "
-        "whole=[...] which arguments every micro-batch gets whole, and split= cuts batches that are no plain stacks. A "
-        "model that mixes the samples of a batch would see those of a micro-batch only; micro_batches=1 runs the batch "
-        "whole"
+        f"is dimension {call.batch_dim} of {call.batch_name} {shape} the batch? batch_dim= sets it, "
+        "whole=[...] names arguments that every micro-batch gets whole, and split= cuts batches that do not stack "
+        "samples. A model that mixes the samples of a batch sees only those of a micro-batch; micro_batches=1 runs the "
+        "whole batch"
     )
 
 
 def _is_exact(model: nn.Module, call: Call) -> bool:
-    """Return whether the plain model is exact in parts of a call."""
+    """Return whether the plain model returns the same for a call and for its parts."""
     if call.batch_size < 2 or isinstance(model, nn.ModuleList):
         return False
 
@@ -99,7 +99,7 @@ def _is_exact(model: nn.Module, call: Call) -> bool:
         with Deterministic() as deterministic:
             whole, parts = run(few), [run(part) for part in parts_of(few, sizes)]
         joined = join_results(parts, sizes, call.batch_dim)
-    except Exception:  # the user's code: it need not take every cut
+    except Exception:  # the model may fail on some cuts
         return False
     same = all(one.shape == other.shape for one, other in zip(whole, joined, strict=True))
     return same and not deterministic.is_random and not largest_difference(whole, joined)

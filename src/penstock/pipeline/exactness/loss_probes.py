@@ -1,8 +1,8 @@
-"""Probes: outputs that training may lead to, on which a loss is tried beside those that the model returns today.
+"""Probes: outputs that training may lead to, on which a loss is tried in addition to the current outputs.
 
-A loss may leave samples out by their own loss (a threshold, hard examples only). A fresh model gets all samples
-wrong, so nothing is left out, and the loss looks like a mean over samples. Steps of gradient descent on the outputs,
-longer for some samples than for others, show what it becomes.
+A loss may leave out samples depending on their own loss (a threshold, hard examples only). A fresh model gets all
+samples wrong, so nothing is left out, and the loss looks like a mean over samples. Probes take steps of gradient
+descent on the outputs, longer for some samples than for others. They show how the loss behaves later.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from penstock.runtime.micro_batches import join_dim_of
 
 __all__ = ["probe_tolerance", "probes"]
 
-_STEPS = 5  # of descent, for each choice of samples
-_SECONDS = 2.0  # for all of them: a loss may be slow
-_MOST_ELEMENTS = 1 << 24  # of outputs: beyond that a probe takes too much time, and too much memory of a GPU
-_SMALLEST = 1e-3  # of the loss at the start: below it rounding counts
+_STEPS = 5  # of descent, per choice of step sizes
+_SECONDS = 2.0  # for all steps: a loss may be slow
+_MOST_ELEMENTS = 1 << 24  # of all outputs; with more, a probe takes too much time and GPU memory
+_SMALLEST = 1e-3  # relative to the loss at the start; below it, rounding dominates
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """Return how far losses may be apart on a probe by rounding: much less than a sample that is left out makes."""
+    """Return the largest difference of losses due to rounding; leaving out a sample makes a much larger one."""
     return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.1)
 
 
 def probes(
     loss: LossFunction, runs: Sequence[Run], targets: Sequence[tuple[object, ...]], *, sizes: Sequence[int], dim: int
 ) -> Iterator[list[Scored]]:
-    """Yield the losses of a whole and its parts, with gradients, on outputs that come ever closer to the targets.
+    """Yield the losses of a whole and its parts, with gradients, on outputs that approach the targets step by step.
 
     Args:
-        loss: the user's.
-        runs: what the model returned for the whole, and for its parts.
-        targets: of each.
-        sizes: samples of the parts.
+        loss: the user's loss function.
+        runs: the outputs of the model for the whole, and for its parts.
+        targets: the target of each run.
+        sizes: the number of samples in each part.
         dim: the dimension of samples in the batch.
     """
     whole = runs[0]
@@ -65,7 +65,7 @@ def probes(
 
 
 def _speeds(count: int) -> Iterator[list[float]]:
-    """Yield how far each sample goes in a step: every other one alone, then some slower than others."""
+    """Yield the relative step size of each sample: first 0 and 1 in turn, then a different size for each."""
     yield [float(number % 2) for number in range(count)]
     yield [(number + 1) / count for number in range(count)]
 
@@ -73,7 +73,10 @@ def _speeds(count: int) -> Iterator[list[float]]:
 def _descended(
     runs: Sequence[Run], scored: Scored, speeds: Sequence[float], sizes: Sequence[int], dim: int
 ) -> list[Run]:
-    """Return outputs after a step down the gradient, nearly as far as would do for a loss that is linear."""
+    """Return the outputs after one step down the gradient.
+
+    The step is 0.8 of the one that would bring a linear loss to zero.
+    """
     norm = sum(float(g.double().pow(2).sum()) for g in scored.gradients if g is not None)
     rate = 0.8 * abs(float(scored.loss)) / max(norm, 1e-30)
     made = [list(run.tensors) for run in runs]

@@ -1,4 +1,4 @@
-"""Samples: a few samples of a batch and of its target, as they are and with labels changed, to try a loss on."""
+"""Loss samples: a few samples of a batch and of its target, unchanged and with other labels, to try a loss on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ __all__ = [
     "with_ignored",
 ]
 
-FEW = 5  # samples that are tried: two and three, for batch norm refuses one alone
-_TRIES = 3  # choices of samples of a target
+FEW = 5  # samples to try, in parts of two and three, since batch norm refuses a single sample
+_TRIES = 3  # choices of samples of a target, and random choices of labels
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_MOST_CLASSES = 4  # of a target from which labels are made up
+_MOST_CLASSES = 4  # of a target from which artificial labels are made
 
 
 def label_names(call: Call, *, is_split: bool = False) -> list[str]:
-    """Return the inputs that may hold labels; where the user splits batches, no dimension of theirs is known."""
+    """Return the names of the inputs that may hold labels.
+
+    Args:
+        call: a call of the model.
+        is_split: whether the user splits batches, so that inputs need no known batch dimension.
+    """
     return [
         name
         for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
@@ -47,7 +52,7 @@ def label_names(call: Call, *, is_split: bool = False) -> list[str]:
 
 
 def with_ignored(call: Call, names: Sequence[str]) -> Iterator[tuple[Call, list[Call]]]:
-    """Yield a call and its parts: with labels of its last sample ignored, for each input with labels; then as it is."""
+    """Yield a call and its parts: variants with other labels ignored, for each input with labels; last, unchanged."""
     half = call.batch_size // 2
     sizes = [half, call.batch_size - half]
     for name in names:
@@ -60,7 +65,10 @@ def with_ignored(call: Call, names: Sequence[str]) -> Iterator[tuple[Call, list[
 
 
 def ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield a target as it is; then, if it is of labels, with none ignored, and with some: of a sample, and of rows."""
+    """Yield a target unchanged; if it holds labels, also variants in which other labels are ignored.
+
+    The variants ignore no label, then some of the last sample, then all but the first label in some rows.
+    """
     yield list(target)
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS:
@@ -72,14 +80,14 @@ def ignoring(target: Sequence[Any]) -> Iterator[list[Any]]:
         last = changed[-1:] if labels.dim() == 1 else changed[-1, ..., : -(-labels.shape[-1] // 2)]
         last.fill_(IGNORED)
         yield [changed]
-    if labels.dim() > 1 and labels.shape[0] > 1 and labels.shape[-1] > 1:  # do the first of each row count?
-        changed = labels.clone()
+    if labels.dim() > 1 and labels.shape[0] > 1 and labels.shape[-1] > 1:
+        changed = labels.clone()  # this variant shows whether the first label of each row counts
         changed[: labels.shape[0] // 2, ..., 1:] = IGNORED
         yield [changed]
 
 
 def artificial_labels(target: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield labels of the same classes as a target, otherwise dealt out: all of one class, and by chance."""
+    """Yield other labels of the same classes as a target: first all of one class, then random ones."""
     labels = target[0] if len(target) == 1 else None
     if not isinstance(labels, torch.Tensor) or labels.dtype not in _WHOLE_NUMBERS or not labels.numel():
         return
@@ -93,12 +101,12 @@ def artificial_labels(target: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def special_values(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a target of numbers with some changed into what a loss may leave out, and a word for these.
+    """Yield variants of a target that contain values which a loss may leave out; each comes with the name of the value.
 
     Args:
-        target: of a few samples.
-        first: so many samples are in the first part.
-        count: so many samples there are.
+        target: the target of a few samples.
+        first: the number of samples in the first part.
+        count: the number of samples.
     """
     tensors, template = flatten(list(target), apart=True)
     for place, tensor in enumerate(tensors):
@@ -106,28 +114,28 @@ def special_values(target: Sequence[Any], first: int, count: int) -> Iterator[tu
             continue
         for words, value in (("NaN", float("nan")), ("zeros", 0.0)):
             changed = tensor.clone().contiguous()
-            changed[first - 1] = value  # one sample of the first part, whole
-            changed.view(count, -1)[first, -1] = value  # and the last number of one in the second
+            changed[first - 1] = value  # one whole sample of the first part
+            changed.view(count, -1)[first, -1] = value  # and the last number of one sample of the second part
             yield words, rebuild(template, [*tensors[:place], changed, *tensors[place + 1 :]])
 
 
-def as_batch(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user gives batches
-    """Return a call as the batch that a weight function is called with."""
+def as_batch(call: Call) -> Any:  # noqa: ANN401 - a tensor, a tuple or a dict, as the user passes batches
+    """Return the batch of a call in the form that a weight function takes."""
     args, kwargs = call.arguments()
     return kwargs if kwargs else args[0] if len(args) == 1 else args
 
 
 def choices_of_rows(size: int, count: int) -> Iterator[list[int]]:
-    """Yield a few choices of samples: in one of them two weights may happen to agree."""
+    """Yield several choices of samples, since two weights may happen to agree on one of them."""
     yield [number * size // count for number in range(count)]
     for seed in range(_TRIES - 1):
         chance = random.Random(seed)  # noqa: S311 - nothing secret
-        # of a small batch some come twice: the loss cannot know
+        # in a small batch some samples are chosen twice; the loss cannot see that
         yield chance.sample(range(size), count) if size >= count else chance.choices(range(size), k=count)
 
 
-def rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - whatever holds tensors
-    """Return some samples of a target; what has no batch stays whole."""
+def rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noqa: ANN401 - a structure of tensors
+    """Return some samples of a target; tensors without a batch dimension stay whole."""
     tensors, template = flatten(thing, apart=True)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +145,7 @@ def rows_of(thing: Any, size: int, rows: Sequence[int], dim: int) -> Any:  # noq
     return rebuild(template, [take(tensor) for tensor in tensors])
 
 
-def moved_to(thing: Any, device: torch.device) -> Any:  # noqa: ANN401 - whatever holds tensors
-    """Return whatever holds tensors with these on a device."""
+def moved_to(thing: Any, device: torch.device) -> Any:  # noqa: ANN401 - a structure of tensors
+    """Return a structure of tensors, moved to a device."""
     tensors, template = flatten(thing, apart=True)
     return rebuild(template, [tensor.to(device) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Scoring: run a captured model and a loss on a few samples, and tell how far parts are from the whole."""
+"""Scoring: run a captured model and a loss on a few samples, and compare the whole with its parts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.runtime.loss_weights import Counted, gradient_tolerance, loss_tole
 from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
 from penstock.runtime.micro_batches import join_dim_of
 
-_MOST_PERTURBED = 1 << 16  # elements of a parameter
-_MOST_COMPARED = 1 << 28  # elements of all gradients that are compared
+_MOST_PERTURBED = 1 << 16  # elements of a perturbed parameter
+_MOST_COMPARED = 1 << 28  # elements of all compared gradients
 _PERTURBED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 CHANGES = "it changes with each call"
@@ -51,51 +51,51 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """What the model made of a call: its tensors, and the object around them."""
+    """The output of the model for one call, as tensors and a template."""
 
     tensors: list[torch.Tensor]
     template: object
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the tensors."""
         return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
     @property
-    def output(self) -> Any:  # noqa: ANN401 - as the model
-        """What the model returned."""
+    def output(self) -> Any:  # noqa: ANN401 - any output of a model
+        """The output in the form that the model returned."""
         return rebuild(self.template, self.tensors)
 
     def on(self, device: torch.device) -> Run:
-        """Return the same with tensors on a device."""
+        """Return the run with its tensors on a device."""
         return replace(self, tensors=[tensor.to(device) for tensor in self.tensors])
 
     def leaves(self) -> Run:
-        """Return the same with tensors that gradients can be asked for."""
+        """Return the run with leaf tensors, so that their gradients can be computed."""
         return replace(self, tensors=[t.detach().requires_grad_(t.is_floating_point()) for t in self.tensors])
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A loss, and its gradients with respect to the model's outputs where it has any."""
+    """A loss, and its gradients with respect to the outputs of the model, if it has any."""
 
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The types of the loss and of its gradients: a model in 16 bits often has a loss in 32."""
+        """The type of the loss and the least precise type of its gradients: 16-bit models often have 32-bit losses."""
         dtypes = [g.dtype for g in self.gradients if g is not None]
         return self.loss.dtype, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=self.loss.dtype)
 
 
 class UnknownError(Exception):
-    """Nothing can be compared: the model draws numbers that cannot be set aside, or fails by itself."""
+    """Raised if nothing can be compared: the model draws random numbers that cannot be replaced, or fails itself."""
 
 
 @contextlib.contextmanager
 def preserved_model(chain: Chain, model: nn.Module) -> Iterator[None]:
-    """Put back the buffers and attributes that runs change."""
+    """Restore the buffers and attributes that runs change, on exit."""
     buffers = [
         (stage.held, name, stage.held.get(name), stage.held.get(name).detach().clone())
         for stage in chain.stages
@@ -114,10 +114,10 @@ def preserved_model(chain: Chain, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def perturbed(chain: Chain) -> Iterator[None]:
-    """Change the small parameters (biases, scales, norms) a little; put them back bit by bit.
+    """Change the small parameters (biases, scales, norms) slightly; restore their exact values on exit.
 
-    A fresh model may stand where a wrong weight happens to fit: with a scale or a last layer of zeros, all samples have
-    the same loss.
+    On a fresh model, a wrong weight may happen to fit: with a scale or a last layer of zeros, all samples have the same
+    loss.
     """
     small = {
         id(tensor): tensor
@@ -131,7 +131,7 @@ def perturbed(chain: Chain) -> Iterator[None]:
         with torch.no_grad():
             for number, (parameter, values) in enumerate(before):
                 noise = torch.sin(torch.arange(values.numel()) * 1.7 + number + 1).view(values.shape) / 8
-                with contextlib.suppress(RuntimeError):  # one that was expanded cannot be written
+                with contextlib.suppress(RuntimeError):  # an expanded tensor cannot be written
                     parameter.add_(noise.to(values.device, values.dtype))
         yield
     finally:
@@ -144,9 +144,9 @@ def perturbed(chain: Chain) -> Iterator[None]:
 def score_losses(
     loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], deterministic: Deterministic
 ) -> list[Scored] | str:
-    """Return the loss of each output; or why that cannot be compared.
+    """Return the loss of each output, or the reason why the losses cannot be compared.
 
-    A loss that is a module keeps its buffers, and random numbers are drawn as if nothing had been.
+    The buffers of a loss module and the random states are preserved.
     """
     states = RandomStates()
     buffers = [(b, b.detach().clone()) for b in loss.buffers()] if isinstance(loss, nn.Module) else []
@@ -157,7 +157,7 @@ def score_losses(
             scored = [
                 Scored(value.detach(), _gradients(value, run)) for value, (run, _) in zip(found, pairs, strict=False)
             ]
-    except Exception as error:  # the user's code: it need not take labels that are ignored; the step says what is wrong
+    except Exception as error:  # a loss may refuse ignored labels; if the loss itself fails, the step reports it
         return f"{type(error).__name__}: {error}"[:200]
     finally:
         for buffer, values in buffers:
@@ -175,13 +175,13 @@ def score_losses(
 def is_own_sum(
     loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], counted: Counted
 ) -> bool:
-    """Return whether a loss, with its means over classes as sums, is the loss times what it averages over.
+    """Return whether a loss under `Summing` is the plain loss times the count that it averages over.
 
-    A loss that returns more than itself is left alone: what else it computes from those means would change.
+    The answer is False for a loss that also returns metrics, since `Summing` could change these.
     """
     for run, target in zip(outputs, targets, strict=True):
         count = float(counted.count(target[0])) if target else 0.0
-        if not count:  # a mean over nothing
+        if not count:  # an empty mean
             continue
         means = score_losses(loss, [run], [target], Deterministic())
         with Summing():
@@ -206,18 +206,18 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far weighted parts are from the whole, relative to it: the loss, and its gradients.
+    """The difference between the weighted parts and the whole, relative to the whole.
 
     Attributes:
-        loss: the one.
-        gradients: the other.
+        loss: the difference of the loss.
+        gradients: the largest difference of its gradients.
     """
 
     loss: float
     gradients: float
 
     def is_within(self, most: Distance) -> bool:
-        """Return whether neither is further off than another."""
+        """Return whether both differences are at most those of another distance."""
         return self.loss <= most.loss and self.gradients <= most.gradients
 
 
@@ -227,9 +227,9 @@ _FAR = Distance(float("inf"), float("inf"))
 def distance_of(
     shares: Sequence[float] | None, scored: Sequence[Scored], *, dim: int = 0, sizes: Sequence[int] = ()
 ) -> Distance:
-    """Return how far the weighted losses and gradients of the parts are from those of the whole.
+    """Return the distance of the weighted losses and gradients of the parts from those of the whole.
 
-    A part in which all labels are ignored has no finite loss: it must count nothing.
+    A part in which all labels are ignored has no finite loss; its share must be zero.
     """
     if shares is None or any(share and not one.loss.isfinite() for share, one in zip(shares, scored[1:], strict=True)):
         return _FAR
@@ -253,7 +253,7 @@ def distance_of(
 
 
 def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, sizes: Sequence[int]) -> float:
-    """Return how far the gradient of an output is from those of its parts; 0 where that cannot be told."""
+    """Return the relative difference between the gradient of an output and those of its parts; 0 if it is unknown."""
     own = join_dim_of(parts, sizes, dim)
     if own is None and all(part.shape == whole.shape for part in parts):
         joined = torch.stack(list(parts)).sum(0)  # one value for the whole batch: gradients add up
@@ -267,10 +267,10 @@ def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, size
 
 
 def best_of(off: Mapping[Any, Distance], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
-    """Return the weights under which the parts add up, as far as rounding lets them be told apart, in their order.
+    """Return the weights under which the parts add up, as far as rounding can distinguish them, in their order.
 
-    Losses of a fresh model are nearly the same for all samples, so that wrong weights come close too: what counts is
-    how much further off they are than the best.
+    The losses of a fresh model are nearly the same for all samples, so wrong weights come close too. A weight is
+    therefore compared with the best one.
     """
 
     def most(of: list[float], dtype: torch.dtype) -> float:
@@ -287,8 +287,8 @@ def run_call(chain: Chain, call: Call) -> Run:
     """Run the model on a call.
 
     Raises:
-        UsageError: when it fails.
-        UnknownError: when it draws random numbers that cannot be set aside.
+        UsageError: if it fails.
+        UnknownError: if it draws random numbers that cannot be replaced.
     """
     deterministic = Deterministic()
     try:
@@ -303,11 +303,11 @@ def run_call(chain: Chain, call: Call) -> Run:
 
 
 def gradients_off(chain: Chain, call: Call, parts: Sequence[Call], shares: Sequence[float]) -> str:
-    """Return which parameter's gradient differs most between a call and its weighted parts; nothing where all agree.
+    """Return the name and the difference of the gradient that differs most between a call and its weighted parts.
 
-    Small parameters come first, and large models are compared in as many as there is room for. Gradients that are
-    nothing but rounding, as those of the biases of attention's keys, are far off by themselves: a difference counts
-    only if it is seen beside all gradients, too.
+    The result is empty if all agree. Small parameters come first; of large models, only as many are compared as
+    `_MOST_COMPARED` allows. Some gradients are only rounding, such as those of the biases of attention keys, so their
+    relative differences are large. A difference therefore counts only if it is also visible relative to all gradients.
     """
     held = {stage.held.get(name): name for stage in chain.stages for name in stage.held}
     wanted = sorted((t for t in held if isinstance(t, nn.Parameter) and t.requires_grad), key=torch.Tensor.numel)
@@ -319,7 +319,7 @@ def gradients_off(chain: Chain, call: Call, parts: Sequence[Call], shares: Seque
             if share:
                 for own, other in zip(whole, _loss_gradients(chain, part, wanted)[1], strict=True):
                     own[1].sub_(other[1], alpha=share)
-    except (UsageError, UnknownError, RuntimeError):  # it is compared by the loss alone
+    except (UsageError, UnknownError, RuntimeError):  # then only the losses are compared
         return ""
     total = sum(size**2 for size, _ in whole) ** 0.5
     worst, said = 1.0, ""
@@ -328,14 +328,14 @@ def gradients_off(chain: Chain, call: Call, parts: Sequence[Call], shares: Seque
         of_own, of_all = gradient_tolerance(coarse), rounding_tolerance(coarse)
         off = float(difference.norm()) / max(of_own * size, of_all * total, 1e-30)
         if off > worst:
-            worst, said = off, f"{held[parameter]} is {float(difference.norm()) / max(size, 1e-30):.2g} of its norm off"
+            worst, said = off, f"{held[parameter]}, by {float(difference.norm()) / max(size, 1e-30):.2g} of its norm"
     return said
 
 
 def _loss_gradients(
     chain: Chain, call: Call, wanted: Sequence[nn.Parameter]
 ) -> tuple[torch.dtype, list[tuple[float, torch.Tensor]]]:
-    """Return the type of the loss that the model computes itself, and the norm and the gradient of each parameter."""
+    """Return the type of the model's own loss, and the norm and the gradient of each parameter."""
     deterministic = Deterministic()
     with torch.enable_grad(), deterministic:
         output = chain.run(call, lambda stage, values: stage(*values, batch_size=call.batch_size))
@@ -364,7 +364,7 @@ def call_fails(chain: Chain, call: Call) -> bool:
 
 
 def parts_of(call: Call, sizes: Sequence[int]) -> list[Call]:
-    """Return a call in parts of so many samples."""
+    """Return the parts of a call that have the given numbers of samples."""
     bounds = [0, *itertools.accumulate(sizes)]
     return [call.rows(list(range(start, stop))) for start, stop in itertools.pairwise(bounds)]
 
@@ -372,14 +372,14 @@ def parts_of(call: Call, sizes: Sequence[int]) -> list[Call]:
 def largest_difference(
     whole: Sequence[torch.Tensor], joined: Sequence[torch.Tensor], *, with_numbers: bool = False
 ) -> str:
-    """Return what differs most between results of a whole and of its parts; nothing where they are equal."""
+    """Return the largest difference between the results of a whole and of its parts; empty if there is none."""
     if len(whole) != len(joined):
         return f"the whole returns {len(whole)} tensors, and its parts {len(joined)}"
     worst, said = 0.0, ""
     for number, (one, other) in enumerate(zip(whole, joined, strict=True)):
         if one.shape != other.shape or (one.dim() == 0 and not with_numbers):
             continue
-        if one.dtype not in (torch.float32, torch.float64):  # rounding may decide which way a model of 16 bits takes
+        if one.dtype not in (torch.float32, torch.float64):  # rounding may change the control flow of a 16-bit model
             continue
         off = float((one - other).norm() / one.norm().clamp(min=1e-30))
         if off > tolerance(one.dtype) and off > worst:

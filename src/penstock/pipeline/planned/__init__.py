@@ -1,1 +1,1 @@
-"""Planned: from the arguments of a pipeline to a captured model with its plan."""
+"""Planned: makes a captured model with its plan from the arguments of a pipeline."""

@@ -1,4 +1,4 @@
-"""Checks: what can be seen to be wrong with a pipeline's arguments, and what its output leaves out."""
+"""Arguments: checks of a pipeline's arguments before anything runs, and the warning about missing caches."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ LossOver = Literal["micro_batch", "batch"]
 
 
 def check_words(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
-    """Say what is wrong with a model, a keep policy or an optimizer.
+    """Check the model, the keep policy and the optimizer.
 
     Raises:
-        UsageError: when one of them is nothing that could be used.
+        UsageError: if one of them is invalid.
     """
     if not isinstance(model, (nn.Module, list, tuple)):
         raise UsageError(f"model: give an nn.Module, or a list of stage modules; given: {type(model).__name__}")
     if isinstance(keep, str) and keep not in POLICIES:
         raise UsageError(f"keep: {keep!r} is not one of {', '.join(POLICIES)}.{nearest(keep, tuple(POLICIES))}")
     if keep == CHOSEN_BY_NODE and memory_limit is None:
-        raise UsageError('keep: "fit" recomputes what does not fit: say what does, with memory_limit=')
+        raise UsageError('keep: "fit" needs memory_limit=: it recomputes only as many nodes as the limit requires')
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
-        raise UsageError("optimizer: give a function that makes one of a list of parameters, not an optimizer")
+        raise UsageError(
+            "optimizer: give a function that makes an optimizer from a list of parameters, not an optimizer"
+        )
 
 
 def check_switches(*, graphs: object, autocast: object, scaler: object, deferred_batch_norm: object) -> None:
-    """Say which of these could not be used; a step would find out late, and say it in torch's words.
+    """Check these arguments early; otherwise the first step would fail with an error of torch.
 
     Raises:
-        UsageError: when there are any.
+        UsageError: if at least one of them is invalid.
     """
     faults = []
     if not isinstance(graphs, bool) and graphs != "auto":
         faults.append(f"graphs: {graphs!r:.40} is neither True nor False nor 'auto'")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
-        faults.append(f"autocast: give a dtype, as torch.bfloat16; given: {autocast!r:.40}")
+        faults.append(f"autocast: give a dtype, such as torch.bfloat16; given: {autocast!r:.40}")
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         faults.append(f"scaler: give a torch.amp.GradScaler; given: {type(scaler).__name__}")
     if not isinstance(deferred_batch_norm, bool):
@@ -57,7 +59,7 @@ def check_seconds(timeout: object) -> float:
     """Return a timeout in seconds.
 
     Raises:
-        UsageError: when it is none.
+        UsageError: if it is not a positive number.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageError(f"timeout: must be more than 0 seconds; given: {timeout!r}")
@@ -65,10 +67,10 @@ def check_seconds(timeout: object) -> float:
 
 
 def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weight: object) -> None:
-    """Say why a loss cannot be computed over the whole batch.
+    """Check `loss_over`, and whether the loss and the schedule allow a loss on the whole batch.
 
     Raises:
-        UsageError: when it cannot.
+        UsageError: if `loss_over` is invalid or they do not allow it.
     """
     words = get_args(LossOver)
     if loss_over not in words:
@@ -77,8 +79,8 @@ def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weig
         return
     if loss is None:
         raise UsageError(
-            'loss_over: "batch" needs loss=, a function of the outputs and the target of the whole batch; a loss that '
-            "the model computes itself sees one micro-batch"
+            'loss_over: "batch" needs loss=, a function of the outputs and the target of the whole batch; a loss '
+            "inside the model sees only one micro-batch"
         )
     if weight is not None:
         raise UsageError('weight: has no effect with loss_over="batch", which sees the whole batch; leave it out')
@@ -89,15 +91,15 @@ def check_loss_over(loss_over: object, schedule: Schedule, *, loss: object, weig
     if len(schedule.ways) > 1 or schedule.versions is not None or Kind.F in kinds[backward:]:
         raise UsageError(
             f'loss_over: "batch" needs a schedule in which the last stage runs all its forwards before its first '
-            f"backward, and {schedule.name} does not: take zb_gpipe, gpipe or looped_bfs"
+            f"backward, but {schedule.name} does not: use zb_gpipe, gpipe or looped_bfs"
         )
 
 
-_CACHES = ("past_key_values", "cache_params", "mems", "state")  # as outputs of transformers call them
+_CACHES = ("past_key_values", "cache_params", "mems", "state")  # the names in outputs of transformers
 
 
 def warn_of_cache(output: object, captured: Captured) -> None:
-    """Warn where the plain model would return a cache of keys and values, or of states, which stages leave out."""
+    """Warn if the plain model would return a cache of keys and values, or of states. Stages return no caches."""
     configs = [getattr(module, "config", None) for module in captured.model.modules()]
     is_asked_for = captured.call.constants.get("use_cache") is True
     if not is_asked_for and not any(getattr(config, "use_cache", None) is True for config in configs):
@@ -105,6 +107,7 @@ def warn_of_cache(output: object, captured: Captured) -> None:
     empty = [name for name in _CACHES if getattr(output, name, output) is None]
     if empty:
         warn_user(
-            f"the model is set to return a cache (use_cache=True), and a pipeline returns none: {empty[0]} is None in "
-            "its output. To generate, use the model without the pipeline; use_cache=False in its config says so"
+            f"the model is set to return a cache (use_cache=True), but a pipeline returns none: {empty[0]} is None in "
+            "its output. To generate text, call the model itself. To turn this warning off, set use_cache=False in the "
+            "model's config"
         )

@@ -1,4 +1,4 @@
-"""plan: decide how a model would be cut and run, and run nothing."""
+"""`penstock.plan`: makes a plan for a model without running a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan(
     capture_path: str = "auto",
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide how a model is cut and run: what `Pipeline` does with the same arguments before it runs anything.
+    """Make the plan that `Pipeline` would make with the same arguments, without running a step.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> found = plan(model, example=torch.ones(8, 4), lanes=2, analytic="cpu")
@@ -60,31 +60,41 @@ def plan(
     (2, 8, '1f1b')
 
     Args:
-        model: any module, unchanged; or a list of stage modules, each called with what the one before returns.
-        example: how the model is called with a batch: a tensor, a tuple of arguments or a dict of keyword arguments.
-        micro_batches: so many per step; by default four per lane, as far as the example has samples.
-        schedule: a name, a Schedule, a CSV file, or "auto"; by default 1f1b, and zb_gpipe for a loss over the batch.
-        devices: one per lane; the first is where nodes are measured. By default all GPUs, else the CPU.
-        lanes: how many; by default as devices, else 2. They need not exist: give `analytic`, or measure on one device.
-        stages_per_lane: for schedules that leave it open.
-        cuts: where cuts must lie: numbers of nodes, or nodes or modules that they lie before; the rest is chosen.
-        keep: what stages do with saved values: "hold", "recompute", "except_last", "offload" or "fit".
-        loss_over: "batch" for a loss that sees the outputs of all micro-batches at once.
-        batch_dim: the dimension of the batch: one number, or a dict with one per argument.
-        whole: names of arguments that every micro-batch gets whole.
-        split: for batches that are no plain stacks, as for `Pipeline`.
-        memory_limit: bytes each lane has for weights, gradients, optimizer state and saved values, as 16e9 or "16GiB".
-        cluster: speeds and links of the lanes.
-        profile: one that was made before, or its file: nothing is measured.
-        analytic: rates of a device, or the name of one: count instead of measure.
-        capture_path: "direct", "export" or "replay" to have one of these.
-        progress: called with what is being done, how much is done, and of how much.
+        model: any module, unchanged; or a list of stage modules, each called with the result of the previous one; or
+            the result of `penstock.model.capture.capture.capture`.
+        example: a typical batch: a tensor, a tuple of positional arguments or a dict of keyword arguments. Penstock
+            captures and measures the model with it.
+        micro_batches: the number of micro-batches per step; by default four per lane, but at most the number of samples
+            in the example.
+        schedule: the name of a schedule, a `Schedule`, a CSV file, or "auto", which searches for the best schedule. The
+            default is "1f1b", or "zb_gpipe" with `loss_over="batch"`.
+        devices: one device per lane, or one device for all lanes; by default all GPUs, or the CPU if there is no GPU.
+            Nodes are measured on the first one.
+        lanes: the number of lanes. It may exceed the number of devices: nodes are counted with `analytic`, or else
+            measured on one device. The default is the number of processes under torchrun, else the number of lanes of a
+            given `Schedule`, else the length of `devices`, else the number of GPUs, but at least 2.
+        stages_per_lane: the number of stages per lane, for schedules that leave it open.
+        cuts: where cuts must lie: node numbers, or the names of the nodes or modules after the cuts. Penstock chooses
+            the other cuts.
+        keep: what stages do with saved values: "hold", "recompute", "except_last", "offload" or "fit"; one policy, or a
+            list with one per stage.
+        loss_over: "micro_batch" for one loss per micro-batch; "batch" for one loss on the outputs of all micro-batches.
+        batch_dim: the dimension of the batch: one number, or a dict with one number per argument.
+        whole: the names of the arguments that every micro-batch gets whole.
+        split: a function that cuts batches that are not plain stacks of samples, as in `Pipeline`.
+        memory_limit: the bytes of each lane for weights, gradients, optimizer state and saved values, such as 16e9 or
+            "16GiB"; one value for all lanes, or a list with one per lane.
+        cluster: the speeds of the lanes and the links between them.
+        profile: an existing profile or its file; then nothing is measured.
+        analytic: the rates of a device, or its name: count operations and bytes instead of measuring.
+        capture_path: "direct", "export" or "replay"; "auto" takes the first that works.
+        progress: called with the current activity, the number of units done, and their total.
 
     Raises:
-        CaptureError: when the model cannot be captured; says where it stopped, and what to do.
-        PartitionError: when no cuts are as asked for, or none fit the memory.
-        UsageError: for arguments that cannot be right.
-        ScheduleError: for a schedule that does not exist or cannot be built.
+        CaptureError: if the model cannot be captured; the message says where it stopped and what to do.
+        PartitionError: if the requested cuts are impossible or no cuts fit the memory; the message says what would fit.
+        UsageError: if an argument is invalid.
+        ScheduleError: if the schedule does not exist or cannot be built.
     """
     module, captured = module_of(model)
     schedule = default_schedule(loss_over) if schedule is None else schedule

@@ -1,4 +1,4 @@
-"""Places: how many lanes there are, and the device of each."""
+"""Placement: the number of lanes, the device of each, and the threads and the autocast that they use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ __all__ = ["autocast_of", "check_devices", "choose_lanes", "share_of_threads", "
 
 
 def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: object, *, is_run: bool = True) -> int:
-    """Return how many lanes there are: as asked, as processes, as devices, or as the schedule has.
+    """Return the number of lanes: `lanes`, or that of the processes, of the schedule, of the devices, or of the GPUs.
 
-    Lanes that are not run need not be as many as processes.
+    Under torchrun, a plan that runs has one lane per process. With `is_run=False`, `lanes` may be any number.
+
+    Raises:
+        UsageError: if `lanes` contradicts the number of processes or the schedule.
     """
     if lanes is not None:
         check_count("lanes", lanes, 1 << 16)
@@ -42,10 +45,10 @@ def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: 
 
 
 def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes: int) -> list[torch.device]:
-    """Return one device for each lane.
+    """Return one device per lane.
 
     Raises:
-        UsageError: when there are not as many as lanes, or one of them does not exist.
+        UsageError: if the number of devices is not the number of lanes, or if a device does not exist.
     """
     if devices is None:
         count = cuda.num_gpus()
@@ -57,7 +60,7 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes:
 
 
 def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
-    """Return how many threads torch may use in each lane of the CPU, so that lanes do not fight for cores."""
+    """Return the number of torch threads per lane if several lanes share the cores of the CPU, otherwise None."""
     on_cpu = sum(device.type == "cpu" for device in devices)
     if on_cpu < 2 or world_size() > 1:
         return None
@@ -65,16 +68,16 @@ def threads_per_lane(devices: Sequence[torch.device]) -> int | None:
 
 
 def share_of_threads(num_lanes: int) -> int:
-    """Return how many of its threads torch has for each of some lanes."""
+    """Return the number of torch threads per lane if lanes share them equally."""
     return max(1, torch.get_num_threads() // num_lanes)
 
 
 @contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """Let torch have as many threads as in a lane; None: as many as it has.
+    """Limit torch to a number of threads in this block; None changes nothing.
 
-    What the caller computes between steps, as an optimizer, should have no more of them: torch's threads stay at work
-    for a while when they have nothing to do, on the cores of the lanes.
+    The caller's work between steps, such as the optimizer, should use no more threads than a lane. Torch's threads stay
+    active for a while after their work is done, and take the cores from the lanes.
     """
     before = torch.get_num_threads()
     if count is not None:
@@ -86,7 +89,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 def autocast_of(own: torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    """Return the autocast to run under: the pipeline's own, or that around the call, which lanes do not inherit."""
+    """Return the autocast dtype: the pipeline's own, or that around the call, because lanes do not inherit it."""
     if own is not None:
         return own
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

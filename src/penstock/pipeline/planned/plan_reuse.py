@@ -1,7 +1,7 @@
-"""What a plan is made for, and the plan of a run folder, which a training that goes on there uses again.
+"""Plan reuse: takes the plan of a run folder when a training resumes there.
 
-Cuts follow measured times, which differ from run to run. A plan names what was asked for, so a folder's plan is used
-again only for the same model and the same settings.
+Cuts depend on measured times, which differ from run to run. So a resumed training uses the plan of its folder again. A
+plan contains the fingerprint of its model and settings, and is used only if both are still the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["fingerprint_of", "reusable_plan"]
 
 
 def fingerprint_of(request: Request, captured: Captured, first: Schedule) -> dict[str, Any]:
-    """Return all that a decision may depend on, but for the time that things take; as JSON can hold it."""
+    """Return everything that a plan depends on, except measured times, as plain JSON data."""
     graph = captured.graph
     nodes = [f"{node.name} {node.op} {node.module} {node.parameters}" for node in graph.nodes]
     held = [f"{parameter.name} {parameter.num_bytes}" for parameter in graph.parameters.values()]
@@ -55,7 +55,7 @@ def _digest(text: str) -> str:
 
 
 def reusable_plan(path: Path, asked: Mapping[str, Any], captured: Captured, first: Schedule) -> Plan | None:
-    """Return the plan of a run folder if it was made for what is asked for now; else say what has changed."""
+    """Return the plan of a run folder, or None; warn if there is a plan that was not made for the current request."""
     if not path.exists():
         return None
     try:
@@ -64,7 +64,7 @@ def reusable_plan(path: Path, asked: Mapping[str, Any], captured: Captured, firs
         _refuse(str(error))
         return None
     if changed := plan.changes_since(asked):
-        _refuse(f"{path}: was made for something else ({'; '.join(changed)})")
+        _refuse(f"{path}: was made for another model or other settings ({'; '.join(changed)})")
         return None
     if faults := plan.faults_for(asked, captured.graph):
         _refuse(f"{path}: is damaged: {'; '.join(faults)}")
@@ -73,4 +73,4 @@ def reusable_plan(path: Path, asked: Mapping[str, Any], captured: Captured, firs
 
 
 def _refuse(why: str) -> None:
-    warn_user(f"plan: {why}; cuts and schedule are decided anew")
+    warn_user(f"plan: {why}; cuts and schedule are decided again")

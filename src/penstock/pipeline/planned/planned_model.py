@@ -1,4 +1,4 @@
-"""PlannedModel: capture a model, find a plan for it, and cut it by the plan."""
+"""Planned model: captures a model, makes its plan, and cuts it according to the plan."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ Model = nn.Module | Sequence[nn.Module] | Captured
 
 
 def module_of(model: Model) -> tuple[nn.Module | Sequence[nn.Module], Captured | None]:
-    """Return the module, or the stage modules, and what it was captured as if it was captured before."""
+    """Return the module or the stage modules, and the captured model; None for it if `model` is not captured yet."""
     return (model.model, model) if isinstance(model, (Direct, Exported, Replayed)) else (cast("nn.Module", model), None)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a pipeline, as far as it bears on cuts and schedule."""
+    """The arguments of `Pipeline` that the plan depends on."""
 
     model: nn.Module | Sequence[nn.Module]
     example: object
@@ -69,7 +69,7 @@ class Request:
     micro_batches: int | None
     stages_per_lane: int | None
     cuts: tuple[int | str, ...]
-    keep_policies: str | tuple[str, ...]  # one, or one per stage
+    keep_policies: str | tuple[str, ...]  # one for all stages, or one per stage
     memory_limit: Limit | None
     cluster: Cluster | None
     profile: Profile | str | PathLike[str] | None
@@ -77,21 +77,21 @@ class Request:
     capture_path: str
     device: torch.device
     progress: Progress | None
-    num_threads: int | None = None  # that torch has in each lane, and so has to have where it is measured
-    layout: BatchLayout = field(default_factory=BatchLayout)  # where the batch is in the example's tensors
-    split: Split | None = None  # cuts batches in the user's own way
-    plan: Plan | str | PathLike[str] | None = None  # one to run; or a folder, whose plan is run if it is for the same
-    captured: Captured | None = None  # the model, where it was captured before
+    num_threads: int | None = None  # torch threads per lane; the measurement uses as many
+    layout: BatchLayout = field(default_factory=BatchLayout)  # the dimension of the batch in each tensor
+    split: Split | None = None  # the user's function that cuts batches
+    plan: Plan | str | PathLike[str] | None = None  # a plan to run, or a run folder whose plan is reused if it fits
+    captured: Captured | None = None  # the captured model, if the user passed one
 
     @property
     def keep(self) -> str:
-        """The policy that cuts are chosen for."""
+        """The keep policy for which the cuts are chosen."""
         return self.keep_policies if isinstance(self.keep_policies, str) else "hold"
 
     def read(self) -> tuple[Call, int]:
-        """Return the call to capture, and how many samples the example has.
+        """Return the call to capture, and the number of samples in the example.
 
-        Batches that the user splits are captured by their first micro-batch: nobody else knows how to make one smaller.
+        If the user splits batches, the first micro-batch is captured: Penstock itself cannot make such a batch smaller.
         """
         example, model = self.example, _first_module(self.model)
         if self.split is None:
@@ -100,14 +100,14 @@ class Request:
         count = self.schedule.num_mbs if isinstance(self.schedule, Schedule) else self.micro_batches
         pieces = split_batch(self.split, example, None, count or default_micro_batches(self.lanes))
         calls = [read_example(piece, model, self.layout) for piece, _ in pieces]
-        # only one tensor tells the samples: others may happen to have as many rows
+        # one tensor defines the number of samples; others may have as many rows by chance
         first = calls[0]
         dims = tuple(first.batch_dim if name == first.batch_name else None for name in first.names)
         calls[0] = replace(first, batch_dims=dims)
         return calls[0], max(len(calls), sum(call.batch_size for call in calls))
 
     def cut_request(self, batch_size: int) -> CutRequest:
-        """Return it as the deciding half takes it, for an example of so many samples."""
+        """Return the request for cuts and a schedule, for an example with `batch_size` samples."""
         micro_batches = self.micro_batches
         if micro_batches is None:
             micro_batches = default_micro_batches(self.lanes, batch_size)
@@ -118,7 +118,7 @@ class Request:
             schedule = load_csv(Path(schedule))
         has_counts = isinstance(schedule, Schedule)
         if isinstance(schedule, Schedule) and schedule.num_lanes != self.lanes:
-            raise UsageError(f"the schedule has {schedule.num_lanes} lanes, and there are {self.lanes} to run it")
+            raise UsageError(f"the schedule has {schedule.num_lanes} lanes, but the pipeline has {self.lanes}")
         if isinstance(schedule, Schedule) and self.micro_batches not in (None, schedule.num_mbs):
             raise UsageError(
                 f"micro_batches: {self.micro_batches}, but the schedule has {schedule.num_mbs}; leave it out"
@@ -137,14 +137,14 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A captured model and the plan that it is run by.
+    """A captured model with its plan.
 
     Attributes:
         captured: the model as a graph.
-        plan: how it is cut, and what the lanes run.
-        telling: profiles the model once it is asked for, where the plan was made without.
-        finer: the same cuts with twice the micro-batches; None where that cannot be.
-        larger_micro_batches: of which this is the finer one.
+        plan: the cuts, the schedule and the keep policies.
+        explainer: explains the plan; on first use it profiles the model, if the plan was made without a profile.
+        smaller_micro_batches: returns the same cuts with twice as many micro-batches, or None if this is impossible.
+        larger_micro_batches: the planned model whose micro-batches were halved to make this one, if there is one.
     """
 
     captured: Captured
@@ -154,25 +154,25 @@ class PlannedModel:
     larger_micro_batches: PlannedModel | None = None
 
     def explain(self) -> Explanation:
-        """Return the whole of it, and measure what is not known yet."""
+        """Return the explanation of the plan; profile the model first if necessary."""
         return self.plan.explanation or self.explainer.explain()
 
     def predicted(self) -> Timeline | None:
-        """Return the predicted step, where it is known."""
+        """Return the predicted step; None if the model was not profiled."""
         found = self.plan.explanation or self.explainer.kept
         return None if found is None else found.timeline
 
     def held_bytes(self) -> dict[str, NDArray[np.float64]]:
-        """Return what each stage holds for a micro-batch, as far as a profile has told."""
+        """Return the bytes that each stage holds for one micro-batch, from the profile; zeros without a profile."""
         predicted = self.predicted()
-        if predicted is None and self.larger_micro_batches is not None:  # half as many samples hold half as much
+        if predicted is None and self.larger_micro_batches is not None:  # half the samples need half the bytes
             return {name: held / 2 for name, held in self.larger_micro_batches.held_bytes().items()}
         none = np.zeros(self.plan.schedule.num_stages)
         names = ("saved_bytes", "pending_bytes", "input_bytes")
         return {name: none if predicted is None else getattr(predicted, name) for name in names}
 
     def split(self) -> Chain:
-        """Return the stages; those of which parts are recomputed are made of pieces."""
+        """Cut the model into stages; a stage that is recomputed in part becomes a compound stage."""
         cuts, recomputed = self.plan.cuts, self.plan.recomputed
         if recomputed is None or not any(recomputed):
             return self.captured.split(cuts)
@@ -195,15 +195,19 @@ def plan_model(
     *,
     measures: bool = False,
 ) -> PlannedModel:
-    """Capture the model, and find cuts and schedule; nothing is measured where nothing is left to choose.
+    """Capture the model, and choose cuts and a schedule; if there is nothing to choose, nothing is measured.
 
-    Under torchrun every process captures, and the first one chooses for all.
+    Under torchrun, every process captures the model, and the first process chooses for all.
 
     Args:
-        request: what the user asks for.
-        check: called with the captured model before anything is measured; raises where it must not be cut.
-        group: the lanes; None where nothing will be run.
-        measures: measure in any case, so that the plan can explain itself.
+        request: the user's arguments.
+        check: called with the captured model and a schedule before anything is measured; raises if micro-batches would
+            not give the result of the whole batch.
+        group: the lanes; None if nothing will run.
+        measures: whether to measure in any case, so that the plan has an explanation.
+
+    Raises:
+        UsageError: if a given plan does not fit the model.
     """
     call, batch_size = request.read()
     cut_request = request.cut_request(batch_size)
@@ -218,16 +222,16 @@ def plan_model(
         call, batch_size = request.read()
         cut_request = request.cut_request(batch_size)
         first = cut_request.check()
-        if request.split is not None:  # it was captured by one of several micro-batches
+        if request.split is not None:  # the example must be captured whole, not as its first micro-batch
             captured = _captured(request, call, first)
-        warn_user(f"only one micro-batch a step is run, so that lanes take turns: {error}")
+        warn_user(f"only one micro-batch per step runs, so the lanes work one after another: {error}")
     explainer = _Explainer(request, captured, cut_request, batch_size)
     asked = fingerprint_of(request, captured, first)
 
     def choose() -> Plan:
         if isinstance(request.plan, Plan):
             if faults := request.plan.faults_for(asked, captured.graph):
-                raise UsageError(f"plan: {'; '.join(faults)}; make one for this model: penstock.plan(model, ...)")
+                raise UsageError(f"plan: {'; '.join(faults)}; make a plan for this model: penstock.plan(model, ...)")
             return request.plan
         if request.plan is not None and (kept := reusable_plan(plan_path(request.plan), asked, captured, first)):
             return kept
@@ -249,7 +253,7 @@ def plan_model(
             is_for_costs=cut_request.is_made_for_costs,
         )
 
-    chosen: list[Plan] = []  # where this process chooses
+    chosen: list[Plan] = []  # filled if this process chooses
 
     def send() -> dict[str, Any]:
         chosen.append(choose())
@@ -257,7 +261,7 @@ def plan_model(
 
     if group is None or len(group.lanes) == first.num_lanes:
         plan = choose()
-    else:  # the profile is not sent: another process that is asked to explain measures for itself
+    else:  # the profile is not sent; explain() measures again in other processes
         found = group.control.decide(send, _settings(request, captured, first))
         plan = Plan.from_dict(found, source=found["source"])
         plan = replace(plan, explanation=chosen[0].explanation) if chosen else plan
@@ -268,7 +272,7 @@ def plan_model(
 def _recomputed(
     request: Request, explainer: _Explainer, cuts: Sequence[int], schedule: Schedule
 ) -> tuple[tuple[range, ...], ...] | None:
-    """Return the nodes to recompute, where only as much is to be as memory asks for."""
+    """Return the nodes of each stage that `keep="fit"` recomputes; None for other policies."""
     if request.keep != CHOSEN_BY_NODE:
         return None
     assert request.memory_limit is not None
@@ -290,20 +294,22 @@ def _captured(request: Request, call: Call, schedule: Schedule) -> Captured:
 
 
 def _with_smaller_micro_batches(planned: PlannedModel, request: Request, batch_size: int) -> PlannedModel | None:
-    """Return a plan with twice the micro-batches; None where its schedule cannot be built by name.
+    """Return a plan with twice as many micro-batches; None if its schedule cannot be built by name.
 
-    No process asks another: all come to the same.
+    The processes do not communicate here: all of them get the same result.
     """
     schedule = planned.plan.schedule
-    if isinstance(request.plan, Plan) and not planned.plan.is_for_costs:  # it was built by this name, and can be again
+    if (
+        isinstance(request.plan, Plan) and not planned.plan.is_for_costs
+    ):  # the schedule was built by name, and can be built again
         request = replace(request, schedule=planned.plan.asked.get("schedule", ""), plan=None)
     if not isinstance(request.schedule, str) or _is_file(request.schedule) or request.split is not None:
         return None
-    if schedule.num_mbs == 1:  # nobody has compared what two would do, and perhaps only one is exact
+    if schedule.num_mbs == 1:  # two were never checked; perhaps only one is exact
         return None
-    # a profile that was given is of larger micro-batches
+    # a given profile is of larger micro-batches
     request = replace(request, micro_batches=2 * schedule.num_mbs, cuts=planned.plan.cuts, profile=None)
-    try:  # not every schedule can be built for every number
+    try:  # some schedules cannot be built for some numbers
         cut_request = request.cut_request(batch_size)
         if cut_request.is_made_for_costs:
             return None
@@ -321,7 +327,7 @@ def _is_file(schedule: object) -> TypeGuard[str | PathLike[str]]:
 
 
 class _Explainer:
-    """Profiles a model and explains how it is run, once it is asked for."""
+    """Makes the explanation of a plan on first use, and profiles the model for it."""
 
     def __init__(self, request: Request, captured: Captured, cut_request: CutRequest, batch_size: int) -> None:
         self._request, self._captured, self._cut_request = request, captured, cut_request
@@ -350,11 +356,11 @@ class _Explainer:
 
 
 def _ignore_progress(what: str, done: int, total: int) -> None:
-    """Take what is told of progress."""
+    """Do nothing; used if the user passed no progress function."""
 
 
 def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[str, Any]:
-    """Return what must be the same in all processes."""
+    """Return the settings that must be the same in all processes."""
     nodes = "\n".join(f"{node.name} {node.op} {node.module}" for node in captured.graph.nodes)
     return {
         "schedule": schedule.name,
@@ -365,7 +371,7 @@ def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[
         "memory_limit": str(request.memory_limit),
         "penstock": __version__,
         "torch": torch.__version__,
-        "random seed (torch.initial_seed)": torch.initial_seed(),  # data would be shuffled apart
+        "random seed (torch.initial_seed)": torch.initial_seed(),  # otherwise loaders would shuffle differently
         "capture": captured.path,
         "nodes of the model": len(captured.graph.nodes),
         "the model": hashlib.sha256(nodes.encode()).hexdigest()[:16],
@@ -376,7 +382,7 @@ def _settings(request: Request, captured: Captured, schedule: Schedule) -> dict[
 
 
 def _only_cuts(cut_request: CutRequest, schedule: Schedule, captured: Captured) -> tuple[int, ...] | None:
-    """Return the cuts, where there is but one way, and the schedule does not ask for costs."""
+    """Return the cuts if there is no choice and the schedule needs no costs; otherwise None."""
     if cut_request.is_made_for_costs:
         return None
     if len(cut_request.cuts) == schedule.num_stages - 1 and all(isinstance(cut, int) for cut in cut_request.cuts):
@@ -385,15 +391,15 @@ def _only_cuts(cut_request: CutRequest, schedule: Schedule, captured: Captured) 
     if is_forced or schedule.num_stages == 1:
         find_places(
             captured.graph, schedule.num_stages, cut_request.cuts, ()
-        )  # refuses cuts that the model does not have
+        )  # raises for cuts that the model does not have
         return tuple(range(1, schedule.num_stages))
     return None
 
 
 def _on_model_device(call: Call, model: nn.Module | Sequence[nn.Module]) -> Call:
-    """Return a call with its tensors where the model is, also on meta; as it is, where the model is in several places.
+    """Return a call with its tensors on the model's device, even meta; unchanged if the model is on several devices.
 
-    The example may come from a loader, or from the GPU that the model is going to.
+    The example may come from a loader, or from the GPU to which the model will move.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
     devices = {p.device for module in modules if isinstance(module, nn.Module) for p in module.parameters()}

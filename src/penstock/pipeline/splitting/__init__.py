@@ -1,1 +1,1 @@
-"""Splitting: batches that are no plain stacks."""
+"""Splitting: cut batches that do not stack samples."""

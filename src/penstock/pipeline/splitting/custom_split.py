@@ -1,4 +1,4 @@
-"""Split: cut batches that are no plain stacks, by a function of the user's own."""
+"""Custom split: cut batches that do not stack samples, with a function of the user."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.model.structure import flatten
 
 __all__ = ["Split", "samples_of", "split_batch"]
 
-# split(batch, target, count) returns at most `count` pairs (batch, target); the target is None where there is none
+# split(batch, target, count) returns at most `count` pairs (batch, target); the target is None if there is none
 Split = Callable[[Any, Any, int], Sequence[tuple[Any, Any]]]
 
 
 def samples_of(sizes: Sequence[int], targets: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Return how many samples the loss of each micro-batch sees: the rows of its target.
+    """Return the number of samples that the loss of each micro-batch sees: the rows of its target.
 
-    Without a target they are those of the batch's first argument, which may be tokens or patches.
+    Without a target, return the sizes; they count the rows of the first argument, which may be tokens or patches.
 
     >>> import torch
     >>> samples_of([5, 6], [(torch.zeros(2),), (torch.zeros(3),)]), samples_of([5, 6], [(), ()])
@@ -36,10 +36,10 @@ def split_batch(
     [('ab', ()), ('c', ())]
 
     Raises:
-        UsageError: when it returns anything else.
+        UsageError: if it returns anything else.
     """
     if not callable(split):
-        raise UsageError(f"split: give a function split(batch, target, count); given: {split!r:.60}")
+        raise UsageError(f"split: pass a function split(batch, target, count); given: {split!r:.60}")
     made: Any = split(batch, target[0] if target else None, count)
     if not isinstance(made, (list, tuple)) or not made:
         raise UsageError(f"split: must return a list of (batch, target) pairs; returned: {type(made).__name__}")
@@ -47,5 +47,5 @@ def split_batch(
     if wrong:
         raise UsageError(f"split: must return (batch, target) pairs; one of them is: {wrong[0]!r:.60}")
     if len(made) > count:
-        raise UsageError(f"split: returned {len(made)} micro-batches, and {count} are asked for at most")
+        raise UsageError(f"split: returned {len(made)} micro-batches, but at most {count} are allowed")
     return [(piece, (own,) if target else ()) for piece, own in made]

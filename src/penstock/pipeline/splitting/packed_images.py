@@ -1,8 +1,8 @@
-"""Packed images: cut batches in which the patches of all images stand one behind the other, with a grid of their sizes.
+"""Packed images: cut batches in which the patches of all images follow one another, with a grid of the image sizes.
 
-That is how Qwen2-VL and the models of transformers that follow it take images and videos: `pixel_values` holds the
-patches of all images, and a row of `image_grid_thw` the frames, height and width of each, in patches. Such a batch is
-no plain stack of samples, but its layout says how to cut it.
+Qwen2-VL and the models of transformers that follow it take images and videos in this form: `pixel_values` holds the
+patches of all images. Each row of `image_grid_thw` holds the frames, height and width of one image, in patches. Such a
+batch does not stack samples, but its layout shows where to cut it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.runtime.micro_batches import cut_thing, sizes_of
 __all__ = ["PackedSplit", "found_split"]
 
 _GRID = "grid_thw"
-_FIRST = ("input_ids", "inputs_embeds", "attention_mask", "labels")  # inputs that have a row for each sample
-_OF_VIDEOS = ("second_per_grid_ts",)  # inputs that have a row for each video
-_TOKENS = ("{kind}_token_id", "{kind}_token_index")  # in a config: the token that stands for a patch
+_FIRST = ("input_ids", "inputs_embeds", "attention_mask", "labels")  # inputs with one row per sample
+_OF_VIDEOS = ("second_per_grid_ts",)  # inputs with one row per video
+_TOKENS = ("{kind}_token_id", "{kind}_token_index")  # in a config: the token of an image or a video
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Pack:
     """Images of one kind in a batch.
 
     Attributes:
-        grid: the input with their sizes.
-        patches: the input with their patches.
-        token: that stands for them in `input_ids`; None where that is not known.
+        grid: the name of the input with their sizes.
+        patches: the name of the input with their patches.
+        token: the token in `input_ids` that represents them; None if it is unknown.
     """
 
     grid: str
@@ -43,33 +43,33 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """Cuts packed images, called as any `split=`."""
+    """A split of packed images; it is called like any `split=`."""
 
     packs: tuple[Pack, ...]
 
     @property
     def words(self) -> str:
-        """Say how batches are cut."""
+        """A description of the cuts."""
         return "; ".join(f"{pack.patches} by the images in {pack.grid}" for pack in self.packs)
 
     def __call__(self, batch: Mapping[str, Any], target: object, count: int) -> list[tuple[Any, Any]]:
-        """Return at most so many micro-batches.
+        """Return at most `count` micro-batches.
 
         Raises:
-            UsageError: when nothing tells which images a sample has.
+            UsageError: if it is unknown which images belong to a sample.
         """
         num_samples = self.num_samples(batch)
         sizes = sizes_of(num_samples, count)
         bounds = [0, *itertools.accumulate(sizes)]
         pieces: list[dict[str, Any]] = [{} for _ in sizes]
         for pack in self.packs:
-            if batch.get(pack.grid) is None:  # texts alone
+            if batch.get(pack.grid) is None:  # a batch of only texts
                 continue
             images = _images_of_samples(batch, pack, num_samples)
             if images is None:
                 raise UsageError(
-                    f"{pack.grid}: {len(batch[pack.grid])} images for {num_samples} samples, and nothing tells which "
-                    "are whose; split= cuts such batches"
+                    f"{pack.grid}: {len(batch[pack.grid])} images for {num_samples} samples, but it is unknown "
+                    "which image belongs to which sample; pass split= to cut such batches"
                 )
             of_image = [0, *itertools.accumulate(batch[pack.grid].prod(-1).tolist())]
             first_image = [0, *itertools.accumulate(images)]
@@ -89,18 +89,20 @@ class PackedSplit:
         return list(zip(ordered, targets, strict=True))
 
     def num_samples(self, batch: Mapping[str, Any]) -> int:
-        """Return the samples of a batch; where there are images alone, each is one."""
+        """Return the number of samples in a batch; if it has only images, each image is a sample."""
         for name in _FIRST:
             if isinstance(batch.get(name), torch.Tensor):
                 return int(batch[name].shape[0])
         grids = [batch[pack.grid] for pack in self.packs if batch.get(pack.grid) is not None]
         if not grids:
-            raise UsageError(f"the batch has neither {self.packs[0].grid} nor {_FIRST[0]}: nothing tells its samples")
+            raise UsageError(
+                f"the batch has neither {self.packs[0].grid} nor {_FIRST[0]}, so its number of samples is unknown"
+            )
         return len(grids[0])
 
 
 def found_split(example: object, model: nn.Module) -> PackedSplit | None:
-    """Return how an example with packed images is cut; None where it has none, or where it is not known."""
+    """Return the split for an example with packed images; None if it has none, or if the split is unknown."""
     if not isinstance(example, Mapping) or not all(isinstance(name, str) for name in example):
         return None
     packs = tuple(_packs(example, model))
@@ -115,7 +117,7 @@ def found_split(example: object, model: nn.Module) -> PackedSplit | None:
             return None
         is_even = all(count == 1 for count in images)
         if not is_even and len(example[pack.grid]) == num_samples and _plain_rows(example, num_samples):
-            return None  # a row for each image, or for each sample?
+            return None  # unclear: one row per image, or one per sample
     return split
 
 
@@ -134,7 +136,7 @@ def _packs(example: Mapping[str, Any], model: nn.Module) -> Iterator[Pack]:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim() and len(tensor) == total
         ]
         fits = [other for other in fits if other not in taken]
-        fits.sort(key=lambda other: ("video" in other) != (kind == "video"))  # pixel_values_videos goes with videos
+        fits.sort(key=lambda other: ("video" in other) != (kind == "video"))  # pixel_values_videos belongs to videos
         if fits:
             taken.add(fits[0])
             ids = (getattr(config, word.format(kind=kind), None) for word in _TOKENS)
@@ -142,7 +144,7 @@ def _packs(example: Mapping[str, Any], model: nn.Module) -> Iterator[Pack]:
 
 
 def _along_with(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> list[str]:
-    """Return other inputs with a row for each image: they are cut as the grid is."""
+    """Return the other inputs with one row per image, which are cut like the grid."""
     num_images = len(batch[pack.grid])
     there = [name for name in _OF_VIDEOS if "video" in pack.grid and batch.get(name) is not None]
     known = [name for name in there if len(batch[name]) == num_images]
@@ -153,7 +155,7 @@ def _along_with(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> list[
 
 
 def _plain_rows(batch: Mapping[str, Any], count: int) -> list[str]:
-    """Return the inputs that are one row of so many values, of which nothing else says what they belong to."""
+    """Return the inputs with `count` values in one dimension, except those whose rows are known."""
     return [
         name
         for name, thing in batch.items()
@@ -164,18 +166,18 @@ def _plain_rows(batch: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _images_of_samples(batch: Mapping[str, Any], pack: Pack, num_samples: int) -> Sequence[int] | None:
-    """Return how many images each sample has; None where that cannot be told."""
+    """Return the number of images of each sample; None if it is unknown."""
     patches = batch[pack.grid].prod(-1).tolist()
     ids = batch.get("input_ids")
     if isinstance(ids, torch.Tensor) and pack.token is not None:
         tokens = (ids == pack.token).flatten(1).sum(1).tolist()
-        if sum(tokens) and sum(patches) % sum(tokens) == 0:  # so many patches are merged to one token
+        if sum(tokens) and sum(patches) % sum(tokens) == 0:  # the model merges this number of patches into one token
             return _dealt([count // (sum(patches) // sum(tokens)) for count in patches], tokens)
     return [1] * num_samples if len(patches) == num_samples else None
 
 
 def _dealt(of_images: Sequence[int], of_samples: Sequence[int]) -> list[int] | None:
-    """Return how many images each sample has, from the tokens of both; None where they do not come out even.
+    """Return the number of images of each sample, from the numbers of tokens; None if these do not match.
 
     >>> _dealt([4, 2, 2, 4], [4, 0, 8])
     [1, 0, 3]
@@ -185,7 +187,7 @@ def _dealt(of_images: Sequence[int], of_samples: Sequence[int]) -> list[int] | N
     for tokens in of_samples:
         count = 0
         while tokens > 0 and images:
-            tokens -= images.pop(0)  # noqa: PLW2901 - what is left of them
+            tokens -= images.pop(0)  # noqa: PLW2901 - the tokens that remain
             count += 1
         if tokens:
             return None

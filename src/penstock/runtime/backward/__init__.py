@@ -1,1 +1,1 @@
-"""Backward: split into input gradients and weight gradients."""
+"""Backward: its split into input gradients and weight gradients, and the accumulation of gradients."""

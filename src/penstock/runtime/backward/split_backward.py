@@ -1,4 +1,4 @@
-"""Deferred: split a stage's backward in I and W, by putting off the weight gradients of what its forward calls."""
+"""Split backward: splits a stage's backward into I and W by deferring the weight gradients of its operations."""
 
 from __future__ import annotations
 
@@ -28,34 +28,37 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """While active, weight gradients of the operations that are called are left to a queue.
+    """A mode in which the weight gradients of the called operations go to a queue.
 
     `with DeferredWeightGradients(pending): outputs = stage(*inputs)` is the forward,
     `torch.autograd.backward(outputs, gradients)` is I, and `pending.run()` is W. Until W, neither inputs nor gradients
     may be overwritten.
 
-    An operation runs as it is where its weight wants no gradient, where no graph is recorded, where hooks for saved
-    tensors came to be inside the stage (a checkpoint in the model runs its part again, without this mode), under
-    transforms of torch.func and in compiled code.
+    An operation runs unchanged in these cases:
+
+    - Its weight requires no gradient, or no graph is recorded.
+    - The stage itself has set hooks for saved tensors: a checkpoint in the model runs its part again, without this
+      mode.
+    - It runs under a transform of torch.func, or in compiled code.
 
     Args:
         pending: the queue of the micro-batch.
-        own_hooks: how many hooks for saved tensors, that the runtime itself set, are active when the mode is entered.
+        own_hooks: the number of hooks for saved tensors that the runtime has set when the mode is entered.
     """
 
     def __init__(self, pending: Pending, *, own_hooks: int = 0) -> None:
         super().__init__()
         self._pending, self._own_hooks = pending, own_hooks
         self._hooks: tuple[Any, Any] | None = None
-        self._leaves: set[int] = set()  # ids of the parameters whose gradients are put off
+        self._leaves: set[int] = set()  # ids of the parameters whose gradients are deferred
 
     def __enter__(self) -> Self:
         self._hooks = _top_hooks(True) if self._own_hooks else None
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __torch_function__(self, func: _Function, _: object, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:  # noqa: ANN401 - whatever it returns
-        """Run a function of torch, its weight gradient put off if it has one."""
+    def __torch_function__(self, func: _Function, _: object, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:  # noqa: ANN401 - any result
+        """Run a function of torch; defer its weight gradient if it has one."""
         handle = _HANDLERS.get(func)
         if handle is None or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -86,11 +89,11 @@ class DeferredWeightGradients(TorchFunctionMode):
         return made
 
     def _look_inside(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
-        """Run a function that is written in Python, and calls others with the weights it gets."""
+        """Run a Python function that passes its weights to other functions, with the mode active inside it."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not isinstance(function, FunctionType) or not all(map(is_plain, tensors)):
             return function(*args, **kwargs)
-        # It asks whether a mode is active, and would hand itself over to it again: let it hear that none is.
+        # The function checks for an active mode, and would pass itself to this mode again: make the check return False.
         names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _answer_no)}
         copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
         copied.__kwdefaults__ = function.__kwdefaults__
@@ -101,19 +104,19 @@ class DeferredWeightGradients(TorchFunctionMode):
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _differentiate(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
-        """Differentiate inside a forward, which is fine by anything but what was put off."""
+        """Differentiate inside a forward; raise if this is with respect to a weight whose gradient is deferred."""
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if any(id(tensor) in self._leaves for tensor in asked):
             raise UsageError(
-                "the forward of a stage differentiates by a weight whose gradient is put off; take a schedule that does"
-                " not split the backward in I and W, such as 1f1b"
+                "the forward of a stage differentiates with respect to a weight whose gradient is deferred; use a"
+                " schedule that does not split the backward into I and W, such as 1f1b"
             )
         return function(*args, **kwargs)
 
 
 class _Plan(NamedTuple):
-    """What a deferred operation is, beside its tensors; dtype is that of autocast."""
+    """A deferred operation without its tensors; dtype is that of autocast."""
 
     operation: Operation
     weight: Weight
@@ -122,24 +125,24 @@ class _Plan(NamedTuple):
 
 
 class _DeferredOperation(torch.autograd.Function):
-    """An operation whose backward returns the gradients of input and bias, and leaves that of the weight.
+    """An operation whose backward returns the gradients of input and bias, and defers the gradient of the weight.
 
-    The weight is no input. I would walk its graph, and that would be gone for W.
+    The weight is not an input of the autograd function. Otherwise I would walk the weight's graph and free it before W.
     """
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:  # noqa: ANN401 - what autograd hands over
+    def forward(ctx: Any, *given: Any) -> Tensor:  # noqa: ANN401 - autograd's arguments
         """Compute the output from anchor, input, bias and plan."""
         _, x, bias, plan = given
         weight = plan.weight.tensor
-        ctx.save_for_backward(x, weight.detach())  # not lowered: one for each micro-batch in flight is much
+        ctx.save_for_backward(x, weight.detach())  # not cast: a copy per micro-batch in flight is much memory
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.bias_shape = plan, None if bias is None else bias.shape
         if plan.dtype is not None:
             weight = _lowered(weight, plan.dtype)
-            weight = weight if weight.requires_grad else weight.requires_grad_()  # torch's choice of kernels asks
+            weight = weight if weight.requires_grad else weight.requires_grad_()  # torch chooses kernels by this flag
         made: Tensor = plan.operation.forward(Operands(x, weight, bias))
-        # what is made here must be no view, or it could not be changed in place
+        # the output must not be a view, or it could not be changed in place
         return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
@@ -151,7 +154,7 @@ class _DeferredOperation(torch.autograd.Function):
         operation, for_input, for_bias = plan.operation, None, None
         if ctx.needs_input_grad[1]:
             if torch.is_grad_enabled():
-                weight = plan.weight.tensor  # what is made here is differentiated again, by the weight too
+                weight = plan.weight.tensor  # a double backward also reaches the weight
             if plan.dtype is not None:
                 weight = _lowered(weight, plan.dtype)
             for_input = operation.for_input(gradient, Operands(x, weight))
@@ -163,7 +166,7 @@ class _DeferredOperation(torch.autograd.Function):
 
 
 def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor as autocast would: float64 and what is no float stay."""
+    """Return a tensor cast as by autocast, which casts neither float64 nor types other than floats."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
 
 

@@ -1,4 +1,4 @@
-"""Calls: how torch's functions with a weight are spelled, in Python and in exported graphs."""
+"""Weight calls: the torch functions that have a weight, in Python and in exported graphs, and their arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arguments = Mapping[str, Any]
 
 
 class Call(NamedTuple):
-    """A call whose weight gradient can wait."""
+    """A call whose weight gradient can be deferred."""
 
     operation: Operation
     x: Tensor
@@ -28,20 +28,20 @@ class Call(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """A function with a weight: the names of its arguments, and what reads them."""
+    """A function with a weight: the names of its arguments, and the function that reads them."""
 
     names: tuple[str, ...]
     read: Callable[[Arguments], Call | None]
 
 
 def read_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
-    """Return a call whose weight gradient can wait, or None where the function is to run as it is."""
+    """Return a call whose weight gradient can be deferred, or None if the function must run unchanged."""
     names, read = SPELLINGS[function]
     given: dict[str, Any] = dict(zip(names, args, strict=False))
     if kwargs:
         given.update(kwargs)
     if len(given) != len(args) + len(kwargs) or (kwargs and not given.keys() <= set(names)):
-        return None  # called in a way that is not known here, perhaps wrongly: torch will say so
+        return None  # unknown arguments; if they are wrong, torch raises
     return read(given)
 
 
@@ -72,11 +72,11 @@ def _product(name: str) -> Callable[[Arguments], Call | None]:
 
 
 def _one_weight(left: object, right: object) -> tuple[Any, Weight, bool] | None:
-    """Return the input, the weight and whether that is the left one, of two factors."""
+    """Return the input, the weight, and whether it is on the left; None unless exactly one factor is a weight."""
     of_left, of_right = find_weight(left, may_be_computed=False), find_weight(right, may_be_computed=False)
     if of_left is None:
         return None if of_right is None else (left, of_right, False)
-    return (right, of_left, True) if of_right is None else None  # two make a third weight, and that is put off
+    return (right, of_left, True) if of_right is None else None  # the product of two weights is a weight too
 
 
 def _convolution(given: Arguments) -> Call | None:
@@ -92,7 +92,7 @@ def _convolution(given: Arguments) -> Call | None:
     if isinstance(padding, str):
         around = [d * (size - 1) for d, size in zip(dilation, sizes, strict=True)]
         if padding == "same" and any(total % 2 for total in around):
-            return None  # one side more than the other: torch pads before it convolves
+            return None  # the two sides differ: torch pads before it convolves
         padding = [total // 2 for total in around] if padding == "same" else 0
     padding, is_transposed = _each(padding, len(sizes)), given.get("transposed", False)
     operation = Convolution(stride, padding, dilation, is_transposed, output_padding, given.get("groups", 1))
@@ -110,13 +110,13 @@ def _transposed(given: Arguments) -> Call | None:
 
 
 def _any_convolution(given: Arguments) -> Call | None:
-    return None if torch._C._is_any_autocast_enabled() else _convolution(given)  # lowered on some devices only
+    return None if torch._C._is_any_autocast_enabled() else _convolution(given)  # cast only on some devices
 
 
 def _embedding(given: Arguments) -> Call | None:
     weight, index = find_weight(given.get("weight"), may_be_computed=True), given.get("padding_idx")
     if weight is None or weight.tensor.ndim != 2 or given.get("sparse") or given.get("max_norm") is not None:
-        return None  # a limit of the norm changes the weight
+        return None  # max_norm changes the weight
     is_scaled = given.get("scale_grad_by_freq", False)
     return _call(Embedding(-1 if index is None else index, is_scaled), given.get("input"), weight)
 
@@ -152,7 +152,7 @@ def _einsum(given: Arguments) -> Call | None:
 
 
 def _read_equation(equation: str, x: Tensor, weight: Tensor, is_left: bool) -> Einsum | None:
-    """Return a sum of products in which every letter meets another of the same size, and one is summed; else None."""
+    """Return the Einsum of an equation if each letter recurs with the same size and some are summed; else None."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     factors = inputs.split(",")
     if len(factors) != 2:
@@ -168,10 +168,10 @@ def _read_equation(equation: str, x: Tensor, weight: Tensor, is_left: bool) -> E
     if len(in_x) + len(in_weight) + len(in_output) != len(of_x + of_weight + output):
         return None  # a diagonal
     if in_x ^ in_weight != in_output - (in_x & in_weight) or in_x & in_weight <= in_output:
-        return None  # one summed by itself, or none that is summed
+        return None  # a letter of only one factor is summed, or no letter is summed
     size_of = dict(zip(of_x, x.shape, strict=True))
     if any(size_of.get(letter, size) != size for letter, size in zip(of_weight, weight.shape, strict=True)):
-        return None  # one of them is broadcast
+        return None  # one factor is broadcast
     return Einsum(of_x, of_weight, output, is_left)
 
 
@@ -202,7 +202,7 @@ def _spellings() -> Iterator[tuple[object, Spelling]]:
 def _spelled(
     read: Callable[[Arguments], Call | None], names: str, *functions: Callable[..., Any]
 ) -> Iterator[tuple[object, Spelling]]:
-    """Yield a reader under each function, and under the overloads of an operator that take the same arguments."""
+    """Yield each function, and each operator overload with the same arguments, together with their spelling."""
     spelling = Spelling(tuple(names.split()), read)
     for function in functions:
         yield function, spelling

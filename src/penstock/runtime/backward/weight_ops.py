@@ -1,4 +1,4 @@
-"""Operations with a weight: what each computes, and the gradients of its input, bias and weight."""
+"""Weight operations: operations with a weight, and the gradients of their input, bias and weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Convolution", "Einsum", "Embedding", "Grouped", "Linear", "Operands"
 
 
 class Operands(NamedTuple):
-    """What an operation is given."""
+    """The operands of an operation."""
 
     x: Tensor
     weight: Tensor
@@ -22,10 +22,10 @@ class Operands(NamedTuple):
 
 
 class Operation(ABC):
-    """An operation of an input, a weight and perhaps a bias.
+    """An operation on an input, a weight and optionally a bias.
 
     Attributes:
-        is_cast: whether autocast lowers its arguments.
+        is_cast: whether autocast casts its arguments.
     """
 
     is_cast: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class Operation(ABC):
 
     @abstractmethod
     def for_weight(self, gradient: Tensor, given: Operands) -> Tensor:
-        """Return the gradient of the weight, of which only shape and layout matter: it is linear in all of them."""
+        """Return the gradient of the weight. Outputs are linear in the weight, so only its shape and layout matter."""
 
 
 class Linear(Operation):
@@ -68,11 +68,11 @@ class Linear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Product(Operation):
-    """A product of matrices, with all that matmul may broadcast: `beta * bias + alpha * (x @ weight)`.
+    """A matrix product with the broadcasting of matmul: `beta * bias + alpha * (x @ weight)`.
 
     Attributes:
-        name: the function; of these addmm and baddbmm take a bias.
-        is_left: whether the weight is the left one of the two.
+        name: the name of the torch function; only addmm and baddbmm have a bias.
+        is_left: whether the weight is the left factor.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Product(Operation):
         return _of_left(gradient, given.x.shape, given.weight)
 
     def for_bias(self, gradient: Tensor, shape: torch.Size) -> Tensor:
-        """Return the gradient of what is added."""
+        """Return the gradient of the bias."""
         return _scaled(gradient.sum_to_size(shape), self.beta)
 
     def for_weight(self, gradient: Tensor, given: Operands) -> Tensor:
@@ -113,7 +113,7 @@ class Product(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Convolution(Operation):
-    """A convolution, or a transposed one, of a batch."""
+    """A convolution or a transposed convolution of a batch."""
 
     stride: list[int]
     padding: list[int]
@@ -154,11 +154,11 @@ class Embedding(Operation):
     is_scaled_by_count: bool
 
     def forward(self, given: Operands) -> Tensor:
-        """Look the rows up."""
+        """Look up the rows."""
         return torch.embedding(given.weight, given.x, self.padding_index, self.is_scaled_by_count)
 
     def for_input(self, gradient: Tensor, given: Operands) -> Tensor:
-        """Raise: indices want no gradient."""
+        """Raise: indices have no gradient."""
         raise NotImplementedError
 
     def for_weight(self, gradient: Tensor, given: Operands) -> Tensor:
@@ -170,7 +170,7 @@ class Embedding(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Operation):
-    """One product for each group of rows, as experts compute: `offsets` holds where each group ends."""
+    """One matrix product per group of rows, as in a mixture of experts; `offsets` holds the end of each group."""
 
     is_cast: ClassVar[bool] = False
     offsets: Tensor
@@ -184,7 +184,7 @@ class Grouped(Operation):
         return self._product(gradient.contiguous(), given.weight.transpose(-2, -1))
 
     def for_weight(self, gradient: Tensor, given: Operands) -> Tensor:
-        """Return the gradient of the weight, laid out as the weight is."""
+        """Return the gradient of the weight, with the memory layout of the weight."""
         gradient = gradient.contiguous()
         if given.weight.stride(-1) == 1:
             return self._product(given.x.t(), gradient)
@@ -197,13 +197,13 @@ class Grouped(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Einsum(Operation):
-    """A sum of products of two factors, each of whose letters the other or the output has too.
+    """An einsum of two factors. Each letter of a factor also occurs in the other factor or in the output.
 
     Attributes:
         x: the letters of the input.
-        weight: those of the weight.
-        output: those of the output.
-        is_left: whether the weight is the left one of the two.
+        weight: the letters of the weight.
+        output: the letters of the output.
+        is_left: whether the weight is the left factor.
     """
 
     x: str
@@ -235,7 +235,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def _of_left(gradient: Tensor, shape: torch.Size, right: Tensor) -> Tensor:
-    """Return the gradient of the left factor: gradient @ right^H, summed over what was broadcast."""
+    """Return the gradient of the left factor: gradient @ right^H, summed over the broadcast dimensions."""
     if right.ndim == 1:
         gradient, right = gradient.unsqueeze(-1), right.unsqueeze(-1)
     if len(shape) == 1:
@@ -251,7 +251,7 @@ def _of_left(gradient: Tensor, shape: torch.Size, right: Tensor) -> Tensor:
 
 
 def _of_right(gradient: Tensor, left: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient of the right factor: left^H @ gradient, summed over what was broadcast."""
+    """Return the gradient of the right factor: left^H @ gradient, summed over the broadcast dimensions."""
     if len(shape) == 1:
         gradient = gradient.unsqueeze(-1)
     if left.ndim == 1:

@@ -1,4 +1,4 @@
-"""Pending: the queue of weight gradients between a micro-batch's I and its W."""
+"""Weight queue: the weight gradients that are postponed from a micro-batch's I to its W."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from penstock.runtime.backward.weight_sources import Weight
 
 __all__ = ["Pending"]
 
-_MANY_BYTES = 64 << 20  # of gradients that wait for the call that accumulates them, which takes a dozen µs
+_MANY_BYTES = 64 << 20  # of gradients to collect before one call accumulates them, since a call takes a dozen µs
 
 
 class _Entry(NamedTuple):
-    """A weight gradient that waits: what computes it, and of what."""
+    """A postponed weight gradient: the operation that computes it, and its operands."""
 
     weight: Weight
     operation: Operation
     x: Tensor
     gradient: Tensor
-    version: int  # of x
+    version: int  # torch's version counter of x
 
     def compute(self) -> Tensor:
         if self.x._version != self.version:
             raise RuntimeError(
                 f"an input of a {type(self.operation).__name__.lower()}, shape: {tuple(self.x.shape)}, was changed in"
-                " place between I and W; change a copy of it, or take a schedule that does not split the backward"
+                " place between I and W; change a copy of it, or use a schedule that does not split the backward"
             )
         tensor = self.weight.tensor
         return self.operation.for_weight(self.gradient, Operands(self.x, tensor.detach())).to(tensor.dtype)
 
 
 class Pending:
-    """The weight gradients of one stage micro-batch that I left for W.
+    """The weight gradients of one stage and one micro-batch that I leaves for W.
 
     >>> from penstock.runtime.backward.split_backward import DeferredWeightGradients
     >>> layer, pending = nn.Linear(2, 3), Pending()
@@ -51,7 +51,7 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        # every output depends on it: so it wants a gradient, even where neither input nor bias does
+        # every output depends on it, and so requires a gradient even if neither input nor bias does
         self.anchor = torch.zeros((), requires_grad=True)
         self._anchor_node: Any = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._entries: list[_Entry] = []
@@ -61,7 +61,7 @@ class Pending:
         return len(self._entries)
 
     def num_bytes(self) -> int:
-        """Return the bytes of the tensors that are held now: each storage once, parameters not."""
+        """Return the bytes of the tensors that are held now; each storage counts once, parameters do not count."""
         parameters = [leaf for entry in self._entries for leaf in entry.weight.leaves]
         tensors = [tensor for entry in self._entries for tensor in (entry.x, entry.gradient, entry.weight.tensor)]
         parameters += [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
@@ -70,15 +70,15 @@ class Pending:
         return sum(size for address, size in storages.items() if address not in known)
 
     def is_wanted(self) -> bool:
-        """Return whether the backward that runs now is one by all leaves, not one by chosen inputs in a forward."""
+        """Return whether the current backward is for all leaves, and not for chosen inputs, as inside a forward."""
         return torch._C._will_engine_execute_node(self._anchor_node)
 
     def add(self, weight: Weight, operation: Operation, x: Tensor, gradient: Tensor) -> None:
-        """Put a weight gradient off; called in I."""
-        held = x.detach() if x.requires_grad and not isinstance(x, nn.Parameter) else x  # its graph can go
+        """Postpone a weight gradient; called in I."""
+        held = x.detach() if x.requires_grad and not isinstance(x, nn.Parameter) else x  # frees its graph
         entry = _Entry(weight, operation, held, gradient.detach() if gradient.requires_grad else gradient, x._version)
         if any(torch._C._will_engine_execute_node(node) for node in weight.stateful):
-            # I itself will walk a part of this weight's graph, after this, for that is older; W could not any more
+            # I will walk a part of this weight's graph later, because that part is older; W could not walk it again
             with torch.no_grad():
                 made = entry.compute()
             torch.autograd.backward(weight.tensor, made, retain_graph=True)
@@ -88,10 +88,10 @@ class Pending:
         self._entries.append(entry)
 
     def _set_apart(self) -> None:
-        """Copy gradients whose memory others hold too, at the end of I.
+        """At the end of I, copy gradients whose memory is shared with tensors outside of the queue.
 
-        Autograd lets a parameter's `.grad` share memory with a gradient that it passed through views; the next
-        micro-batch adds to it in place.
+        Autograd lets a parameter's `.grad` share memory with a gradient that it passed through views. The next
+        micro-batch would add to that memory in place.
         """
         fresh, self._num_checked = range(self._num_checked, len(self._entries)), len(self._entries)
         shared = [at for at in fresh if num_holders(self._entries[at].gradient) > 1]
@@ -111,10 +111,10 @@ class Pending:
                 self._entries[at] = self._entries[at]._replace(gradient=copies[id(gradient)])
 
     def run(self) -> None:
-        """Compute what waits and add it to the gradients of the parameters, by autograd: hooks run as usual."""
+        """Compute the postponed gradients, and let autograd add them to those of the parameters: hooks run as usual."""
         entries, self._entries, self._num_checked = self._entries, [], 0
         groups = _by_leaves(entries)
-        del entries  # what an entry holds is let go as soon as it is computed
+        del entries  # so that the tensors of an entry are freed as soon as its gradient is computed
         weights: list[Tensor] = []
         gradients: list[Tensor] = []
         num_bytes = 0
@@ -129,12 +129,12 @@ class Pending:
 
 
 def num_holders(tensor: Tensor) -> int:
-    """Return how many tensors share this one's memory, itself included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is Python's own
+    """Return the number of tensors that share this tensor's memory, including itself."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one use is Python's own
 
 
 def _by_leaves(entries: Iterable[_Entry]) -> list[list[_Entry]]:
-    """Return the entries in groups that share no parameter: each parameter gets its whole gradient at once."""
+    """Return the entries in groups that share no parameter, so that each parameter gets its whole gradient at once."""
     group_of: dict[int, list[_Entry]] = {}
     for entry in entries:
         found = {id(group): group for leaf in entry.weight.leaves if (group := group_of.get(id(leaf))) is not None}
@@ -149,7 +149,7 @@ def _by_leaves(entries: Iterable[_Entry]) -> list[list[_Entry]]:
 
 
 def _totals(entries: list[_Entry]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Compute the gradients of weights, each once for all of its uses."""
+    """Return each weight with its gradient, summed over all its uses."""
     total_of: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         while entries:

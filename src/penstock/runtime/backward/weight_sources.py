@@ -1,4 +1,4 @@
-"""Weights: which tensors are made of parameters alone, so that their gradients may wait."""
+"""Weight sources: finds the tensors that depend only on parameters, so that their gradients can be deferred."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 __all__ = ["Weight", "find_weight", "is_plain"]
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_LARGEST = 64  # nodes of a weight's own graph: weight norm has 1, a spectral norm or an adapter a dozen
+_LARGEST = 64  # nodes in the graph of a weight: weight norm has 1, a spectral norm or an adapter about 12
 
-# Nodes that keep nothing for the backward: these may be walked by I and again by W.
+# Nodes that save nothing for the backward: both I and W may walk them.
 _STATELESS = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -25,10 +25,10 @@ _STATELESS = frozenset(
 
 
 class Weight(NamedTuple):
-    """A tensor that depends on nothing but parameters.
+    """A tensor that depends only on parameters.
 
     Attributes:
-        tensor: a parameter, or what was made of parameters.
+        tensor: a parameter, or a tensor computed from parameters.
         leaves: the parameters.
         stateful: the nodes of its graph that can be walked only once.
     """
@@ -39,14 +39,14 @@ class Weight(NamedTuple):
 
 
 def find_weight(tensor: object, *, may_be_computed: bool) -> Weight | None:
-    """Return a tensor as a weight, if it is one that wants a gradient.
+    """Return a tensor as a weight; None if it is not a weight, or requires no gradient.
 
-    Activations depend on what the stage received or on an anchor, never on parameters alone; where an argument may
-    as well be an activation, only parameters under views, transpositions and casts count.
+    Activations depend on the stage's inputs or on an anchor, never on parameters alone. If an argument could also be
+    an activation, only parameters under views, transpositions and casts count as weights.
 
     Args:
         tensor: an argument of an operation.
-        may_be_computed: whether the argument is always a weight, which may be computed from parameters in any way.
+        may_be_computed: whether the argument is always a weight; it may then be computed from parameters in any way.
     """
     if not is_plain(tensor) or not tensor.requires_grad:
         return None
@@ -56,14 +56,14 @@ def find_weight(tensor: object, *, may_be_computed: bool) -> Weight | None:
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Return whether this is an ordinary tensor: dense, and of no class with rules of its own."""
+    """Return whether this is an ordinary tensor: dense, and not of a class with its own rules."""
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         return False
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _chain(tensor: torch.Tensor) -> Weight | None:
-    """Follow views, transpositions and casts to the one parameter under them."""
+    """Return the weight if only views, transpositions and casts lie between a tensor and one parameter."""
     node: Any = tensor.grad_fn
     while type(node).__name__ in _STATELESS:
         sources = node.next_functions
@@ -75,7 +75,7 @@ def _chain(tensor: torch.Tensor) -> Weight | None:
 
 
 def _computed(tensor: torch.Tensor) -> Weight | None:
-    """Walk the whole graph of a tensor, as long as it is small and ends in parameters."""
+    """Return the weight if the whole graph of a tensor is small and ends only in parameters."""
     leaves: list[nn.Parameter] = []
     stateful: list[Any] = []
     todo: list[Any] = [tensor.grad_fn]

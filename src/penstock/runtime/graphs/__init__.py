@@ -1,1 +1,1 @@
-"""Graphs: a lane's actions as CUDA graphs."""
+"""Graphs: the actions of a lane as CUDA graphs."""

@@ -1,10 +1,10 @@
-"""Graphs: a lane's actions as CUDA graphs, captured in the lane's own order and replayed in that order.
+"""Lane graphs: the actions of a lane as CUDA graphs, captured and replayed in the order of the lane.
 
-Capturing runs the lane's program once with nothing computed: each compute action becomes a graph, and what it leaves
-for others stays where it is in memory. All graphs of a lane take their memory from one pool. It is given and taken
-back in the same order as without graphs, so the peak is the same. What comes from outside a graph has a place of its
-own, a slot: inputs and targets one a micro-batch, values of other lanes one while they are in use. What is sent stays
-until the end of the step, so a receiver that is late finds it.
+A capture runs the lane's program once and computes nothing. Each compute action becomes a CUDA graph, and the values
+that it makes for other actions keep their addresses. All graphs of a lane share one memory pool. They allocate and free
+memory in the same order as without graphs, so the peak is the same. Values from outside a graph lie in slots. Each
+micro-batch has its own slots for inputs and targets; a value of another lane has a slot while it is in use. Sent values
+stay in memory until the end of the step, so a late receiver finds them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 _FORWARDS = frozenset({Kind.F, Kind.RECOMPUTE})
-_CAPTURE_LOCK = threading.Lock()  # one capture at a time in a process: autograd's own threads work for all lanes
+_CAPTURE_LOCK = threading.Lock()  # one capture at a time per process: all lanes share autograd's threads
 
 
 @dataclass
@@ -40,8 +40,8 @@ class _Slot:
 
     Attributes:
         tensor: the memory.
-        free: on a GPU, behind the last use before the one at hand.
-        is_used_again: another value of the same step had it before.
+        free: on a GPU, an event after the last use of the memory.
+        is_used_again: whether another value of the same step used the memory before.
     """
 
     tensor: torch.Tensor
@@ -51,13 +51,13 @@ class _Slot:
 
 @dataclass
 class _SlotPool:
-    """Slots of a lane; those that are not in use are given out again."""
+    """The slots of a lane; free slots are used again."""
 
     streams: Streams
     free: dict[tuple[Any, ...], list[_Slot]] = field(default_factory=dict)
 
     def take(self, like: torch.Tensor, device: torch.device) -> _Slot:
-        """Return a slot for values like one."""
+        """Return a slot for a value of this shape, with these strides and of this type."""
         waiting = self.free.get(_kind_of(like))
         if waiting:
             old = waiting.pop()
@@ -66,7 +66,7 @@ class _SlotPool:
         return _Slot(memory, self.streams.event())
 
     def give(self, slot: _Slot) -> None:
-        """Take a slot back."""
+        """Return a slot to the pool."""
         self.free.setdefault(_kind_of(slot.tensor), []).append(slot)
 
 
@@ -75,12 +75,12 @@ def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Tape:
-    """One lane's step as replays.
+    """The step of one lane as replays of CUDA graphs.
 
     Args:
-        handlers: what to do, an entry an instruction.
-        scales: memory for what each micro-batch's loss counts, where the lane ends the model.
-        kept: tensors that were sent.
+        handlers: the function to call for each instruction.
+        scales: memory for the factor of each micro-batch's loss; None in lanes without the last stage.
+        kept: the tensors that the lane sends; the tape keeps them in memory.
     """
 
     is_replay = True
@@ -91,32 +91,32 @@ class Tape:
         self.step: Step | None = None
 
     def open(self, step: Step) -> tuple[Step, Handlers]:
-        """Begin a step: return it, and what to do."""
+        """Begin a step: return it, and the function to call for each instruction."""
         self.step = step
         if self._scales is not None and (step.factor is not None or self._loaded != list(step.scales)):
             self._loaded = list(step.scales)
             self._scales.copy_(torch.tensor(self._loaded, dtype=self._scales.dtype), non_blocking=True)
             if step.factor is not None:
-                self._loaded = []  # they are not what they were
+                self._loaded = []  # the factor changes them, so the next step loads them again
                 self._scales.mul_(step.factor.to(self._scales.device, non_blocking=True))
         return step, self._handlers
 
     def close(self) -> None:
-        """End a step: let go of it."""
+        """End a step, and drop the reference to it."""
         self.step = None
 
     def forget(self) -> None:
-        """Let the graphs go, which know who captured them, who knows this."""
+        """Drop the graphs; they refer to their capture, which refers to this tape."""
         self._handlers.clear()
 
 
 class Capture:
-    """Makes the tape of one lane, while its executor runs its program once.
+    """The capture of one lane's tape, while its executor runs its program once.
 
     Args:
-        executor: of the lane.
-        maker: makes the graphs.
-        on_capture: is called after each graph.
+        executor: the executor of the lane.
+        maker: makes the CUDA graphs.
+        on_capture: called after each graph.
     """
 
     is_replay = False
@@ -140,10 +140,10 @@ class Capture:
         self._ends = ends[0] if ends else None
         self.tape: Tape | None = None
 
-    # ---- the executor's side
+    # ---- for the executor
 
     def open(self, step: Step) -> tuple[Step, Handlers]:
-        """Begin: return a step whose inputs are slots, and what to do."""
+        """Begin: return a step whose inputs are slots, and the function to call for each instruction."""
         if self._ends is not None:
             self._scales = torch.ones(len(step.scales), dtype=torch.float64, device=self._device)
         names = {feed.given for run in self._stages.values() for feed in run.feeds if feed.given}
@@ -168,8 +168,8 @@ class Capture:
         return torch.zeros_like(tensor, device=self._device, requires_grad=False)
 
     def close(self) -> None:
-        """End: the tape is ready if all was captured."""
-        self._streams.copy_after_compute()  # which made the slots
+        """End the step; the tape is complete if all actions were captured."""
+        self._streams.copy_after_compute()  # which initialized the slots
         self._step = None
 
     def finish(self) -> Tape:
@@ -188,14 +188,14 @@ class Capture:
             elif i.kind in _SENDS:
                 self._send(at, do, i)
             else:
-                raise RuntimeError(f"{i.action} cannot be part of a graph")
+                raise RuntimeError(f"{i.action} cannot be part of a CUDA graph")
 
         return handle
 
     def _compute(self, at: int, do: Callable[[Instruction], None], i: Instruction) -> None:
         assert self._step is not None
         step, run = self._step, self._stages[i.stage]
-        # a backward runs the parts of a stage again that were not kept
+        # a backward also runs the recomputed parts of a stage
         may_draw = i.kind in _FORWARDS or (run.recomputes_parts and i.kind is not Kind.W)
         generators = run.reseed(step, i.mb) if may_draw else ()
         with _CAPTURE_LOCK, self._streams.capturing(), self._maker.capturing(generators) as replay:
@@ -217,7 +217,7 @@ class Capture:
         )
 
     def _loads(self, i: Instruction) -> _Loads | None:
-        """Return what to fetch from the batch before a forward: each thing before the first that uses it."""
+        """Return the values to load from the batch before a forward; each is loaded only before its first use."""
         run = self._stages[i.stage]
         feeds = [*run.feeds, *(run.results if run.is_last else ())]
         asked = dict.fromkeys(feed.given for feed in feeds if feed.given)
@@ -245,7 +245,7 @@ class Capture:
         self._handlers[at] = (receive, i)
 
     def _wait_for(self, slots: Sequence[_Slot | None]) -> None:
-        """Let the copy stream wait until slots that were in use before are free."""
+        """Let the copy stream wait until slots that are used again are free."""
         for slot in slots:
             if slot is not None and slot.is_used_again:
                 self._streams.copy_after(slot.free)
@@ -261,31 +261,31 @@ class Capture:
 
     @property
     def current_step(self) -> Step:
-        """The step that is replayed."""
+        """The step that is being replayed."""
         assert self.tape is not None
         assert self.tape.step is not None
         return self.tape.step
 
     @property
     def streams(self) -> Streams:
-        """The lane's."""
+        """The streams of the lane."""
         return self._streams
 
 
 def _do_nothing(i: Instruction) -> None:
-    """Do nothing: two stages have nothing to say to each other, or the batch has too few samples."""
+    """Do nothing: the two stages exchange no values, or the batch has too few samples for this micro-batch."""
 
 
 @dataclass(frozen=True)
 class _Loads:
-    """What an action needs from the batch: inputs by name, and perhaps the target; and the slots of all that."""
+    """The values that an action needs from the batch: inputs by name, the target if `has_target`; and their slots."""
 
     names: list[str]
     has_target: bool
     slots: list[torch.Tensor]
 
     def fetch(self, step: Step, mb: int, streams: Streams) -> None:
-        """Bring it."""
+        """Copy the values of a micro-batch into the slots."""
         given = step.batch.inputs[mb]
         values = [given[name] for name in self.names]
         if self.has_target:
@@ -296,7 +296,7 @@ class _Loads:
 
 
 class _ReplayAction:
-    """Replays one action."""
+    """The replay of one action."""
 
     __slots__ = ("_draws", "_events", "_loads", "_loss", "_metrics", "_of", "_replay")
 

@@ -1,1 +1,1 @@
-"""Keep: what a stage does with saved values: recompute or offload them."""
+"""Keep: recomputing and offloading of the saved values of a stage."""

@@ -1,9 +1,10 @@
-"""Offload: what a forward saves for its backward, boxed so that it can go to host memory and come back.
+"""Offload: boxes for the tensors that a forward saves, which can move to host memory and back.
 
     autograd's graph ──► box ──► tensor          on the device
-                          └────► host buffer     after offload(), until fetch() or until the backward asks
+                          └────► host buffer     after offload(), until fetch() or until the backward reads it
 
-Only the graph holds a box, `Saved` has weak references: what a backward has used up is freed as soon as in a plain one.
+Only the graph owns a box; `Saved` has weak references. So the backward frees a saved tensor as soon as it would
+without boxes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.devices.kinds import kind_of
 from penstock.devices.sanitizer import unsanitized
 from penstock.devices.streams import Event
-from penstock.model.profiling.saved_tensors import (  # the profile's rule: what is measured is what was simulated
+from penstock.model.profiling.saved_tensors import (  # as in the profile, so that measured and simulated bytes agree
     storage_bytes,
     storage_of,
 )
@@ -30,15 +31,15 @@ from penstock.model.profiling.saved_tensors import (  # the profile's rule: what
 __all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
 
 T = TypeVar("T")
-_Ready = Event | None  # a place in a stream of work; None if work is done when it is called
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # all others do things in their own way
-_ALIGNMENT = 16  # bytes, of the widest number: what is copied begins at a multiple, so that any type fits again
+_Ready = Event | None  # a point in a stream; None if work is done when the call returns
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may behave differently
+_ALIGNMENT = 16  # bytes of the widest type; a copy begins at a multiple of it, so that views of any type are aligned
 
 
 class HostPool:
-    """Host memory that is used again by the next micro-batch; pinned where a GPU copies to it.
+    """Host memory that offloaded values use in turn; pinned if a GPU copies to it.
 
-    Anybody may give memory back, in any thread, also while memory is collected.
+    Any thread may give memory back, even during garbage collection.
 
     >>> pool = HostPool()
     >>> first = pool.take(1000, torch.device("cpu"))
@@ -48,24 +49,24 @@ class HostPool:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # of all that it ever made and not let go of
+        self.num_bytes = 0  # of the memory that the pool allocated and has not released
         self._lock = threading.Lock()
         self._given: deque[tuple[torch.Tensor, _Ready]] = deque()
         self._free: dict[bool, list[tuple[int, int, torch.Tensor, _Ready]]] = {False: [], True: []}
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory of so many bytes or a little more, for copies from a device.
+        """Return memory of at least this size, for copies from a device.
 
-        The current stream waits until the memory's last use is over.
+        The current stream waits for the end of the last use of the memory.
         """
         is_pinned = device.type == "cuda"
         with self._lock:
-            while self._given:  # one thread at a time takes; others only append
+            while self._given:  # only the thread with the lock takes; others only append
                 buffer, used = self._given.popleft()
                 bisect.insort(self._free[buffer.is_pinned()], (len(buffer), id(buffer), buffer, used))
             free = self._free[is_pinned]
             at = bisect.bisect_left(free, (num_bytes,))
-            if at < len(free) and free[at][0] <= 2 * num_bytes:  # larger ones are for larger tensors
+            if at < len(free) and free[at][0] <= 2 * num_bytes:  # larger buffers are for larger tensors
                 _, _, buffer, used = free.pop(at)
             else:
                 buffer, used = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned), None
@@ -74,11 +75,11 @@ class HostPool:
         return buffer
 
     def give(self, buffer: torch.Tensor, used: _Ready = None) -> None:
-        """Take memory back, which is in use until an event."""
+        """Take back memory that is in use until an event."""
         self._given.append((buffer, used))
 
     def clear(self) -> None:
-        """Let go of all memory that nobody uses."""
+        """Release all memory that is not in use."""
         with self._lock:
             self.num_bytes -= sum(len(self._given.popleft()[0]) for _ in range(len(self._given)))
             self.num_bytes -= sum(size for free in self._free.values() for size, *_ in free)
@@ -86,7 +87,7 @@ class HostPool:
 
 
 class StorageSet:
-    """The memory of some tensors: of parameters and buffers, which are there anyway.
+    """The memory of some tensors, such as parameters and buffers, which stay on the device in any case.
 
     >>> whole = torch.zeros(4, 4)
     >>> whole[1:] in StorageSet([whole]), whole.clone() in StorageSet([whole])
@@ -101,11 +102,11 @@ class StorageSet:
 
 
 class Saved:
-    """What one forward of one stage saved.
+    """The tensors that one forward of one stage saved.
 
     Args:
-        pool: where host memory comes from.
-        keep_storages: memory that stays where it is and does not count.
+        pool: the pool of host memory.
+        keep_storages: memory that stays on the device and is not counted.
 
     >>> weight, saved = torch.ones(3, requires_grad=True), Saved()
     >>> with saved.collecting():
@@ -122,12 +123,12 @@ class Saved:
         self._pool = pool or HostPool()
         self._keep = keep_storages or StorageSet()
         self._boxes: list[weakref.ref[_Box]] = []
-        self._box_of: dict[object, weakref.ref[_Box]] = {}  # while its key, an address, is sure to be that tensor's
+        self._box_of: dict[object, weakref.ref[_Box]] = {}  # emptied before the address in a key can be reused
         self._made: dict[torch.device, _Ready] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Box what autograd saves."""
+        """Put the tensors that autograd saves into boxes."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._box_of.clear()
@@ -140,7 +141,7 @@ class Saved:
             if tensor not in self._keep:
                 self._boxes.append(weakref.ref(box))
             return box
-        # the modes of the forward that runs have nothing to do here, and would make it ten times as slow
+        # the modes of the forward are not needed here; with them, this would take ten times as long
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return self._pack_plain(tensor)
 
@@ -158,9 +159,9 @@ class Saved:
         return box
 
     def offload(self) -> None:
-        """Copy all to host memory and let go of it on the device.
+        """Copy all tensors to host memory, and free their memory on the device.
 
-        Copies are queued on the current stream, after what made the tensors.
+        The copies are queued on the current stream, after the work that made the tensors.
         """
         self._box_of.clear()
         boxes_of: dict[int, list[_Box]] = {}
@@ -176,16 +177,16 @@ class Saved:
             host.used = events[host.device]
 
     def fetch(self) -> None:
-        """Bring all back that the backward has not used up; copies are queued on the current stream."""
+        """Copy the tensors that the backward still needs back; the copies are queued on the current stream."""
         hosts = {id(box.host): box.host for box in self._live_boxes() if box.host is not None}
         _fetch(hosts.values())
 
     def clear(self) -> None:
-        """Forget all: what the backward still needs stays with it."""
+        """Forget all boxes; autograd's graph keeps those that the backward still needs."""
         self._boxes.clear()
 
     def num_bytes(self, *, on: Literal["device", "host"]) -> int:
-        """Return what is there, each piece of memory once."""
+        """Return the bytes on the device or the host; each piece of memory counts once."""
         if on == "host":
             hosts = {id(box.host): box.host for box in self._live_boxes() if box.host is not None}
             return sum(host.num_bytes for host in hosts.values())
@@ -200,7 +201,7 @@ class Saved:
 
 
 def saved_bytes(run: Callable[[], T], *, keep_storages: StorageSet | None = None) -> tuple[T, int]:
-    """Run a forward; return what it returned, and how much memory autograd saved of it, each piece once.
+    """Run a forward; return its result, and the bytes that autograd saved; each piece of memory counts once.
 
     >>> model, rows = torch.nn.Linear(4, 2), torch.zeros(3, 4)
     >>> saved_bytes(lambda: model(rows), keep_storages=StorageSet(model.parameters()))[1]
@@ -215,8 +216,9 @@ def saved_bytes(run: Callable[[], T], *, keep_storages: StorageSet | None = None
 class _Box:
     """A tensor that autograd saved.
 
-    Its own alias of it shares the version, also while it is empty: so changes in place after the forward are noticed.
-    It must not be the tensor itself, which may be an output whose graph leads back to the box.
+    The box holds an alias, which shares the version counter of the tensor, even while the alias is empty. So changes in
+    place after the forward are detected. The box must not hold the tensor itself: if it is an output, its graph leads
+    back to the box.
     """
 
     __slots__ = ("__weakref__", "dtype", "host", "place", "ready", "tensor", "version")
@@ -231,13 +233,13 @@ class _Box:
 
     @property
     def can_move(self) -> bool:
-        """Whether it is plain memory: no subclass, not sparse, not a view that stands for its conjugate."""
+        """Whether the tensor is plain memory: not a subclass, sparse, quantized, or a conjugate or negative view."""
         tensor = self.tensor
         is_memory = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
         return is_memory and tensor.numel() > 0 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
     def get(self) -> torch.Tensor:
-        """Return the tensor, wherever it is."""
+        """Return the tensor; if it is in host memory, copy it back first."""
         if self.host is not None:
             _fetch([self.host])
         if self.ready is not None:
@@ -259,7 +261,7 @@ def _unpack(box: _Box) -> torch.Tensor:
 
 
 class _Host:
-    """The memory of some boxes that share a storage, in host memory: from the first byte they use to the last."""
+    """A copy in host memory of the storage that some boxes share, from the first byte that they use to the last."""
 
     used: _Ready
     _buffer: torch.Tensor | None
@@ -281,13 +283,13 @@ class _Host:
         buffer = self._buffer = pool.take(self.num_bytes, self.device)
         source = _view(tensor.untyped_storage(), torch.uint8, (self.start, (self.num_bytes,), (1,)))
         buffer[: self.num_bytes].copy_(source, non_blocking=source.is_cuda)
-        kind_of(self.device).hold(source)  # freed when that copy is done, not before
+        kind_of(self.device).hold(source)  # it is freed only when this copy is done
         for box in boxes:
             box.host = self
             box.tensor.data = box.tensor.new_empty(0)
 
     def restore(self) -> None:
-        """Give the living boxes their tensors again."""
+        """Refill the boxes that autograd still references."""
         assert self._buffer is not None
         kind_of(self.device).wait_event(self.device, self.used)
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
@@ -301,13 +303,13 @@ class _Host:
                 box.host = None
 
     def release(self, used: _Ready) -> None:
-        """Let others use the host memory, after what was done with it last."""
+        """Return the host memory to the pool; others may use it after this event."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool.give(buffer, used)
 
     def set_ready(self, event: _Ready) -> None:
-        """Have the boxes wait for the copy before they are used."""
+        """Let the boxes wait for the copy before they are used."""
         for reference in self._boxes:
             box = reference()
             if box is not None:
@@ -335,5 +337,5 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, place: _Place) -> torch.Tensor:
-    with unsanitized():  # which would take this for a write
+    with unsanitized():  # the sanitizer would treat this as a write
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

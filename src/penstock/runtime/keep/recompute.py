@@ -1,4 +1,4 @@
-"""Again: a part of a stage whose forward is run again within the backward, so that only its inputs are kept."""
+"""Recompute: parts of a stage whose forward runs again within the backward, so that only their inputs are kept."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 __all__ = ["Recomputed"]
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
-# what to run a part within, both times: the same random numbers, the same autocast
+# the context in which a part runs, both times: the same random numbers, the same autocast
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Recomputed:
-    """Runs the parts of one stage that are run again; `begin` says for each micro-batch what they run within."""
+    """The runner of the recomputed parts of a stage; `begin` sets their context for each micro-batch."""
 
     def __init__(self) -> None:
         self._context: Context = nullcontext
 
     def begin(self, context: Context) -> None:
-        """Begin a forward of the stage."""
+        """Begin a forward of the stage, with the context for its parts."""
         self._context = context
 
     def __call__(self, run: Run, values: Sequence[Any]) -> Sequence[Any]:
-        """Run the next part now without a graph, and once more when its gradients are asked for."""
+        """Run the next part now without a graph, and again when the backward needs its gradients."""
         context = self._context
         if not torch.is_grad_enabled():
             with context():
                 return run(values)
-        # an input that requires a gradient is needed, or autograd would not call back
+        # autograd calls the backward only if an input requires a gradient
         anchor = torch.zeros((), requires_grad=True)
         made = _RecomputedPart.apply(anchor, run, context, *values)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
@@ -39,7 +39,7 @@ class Recomputed:
 
 class _RecomputedPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Any, ...]:  # noqa: ANN401 - what autograd hands over
+    def forward(ctx: Any, *given: Any) -> tuple[Any, ...]:  # noqa: ANN401 - the arguments of `apply`
         _, run, context, *values = given
         ctx.run, ctx.context = run, context
         places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -52,7 +52,7 @@ class _RecomputedPart(torch.autograd.Function):
             *(m for m in made if isinstance(m, torch.Tensor) and not (m.is_floating_point() or m.is_complex()))
         )
         same = {id(value) for value in values}
-        # what is handed on unchanged would be taken for a view of itself
+        # autograd would treat an input that is returned unchanged as a view of itself
         return tuple(m.view_as(m) if isinstance(m, torch.Tensor) and id(m) in same else m for m in made)
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Lanes: threads or processes that run a pipeline, and who hangs when one does."""
+"""Lanes: the threads or processes that run a pipeline, and the reports about lanes that hang."""

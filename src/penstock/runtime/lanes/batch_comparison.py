@@ -1,7 +1,8 @@
-"""Batch comparison: find out whether all processes were given the same batches.
+"""Batch comparison: a check that all processes have the same batches.
 
-Processes compare digests at the end of a call, when all lanes have begun it, so none of them waits. A digest of tensors
-on a GPU is known only after the call; after the first calls it is compared at the end of the next one.
+Processes compare digests at the end of a call. All lanes have begun the call by then, so no process has to wait. A
+digest of GPU tensors is known only after the call. It is compared at once in the first calls, and later at the end of
+the next call.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from penstock.runtime.wire.process_transport import ProcessTransport
 
 __all__ = ["BatchComparison"]
 
-_COMPARED_FIRST, _COMPARED_EVERY = 3, 50  # the first calls of each kind are compared, and then one in 50
+_COMPARED_FIRST, _COMPARED_EVERY = 3, 50  # the first calls of each kind are compared, then every 50th
 _SAME = (
-    "Every process must be given the same batches in the same order, for each lane uses its part of all of them: take "
-    "no DistributedSampler, and shuffle by the same seed in all processes (docs/howto/processes.md)"
+    "Each lane uses its part of every batch, so give every process the same batches in the same order: use no "
+    "DistributedSampler, and shuffle with the same seed in all processes (docs/howto/processes.md)"
 )
 
 
@@ -35,7 +36,7 @@ class BatchComparison:
         self._latest = (0, (False, False))  # the number and the kind of the latest call
 
     def clear(self) -> None:
-        """Begin again."""
+        """Forget all batches and all calls."""
         self._digests.clear()
         self._num_ended.clear()
 
@@ -44,7 +45,7 @@ class BatchComparison:
         self._digests.pop(self._latest[0], None)
 
     def look(self, step: Step) -> None:
-        """Make the digest of a batch if it is to be compared, and tell it to the others if it is known at once."""
+        """Compute the digest of a batch if it must be compared; if it is known at once, send it to the others."""
         kind = (step.mode.is_training, step.mode.has_backward)
         self._latest = (step.number, kind)
         is_capture = step.tapes is not None and not all(tape.is_replay for tape in step.tapes.values())
@@ -59,13 +60,13 @@ class BatchComparison:
             for other in self._transport.links.peers:
                 self._transport.send_message(other, f"batch {number}", digest.rows())
         except LostError:
-            self._transport.check()  # it may have said why, before it left
+            self._transport.check()  # raises the reason, if the lost process sent one before it left
             raise
 
     def compare(self) -> str:
-        """End a call: return how batches differ, as far as it is known by now; "" if they do not.
+        """End a call; return a message about the differences between batches that are known by now, or "".
 
-        All processes come to the same answer at the end of the same call.
+        All processes return the same message at the end of the same call.
         """
         now, kind = self._latest
         latest = self._digests.get(now)

@@ -1,4 +1,4 @@
-"""Control plane: what the processes of a pipeline tell each other and agree on, beside the values of a step."""
+"""Control plane: the messages and agreements between the processes of a pipeline, beside the values of a step."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _PINGS = 8
 
 
 class ControlPlane(Protocol):
-    """How one process of a pipeline speaks with the others. What is told is whatever JSON can hold."""
+    """The messages of one process of a pipeline to the others. They can contain any JSON value."""
 
     def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the others that this process does not begin a step."""
+        """Tell the other processes that this process does not begin a step."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process outside of a step; any thread may call it."""
+        """Tell the other processes which error ends this process outside of a step; any thread may call this."""
         ...
 
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let one process choose for all; `settings` must be the same everywhere."""
+        """Let one process choose for all; `settings` must be the same in all processes."""
         ...
 
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave, in the order of their lanes."""
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return the values that all processes gave, in the order of their lanes."""
         ...
 
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave under a name in a step; raises if one of them refuses the step, or fails."""
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return the values that all processes gave under a name in a step; raise if one refuses it or fails."""
         ...
 
     def clock_offset(self) -> float:
-        """Return what to add to this process's clock, in seconds, to get that of the first."""
+        """Return the seconds to add to this process's clock to get the clock of lane 0."""
         ...
 
 
@@ -55,24 +55,24 @@ class OneProcess:
         """Do nothing."""
 
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        """Choose."""
+        """Return the choice of this process."""
         return choose()
 
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what this process gave."""
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return a list of this process's value only."""
         return [thing]
 
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401, ARG002 - whatever JSON can hold
-        """Return what this process gave."""
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401, ARG002 - any JSON value
+        """Return a list of this process's value only."""
         return [thing]
 
     def clock_offset(self) -> float:
-        """Return zero: all lanes read one clock."""
+        """Return zero: all lanes use one clock."""
         return 0.0
 
 
 class ProcessControl:
-    """The control plane of one lane in a process of its own.
+    """The control plane of a lane that is a process.
 
     Args:
         transport: carries the messages.
@@ -89,7 +89,7 @@ class ProcessControl:
     # ---- a step
 
     def begin(self, step: Step) -> None:
-        """Begin a step; after a failure, when lanes may have stopped in different steps, go on from the latest."""
+        """Begin a step. After a failure, lanes may have stopped in different steps, so continue with the latest."""
         if self._has_failed:
             self._transport.recover()
             step.number = max(self.gather(step.number))
@@ -97,16 +97,16 @@ class ProcessControl:
             self._batches.clear()
 
     def start(self, step: Step) -> None:
-        """Let the transport begin a step. A lane that refused it may have left since."""
+        """Begin a step in the transport; raise if a lane has refused the step, even if that lane has left since."""
         self._transport.start(step.number, sum(step.batch.sizes))
         self._transport.check()
 
     def look_at_batch(self, step: Step) -> None:
-        """Begin to compare the step's batch with that of the others."""
+        """Begin to compare the step's batch with those of the other processes."""
         self._batches.look(step)
 
     def end_call(self) -> None:
-        """Raise if the batches of the processes differ: all of them do."""
+        """Raise in all processes if their batches differ."""
         with self.coordinated():
             found = self._batches.compare()
         if found:
@@ -114,23 +114,23 @@ class ProcessControl:
 
     @contextmanager
     def coordinated(self) -> Iterator[None]:
-        """Work with the other processes; after a failure here, tell them, and agree on a new start before the next."""
+        """Tell the other processes about a failure inside the block; before the next step, all agree on a new start."""
         try:
             yield
         except BaseException as error:
-            # after a refusal all have come as far: none of them ran the step
+            # after a refusal all processes are at the same step, because none of them ran it
             self._has_failed = self._has_failed or not getattr(error, "was_refused", False)
-            self._batches.forget_latest()  # whoever refused has none
+            self._batches.forget_latest()  # the process that refused has none
             if not getattr(error, "was_told", False):
                 self._transport.abort(error)
             raise
 
     def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the others that this process does not begin a step."""
+        """Tell the other processes that this process does not begin a step."""
         self._transport.refuse(step, error)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process outside of a step; any thread may call it."""
+        """Tell the other processes which error ends this process outside of a step; any thread may call this."""
         self._has_failed = True
         self._transport.abort(error)
 
@@ -140,7 +140,7 @@ class ProcessControl:
         """Compare the settings of all processes; let the first choose for all.
 
         Raises:
-            UsageError: listing the settings that differ.
+            UsageError: if settings differ, or if the first process cannot choose.
         """
         everyone = self.gather(dict(settings))
         differing = [
@@ -165,18 +165,18 @@ class ProcessControl:
         plan: dict[str, Any] = found["chosen"]
         return plan
 
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave, in the order of their lanes."""
+    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return the values that all processes gave, in the order of their lanes."""
         return self._exchange(self._next("gather"), thing)
 
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
-        """Return what each process gave before, or in, a step; raises if one of them refuses the step, or fails."""
+    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+        """Return the values that all processes gave before or in a step; raise if one refuses it or fails."""
         self.begin(step)
         with self.coordinated():
             self.start(step)
             return self._exchange(f"{what} {step.number}", thing)
 
-    def _exchange(self, name: str, thing: Any) -> list[Any]:  # noqa: ANN401 - whatever JSON can hold
+    def _exchange(self, name: str, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
         for other in self._others:
             self._transport.send_message(other, name, thing)
         return [
@@ -191,9 +191,9 @@ class ProcessControl:
     # ---- one clock
 
     def clock_offset(self) -> float:
-        """Return what to add to this process's clock to get lane 0's: half of the quickest way there and back.
+        """Return the seconds to add to this process's clock to get lane 0's, measured in the fastest round trip.
 
-        All processes call it; lane 0 answers the others, one after the other.
+        A message is assumed to take half of the round trip. All processes call this; lane 0 answers one after another.
         """
         if self._lane == 0:
             for other in self._others:

@@ -1,4 +1,4 @@
-"""Culprit: of a lane that keeps others waiting, what its process does and where in the code it is."""
+"""Hang report: the state of the process of a hanging lane, and the line of code that it is at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["SIGNAL", "stack_file", "stack_of_process", "stack_of_thread", "state_of"]
 
-# one that nobody else uses; what it is answered by needs no Python, so also a process that never lets go of it answers
+# a signal that nothing else uses; its handler runs no Python, so a process that never releases the GIL answers too
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
 _SECONDS, _LOOK_SECONDS = 1.0, 0.02
 _MOST_FRAMES = 30
@@ -31,10 +31,10 @@ _STATES = {
 
 @cache
 def stack_file() -> int:
-    """Return where this process writes its stack when it is asked by a signal; -1 where that cannot be.
+    """Return the descriptor of the file where this process writes its stack on a signal; -1 if it cannot.
 
-    The file is memory that others of this user read under `/proc`. It stays as long as the process: whoever has heard
-    of it may ask.
+    The file is memory that other processes of this user can read under `/proc`. It stays as long as the process,
+    because every process that has its descriptor may send the signal.
     """
     if sys.platform != "linux" or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return -1
@@ -44,7 +44,7 @@ def stack_file() -> int:
 
 
 def state_of(process: int) -> str:
-    """Return in words what a process of this machine is doing, as the system knows it; "" where it does not tell."""
+    """Return a description of the state of a process of this machine, as the system reports it; "" if it is unknown."""
     if process <= 0:
         return ""
     try:
@@ -55,7 +55,7 @@ def state_of(process: int) -> str:
 
 
 def stack_of_process(process: int, file: int) -> str:
-    """Ask a process for its stack, and return that of its main thread; "" where it does not answer."""
+    """Request the stack of a process, and return that of its main thread; "" if it does not answer."""
     if process <= 0 or file < 0 or " is stopped " in state_of(process):
         return ""
     path = Path(f"/proc/{process}/fd/{file}")
@@ -72,12 +72,12 @@ def stack_of_process(process: int, file: int) -> str:
         written = path.read_bytes()[before:].decode(errors="replace")
         return _stack_text(
             written.strip().rpartition("\n\n")[2].splitlines()[1:]
-        )  # threads by age: the first comes last
+        )  # the newest thread comes first, so the main thread comes last
     return ""
 
 
 def stack_of_thread(thread: int | None) -> str:
-    """Return the stack of a thread of this process; "" where it has none."""
+    """Return the stack of a thread of this process; "" if it has none."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return ""
@@ -86,4 +86,4 @@ def stack_of_thread(thread: int | None) -> str:
 
 
 def _stack_text(lines: list[str]) -> str:
-    return "\n".join(["where it is (most recent call first):", *lines[:_MOST_FRAMES]]) if lines else ""
+    return "\n".join(["stack (most recent call first):", *lines[:_MOST_FRAMES]]) if lines else ""

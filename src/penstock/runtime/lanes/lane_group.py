@@ -29,47 +29,47 @@ class LaneGroup(Protocol):
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """The lanes that run here."""
+        """The lanes that run in this process."""
         ...
 
     @property
     def transports(self) -> Mapping[int, Transport]:
-        """Their ends of the transport."""
+        """The transports of these lanes."""
         ...
 
     @property
     def streams(self) -> Mapping[int, Streams]:
-        """The streams of the lanes that run here."""
+        """The streams of these lanes."""
         ...
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make the streams; lanes of a group hold the same tensors."""
+        """Make the streams; the lanes of one group hold the same tensors."""
         ...
 
     @property
     def control(self) -> ControlPlane:
-        """How the processes agree."""
+        """The control plane of this process."""
         ...
 
     @property
     def values(self) -> SharedValues:
-        """What lanes share beside the values of their programs."""
+        """The values that lanes exchange outside of their programs."""
         ...
 
     @property
     def rows(self) -> Mapping[int, memoryview]:
-        """Where they say what they are doing."""
+        """The rows of the status board where these lanes write their current actions."""
         ...
 
     def set_timeout(self, seconds: float) -> None:
-        """Let lanes wait so long for a value, and no longer."""
+        """Set the longest time that a lane waits for a value."""
         ...
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
-        """Run a step on the lanes that run here.
+        """Run a step on the lanes of this process.
 
         Raises:
-            LaneError: when an action failed, on whichever lane.
+            LaneError: if an action failed on any lane.
         """
         ...
 
@@ -79,7 +79,7 @@ class LaneGroup(Protocol):
 
 
 class ThreadLanes:
-    """All lanes in this process: threads."""
+    """All lanes as threads of this process."""
 
     def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None) -> None:
         num_lanes = len(devices)
@@ -92,11 +92,11 @@ class ThreadLanes:
         self.rows = {lane: self._threads.board.row(lane) for lane in self.lanes}
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make the streams; lanes of a group hold the same tensors."""
+        """Make the streams; the lanes of one group hold the same tensors."""
         self.streams = self._threads.streams = make_streams(dict(enumerate(self._devices)), groups)
 
     def set_timeout(self, seconds: float) -> None:
-        """Let lanes wait so long for a value, and no longer."""
+        """Set the longest time that a lane waits for a value."""
         self._threads.timeout_seconds = self._threads.boxes.timeout_seconds = seconds
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
@@ -105,7 +105,7 @@ class ThreadLanes:
             self._threads.run(executors, step, spans)
 
     def _on_streams(self, step: Step, *, is_recorded: bool) -> AbstractContextManager[None]:
-        """Return what puts the lanes' streams behind the caller's, and those behind the lanes."""
+        """Return a context that orders the step after the caller's earlier work, and the later work after the step."""
         is_replay = step.tapes is not None and all(tape.is_replay for tape in step.tapes.values())
         return ordered_step(self.streams, may_lend=is_replay and not is_recorded)
 
@@ -115,7 +115,7 @@ class ThreadLanes:
 
 
 def world_size() -> int:
-    """Return how many processes there are: those of torch.distributed, or that torchrun started."""
+    """Return the number of processes in torch.distributed, or of those that torchrun started."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
@@ -134,5 +134,5 @@ def make_lane_group(
 
         return ProcessLanes(devices, timeout_seconds=timeout_seconds, transport=transport)
     if transport != "auto":
-        raise UsageError(f"transport: {transport!r} is for lanes that are processes; these are threads: leave it out")
+        raise UsageError(f"transport: {transport!r} needs lanes that are processes; these are threads: leave it out")
     return ThreadLanes(devices, timeout_seconds=timeout_seconds, num_threads=num_threads)

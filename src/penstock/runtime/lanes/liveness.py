@@ -1,7 +1,8 @@
-"""Heartbeats: whether a process that others wait for, before the first step, goes on with what it does.
+"""Heartbeats: signs that a process still makes progress while others wait for it before the first step.
 
-Before the first step nobody knows how long something takes: a lane may measure for minutes. It gives a sign every
-second. Who gives none any more, or is stopped, is named by those who wait, long before their time is over.
+Before the first step, no timeout fits: a lane may measure for minutes. So every process sends a heartbeat each second.
+If a process sends no more of them, or is stopped, the waiting processes raise an error that names it, long before
+their timeout.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from penstock.runtime.wire.process_transport import BEAT, LAST_BEAT, ProcessTran
 __all__ = ["Heartbeats"]
 
 _EVERY_SECONDS = 1.0
-_STOPPED_SECONDS, _SILENT_SECONDS = 10.0, 60.0  # that a lane may be stopped, or give no sign, while others wait
+_STOPPED_SECONDS, _SILENT_SECONDS = 10.0, 60.0  # the longest that a lane may be stopped, or send no heartbeat
 _SAY_FIRST_SECONDS, _SAY_SECONDS = 15.0, 30.0
 
 
 class Heartbeats:
-    """The signs that this process gives until `stop`, and those of the lanes that it waits for.
+    """The heartbeats that this process sends until `stop`, and those of the lanes that it waits for.
 
     Args:
-        transport: brings them.
-        board: knows the processes of the lanes.
+        transport: sends and receives the heartbeats.
+        board: the status board, which holds the process IDs of the lanes.
     """
 
     def __init__(self, transport: ProcessTransport, board: StatusBoard) -> None:
@@ -38,7 +39,7 @@ class Heartbeats:
         self._thread.start()
 
     def _begin(self, lane: int = -1) -> None:
-        """Begin to wait for a lane. All times are seconds of this wait."""
+        """Begin a wait for a lane. All times are seconds since the start of this wait."""
         self._awaited, self._seconds = lane, 0.0
         self._num_beats, self._beat_at = 0, 0.0
         self._stopped_at: float | None = None
@@ -54,17 +55,17 @@ class Heartbeats:
                 self._transport.links.send(other, BEAT, body)
 
     def stop(self) -> None:
-        """Give no more: nobody is to wait for them."""
+        """Send the last heartbeat, after which the other processes expect no more."""
         if not self._is_over.is_set():
             self._is_over.set()
             self._thread.join()
             self._tell(LAST_BEAT)
 
     def look(self, lane: int, seconds: float) -> None:
-        """Look at a lane that is waited for, so long by now.
+        """Check a lane for which this process has waited for `seconds`.
 
         Raises:
-            HangError: when it is stopped, or gives no sign any more.
+            HangError: if the lane is stopped, or sends no more heartbeats.
         """
         if lane != self._awaited or seconds < self._seconds:
             self._begin(lane)
@@ -82,13 +83,13 @@ class Heartbeats:
         stopped = 0.0 if self._stopped_at is None else seconds - self._stopped_at
         if stopped >= _STOPPED_SECONDS or silent >= _SILENT_SECONDS:
             raise HangError(
-                f"lane {self._lane} has waited {seconds:.0f} s for lane {lane}, which {doing}, and has given no sign "
-                f"for {max(silent, stopped):.0f} s" + (f"; {state}" if state else "")
+                f"lane {self._lane} has waited {seconds:.0f} s for lane {lane}, which {doing}, and has sent no "
+                f"heartbeat for {max(silent, stopped):.0f} s" + (f"; {state}" if state else "")
             )
         self._say(lane, doing)
 
     def _say(self, lane: int, doing: str) -> None:
-        """Say now and then on stderr that others wait; one of them does."""
+        """Report on stderr, from time to time, that lanes wait; only one of the waiting lanes does this."""
         if self._lane == (1 if lane == 0 else 0) and self._seconds >= self._said_at + _SAY_SECONDS:
             self._said_at = self._seconds
             sys.stderr.write(f"lane {self._lane} has waited {self._seconds:.0f} s for lane {lane}, which {doing}\n")

@@ -1,4 +1,4 @@
-"""Process lanes: each lane is a process, as torchrun starts them."""
+"""Process lanes: lanes that are processes, started by torchrun."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from penstock.runtime.wire.torch_p2p import TorchP2P
 
 __all__ = ["ProcessLanes"]
 
-_NUMBER = count()  # pipelines of this process: all processes make theirs in the same order
+_NUMBER = count()  # numbers the pipelines; all processes make them in the same order
 
 
 class ProcessLanes:
-    """The lane that is this process, and its links to the others.
+    """This process's lane, and its links to the other lanes.
 
     Args:
-        devices: of each lane.
-        timeout_seconds: the longest a lane waits for a value.
+        devices: the device of each lane.
+        timeout_seconds: the longest time that a lane waits for a value.
         transport: "auto", "shared", "gloo" or "nccl".
     """
 
@@ -50,7 +50,7 @@ class ProcessLanes:
         _join(timeout_seconds)
         self.lane, self.num_lanes = dist.get_rank(), dist.get_world_size()
         if self.num_lanes != len(devices):
-            raise UsageError(f"there are {self.num_lanes} processes, each a lane; lanes asked for: {len(devices)}")
+            raise UsageError(f"lanes: {len(devices)}, but there are {self.num_lanes} processes, and each is a lane")
         self._timeout_seconds = timeout_seconds
         store = Store(dist.distributed_c10d._get_default_store(), f"penstock/{next(_NUMBER)}")
         hosts, address = _hosts(store, self.lane, self.num_lanes)
@@ -76,16 +76,16 @@ class ProcessLanes:
 
     def give_streams(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: ARG002 - one lane runs here
         """Make the lane's streams."""
-        self._heartbeats.stop()  # from now on nothing takes long
+        self._heartbeats.stop()  # from now on, nothing takes long enough to need heartbeats
         self.streams = make_streams({self.lane: self._device})
         self._transport.streams = self.streams[self.lane]
 
     def set_timeout(self, seconds: float) -> None:
-        """Let lanes wait for a value no longer than this."""
+        """Set the longest time that a lane waits for a value."""
         self._timeout_seconds = self._transport.timeout_seconds = seconds
 
     def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
-        """Run this lane's part of a step; when one lane fails, all raise."""
+        """Run this lane's part of a step; if one lane fails, all lanes raise."""
         (executor,) = executors
         self._executor, self._transport.on_wait = executor, None
         self.control.begin(step)
@@ -115,7 +115,7 @@ class ProcessLanes:
     # ---- beginning and end
 
     def _make_board(self, *, is_one_machine: bool) -> StatusBoard:
-        """Return a board that all processes of this machine see; between machines each sees its own row only."""
+        """Return a board that all processes share if they run on one machine; otherwise each sees only its own row."""
         if not (is_one_machine and is_available()):
             return StatusBoard.empty(self.num_lanes)
         size = self.num_lanes * NUM_COLUMNS * 8
@@ -135,8 +135,8 @@ class ProcessLanes:
         return board
 
     def close(self) -> None:
-        """Say goodbye to the others; torch.distributed stays joined, for the next pipeline."""
-        if self._is_closed or not self._use.is_here:  # a fork of this process says goodbye for itself only
+        """Send a goodbye to the other processes; torch.distributed stays initialized for the next pipeline."""
+        if self._is_closed or not self._use.is_here:  # a fork must not send the goodbye of its parent
             return
         self._is_closed = True
         atexit.unregister(self.close)
@@ -145,7 +145,7 @@ class ProcessLanes:
 
 
 def _join(timeout_seconds: float) -> None:
-    """Join the processes that torchrun started, unless the user's script has; left again when the process ends."""
+    """Join the processes of torchrun, unless the user's script has done so; leave them when this process ends."""
     if dist.is_initialized():
         return
     join_processes(timeout_seconds)
@@ -179,7 +179,7 @@ def _choose(transport: str, devices: Sequence[torch.device], *, is_one_machine: 
     """Return the backend that moves values, or None for shared memory.
 
     Raises:
-        UsageError: when the one that was asked for cannot work here.
+        UsageError: if the requested transport cannot work here.
     """
     can_share = is_one_machine and is_available()
     on_gpus = all(device.type == "cuda" for device in devices)

@@ -1,4 +1,4 @@
-"""Shared values: what lanes exchange outside of a schedule's sends and receives: losses, outputs, parameters."""
+"""Shared values: losses, outputs and parameters, which lanes exchange outside of the schedule."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["OneProcessValues", "ProcessValues", "SharedValues"]
 
 
 class SharedValues(Protocol):
-    """The values that lanes share outside of their programs."""
+    """The exchange of values between lanes outside of their programs."""
 
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
-        """Return what each of some lanes gave, in order; all of them call it, with the same number."""
+        """Return the tensors of each of the given lanes, in order; all these lanes call it with the same number."""
         ...
 
     def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
-        """Return the loss of every micro-batch; the step gets the metrics of all of them, too."""
+        """Return the loss of every micro-batch, and write the metrics of all micro-batches to the step."""
         ...
 
     def outputs(
         self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
     ) -> Mapping[int, list[Any]] | None:
-        """Return the results of every micro-batch, or None if they are for other lanes."""
+        """Return the results of every micro-batch, or None if only other lanes get them."""
         ...
 
 
 class OneProcessValues:
-    """Lanes of one process hold the same tensors."""
+    """The shared values of a single process, whose lanes hold the same tensors."""
 
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
-        """Return what was given."""
+        """Return the given tensors."""
         return [list(tensors)]
 
     def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
@@ -53,18 +53,18 @@ class OneProcessValues:
 
 
 class ProcessValues:
-    """Lanes in processes send each other copies.
+    """The shared values of several processes, which send copies to each other.
 
     Args:
-        transport: carries them.
-        control: the control plane, which hears of failures.
+        transport: carries the values.
+        control: the control plane, which tells the other processes about failures.
     """
 
     def __init__(self, transport: ProcessTransport, control: ProcessControl) -> None:
         self._transport, self._control, self._lane = transport, control, transport.lane
 
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
-        """Return what each of some lanes gave, in order; all of them call it, with the same number."""
+        """Return the tensors of each of the given lanes, in order; all these lanes call it with the same number."""
         plain = [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in tensors]
         with self._control.coordinated():
             for lane in lanes:
@@ -76,7 +76,7 @@ class ProcessValues:
             ]
 
     def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
-        """Return the loss of every micro-batch: the lanes that end the model tell all others."""
+        """Return the loss of every micro-batch; the lanes with the last stage send them to all others."""
         with self._control.coordinated():
             losses = self._share_losses(step, schedule)
         self._control.end_call()
@@ -109,7 +109,7 @@ class ProcessValues:
     def outputs(
         self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
     ) -> Mapping[int, list[Any]] | None:
-        """Return the results of every micro-batch; if they end on several lanes, all of those get all results."""
+        """Return the results of every micro-batch; if several lanes have results, each of them gets all results."""
         with self._control.coordinated():
             found = self._share_outputs(own, num_mbs, schedule, to_all=to_all)
         self._control.end_call()
@@ -129,5 +129,5 @@ class ProcessValues:
         for mb, lane in lane_of.items():
             if mb not in found:
                 received = self._transport.receive(Key("R", lane, schedule.num_stages, mb), lane)
-                found[mb] = [value.clone() for value in received]  # the user may keep them for long
+                found[mb] = [value.clone() for value in received]  # copied, because the user may keep them for long
         return found

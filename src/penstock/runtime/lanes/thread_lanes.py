@@ -1,4 +1,4 @@
-"""Crew: a worker thread for each lane of one process; runs steps, stops all lanes when one fails."""
+"""Lane threads: one worker thread per lane of a process. They run the steps; if one lane fails, all stop."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from penstock.runtime.wire.transport import Key, Stopped
 
 __all__ = ["LaneThreads"]
 
-_GRACE_SECONDS = 4.0  # for lanes to end after one has failed
+_GRACE_SECONDS = 4.0  # time for the other lanes to end after one has failed
 
 Task = Callable[[], None]
 
 
 class LaneThreads:
-    """The lanes of one process.
+    """The lanes of one process, as threads.
 
     Args:
-        num_lanes: how many.
-        timeout_seconds: the longest a lane waits for a value.
-        num_threads: that torch may use in each lane; None leaves torch as it is.
+        num_lanes: the number of lanes.
+        timeout_seconds: the longest time that a lane waits for a value.
+        num_threads: the number of threads that torch may use in each lane; None leaves torch's setting.
     """
 
     def __init__(self, num_lanes: int, *, timeout_seconds: float, num_threads: int | None = None) -> None:
@@ -62,11 +62,11 @@ class LaneThreads:
         """Run one step on all lanes.
 
         Raises:
-            LaneError: the first that a lane raised; the others have been stopped.
+            LaneError: if a lane failed; the other lanes have been stopped.
         """
         self._executors = executors
         self.boxes.reset()
-        if self.num_lanes == 1:  # there is nobody to work beside: the caller does it, and nothing is handed over
+        if self.num_lanes == 1:  # a single lane needs no thread of its own: it runs on the caller's
             executors[0].transport = self.transports[0]
             executors[0].run(step, None if spans is None else spans[0])
             return
@@ -88,7 +88,7 @@ class LaneThreads:
                 if error is not None:
                     first = error
                     break
-        except BaseException:  # Ctrl-C: no lane goes on behind the user's back
+        except BaseException:  # Ctrl-C: no lane may continue in the background
             self._stop(left)
             raise
         if first is None:
@@ -97,7 +97,7 @@ class LaneThreads:
         raise error
 
     def _stop(self, left: set[int], first: BaseException | None = None) -> BaseException:
-        """Stop all lanes; return the error that tells most: one of a lane itself, before that of one that waited."""
+        """Stop all lanes; return the most useful error: a lane's own error comes before that of a lane that waited."""
         self.boxes.stop()
         end = time.monotonic() + _GRACE_SECONDS
         errors = [first] if first is not None else []
@@ -108,7 +108,7 @@ class LaneThreads:
                 break
             left.discard(lane)
             errors += [error] if error is not None else []
-        if left:  # they hang in code that is not ours: go on without them
+        if left:  # these hang in the user's code: continue without them
             self._threads = []
         told = [e for e in errors if not isinstance(e, Stopped)]
         own = [e for e in told if not isinstance(e, HangError)]
@@ -139,14 +139,14 @@ def _work(
     lane: int, tasks: queue.SimpleQueue[Task | None], ends: queue.SimpleQueue[tuple[int, BaseException | None]],
     num_threads: int | None,
 ) -> None:  # fmt: skip
-    """Run what a lane is given until there is no more."""
+    """Run the tasks of a lane until None arrives."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     while (task := tasks.get()) is not None:
         try:
             task()
-        except BaseException as error:  # goes to the thread that asked
+        except BaseException as error:  # goes to the thread that called `run`
             ends.put((lane, error))
         else:
             ends.put((lane, None))
-        del task  # else the last step lives as long as the thread waits
+        del task  # otherwise the last step stays in memory while the thread waits

@@ -1,1 +1,1 @@
-"""Wire: how values and messages travel between lanes."""
+"""Wire: everything that carries data between lanes."""

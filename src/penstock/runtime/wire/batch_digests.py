@@ -1,4 +1,4 @@
-"""Digest: a few bytes that tell whether processes were given the same batch, at next to no cost."""
+"""Batch digests: a few bytes per batch, which show at almost no cost whether processes have the same batch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.model.structure import flatten
 
 __all__ = ["Digest", "differences"]
 
-_MOST_WHOLE = 1 << 14  # values: a bigger tensor is looked at here and there
+_MOST_WHOLE = 1 << 14  # values; only a sample of a larger tensor is read
 _SAMPLE = 1 << 12
-_GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a tensor spread evenly over it
+_GOLDEN = (math.sqrt(5) - 1) / 2  # a stride of this share of a tensor spreads the sample evenly
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: any type is read as one of these
 _PLAIN = (bool, int, float, str, bytes)
 
-Row = list[Any]  # the name, the type, the shape and the digest of one thing in a batch
+Row = list[Any]  # the name, the type, the shape and the digest of one value in a batch
 
 
 class Digest:
-    """What a batch and its target look like. Of tensors on a GPU values are under way when this returns.
+    """The digest of a batch and its target. Values of a GPU are still being copied when the constructor returns.
 
     Args:
-        given: the batch, and its target where there is one.
-        number: of the step: another sample of big tensors is taken in each.
+        given: the batch, and its target if there is one.
+        number: the number of the step; each step takes another sample of large tensors.
     """
 
     def __init__(self, given: Sequence[Any], number: int) -> None:
@@ -38,7 +38,7 @@ class Digest:
         self._rows: list[tuple[Row, torch.Tensor | None]] = []
         with torch.no_grad():
             for what, thing in zip(("batch", "target"), given, strict=False):
-                # a lane that needs no target may be given None
+                # the target may be None on a lane that does not need it
                 for name, leaf in () if thing is None else _leaves(thing, what):
                     self._add(name, leaf)
 
@@ -61,23 +61,23 @@ class Digest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nobody would wait for a GPU."""
+        """Whether `rows` returns without waiting for a GPU."""
         return not self._events
 
     def rows(self) -> list[Row]:
-        """Return a row for each thing in the batch and its target; waits for a GPU, where values come from one."""
+        """Return one row per value in the batch and its target; wait for values that come from a GPU."""
         for event in self._events.values():
             event.synchronize()
         self._events.clear()
         for row, sample in self._rows:
             if sample is not None:
                 row[3] = blake2b(sample.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-        self._rows = [(row, None) for row, _ in self._rows]  # of a batch nothing is kept
+        self._rows = [(row, None) for row, _ in self._rows]  # drop the values of the batch
         return [row for row, _ in self._rows]
 
 
 def _leaves(thing: object, name: str) -> Iterator[tuple[str, object]]:
-    """Yield tensors and plain values by their names; of what is neither, and holds none, nothing."""
+    """Yield tensors and plain values with their names; for other objects, yield only the tensors that they hold."""
     if isinstance(thing, torch.Tensor) or thing is None or isinstance(thing, _PLAIN):
         yield name, thing
     elif isinstance(thing, Mapping):
@@ -92,7 +92,7 @@ def _leaves(thing: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor | None:
-    """Return some values of a tensor, all of them if it is small; None where it is nothing that holds plain values."""
+    """Return some values of a tensor, or all if it is small; None if it does not hold plain values."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
         return None
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -112,7 +112,7 @@ def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor | None:
 
 
 def differences(everyone: Sequence[Sequence[Row]]) -> list[str]:
-    """Return what differs between the digests of all lanes, in words; a lane without a target is left out of it."""
+    """Return a description of each difference between the digests; lanes without a target do not count for it."""
     told = []
     for what in ("batch", "target"):
         rows_of = {lane: [r for r in rows if r[0].startswith(what)] for lane, rows in enumerate(everyone)}
@@ -126,13 +126,13 @@ def differences(everyone: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def _difference(one: int, ours: Sequence[Row], other: int, theirs: Sequence[Row]) -> str:
-    """Return the first difference between two lanes."""
+    """Return a description of the first difference between two lanes."""
     for mine, yours in zip(ours, theirs, strict=False):
         if mine[:3] != yours[:3]:
             return f"lane {one} has {_described(mine)}, lane {other} has {_described(yours)}"
         if mine != yours:
             return f"{_described(mine)} has other values on lane {other} than on lane {one}"
-    return f"lane {one} has {len(ours)} things in its {ours[0][0][:6].rstrip('[,')}, lane {other} has {len(theirs)}"
+    return f"the {ours[0][0][:6].rstrip('[,')} has {len(ours)} values on lane {one} and {len(theirs)} on lane {other}"
 
 
 def _described(row: Row) -> str:

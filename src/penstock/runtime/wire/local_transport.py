@@ -1,4 +1,4 @@
-"""LocalTransport: lanes of one process hand each other the tensors themselves."""
+"""Local transport: lanes that are threads of one process pass the tensors themselves to each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.runtime.wire.transport import Key, Payload, Stopped
 
 __all__ = ["LocalTransport", "Mailboxes"]
 
-_LOOK_SECONDS = 0.2  # how often a lane that waits looks whether it was stopped
+_LOOK_SECONDS = 0.2  # how often a waiting lane checks whether it was stopped
 
 
-Message = tuple[Payload, Event | None]  # values, and the event behind what makes them
+Message = tuple[Payload, Event | None]  # the values, and the event after the work that makes them
 
 
 class Mailboxes:
-    """A queue a lane, and the one switch that stops them all."""
+    """One queue per lane, and one switch that stops all lanes."""
 
     def __init__(
         self, num_lanes: int, *, timeout_seconds: float, on_hang: Callable[[int, int, Key], Exception]
@@ -32,7 +32,7 @@ class Mailboxes:
         self.is_stopped = False
 
     def stop(self) -> None:
-        """Wake all lanes that wait; they end."""
+        """Wake all waiting lanes, so that they end."""
         self.is_stopped = True
         for box in self.queues:
             box.put((-1, None, ((), None)))
@@ -46,7 +46,7 @@ class LocalTransport:
     """One lane's end of the mailboxes.
 
     Attributes:
-        streams: of the lane.
+        streams: the lane's streams.
     """
 
     def __init__(self, lane: int, boxes: Mailboxes) -> None:
@@ -57,17 +57,17 @@ class LocalTransport:
         self._here: dict[Key, Message] = {}
 
     def start(self, step: int, num_samples: int) -> None:  # noqa: ARG002 - all lanes have the same batch
-        """Begin a step: what is left of earlier ones is thrown away."""
+        """Begin a step; discard the messages of earlier steps."""
         self._step = step
         self._here.clear()
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
-        """Hand values to a lane."""
+        """Send values to a lane."""
         ready = self.streams.mark()
         self._boxes.queues[to_lane].put((self._step, key, (payload, ready)))
 
     def receive(self, key: Key, from_lane: int, into: Workspace | None = None) -> Payload:
-        """Return values from a lane, when they are there; on a GPU, when the lane's stream can wait for them."""
+        """Wait for values from a lane, and return them; on a GPU, the lane's stream waits until they are ready."""
         here = self._here
         if key not in here:
             end = time.monotonic() + self._boxes.timeout_seconds
@@ -82,7 +82,7 @@ class LocalTransport:
         return self.streams.bring(payload, ready, into)
 
     def _take(self, seconds: float) -> None:
-        """Take one message out of the queue, if there is one in time; those of an earlier step are thrown away."""
+        """Take one message out of the queue, if one arrives in time; discard it if it is of an earlier step."""
         try:
             step, key, message = self._queue.get(timeout=seconds)
         except queue.Empty:

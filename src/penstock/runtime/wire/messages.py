@@ -1,7 +1,7 @@
-"""Letters: how a message between processes is written: a head of numbers, and a description the first time only.
+"""Messages: the binary format of the values that processes send to each other.
 
-What a message holds (types, shapes, which values want a gradient) is described once and numbered; from then on the
-number stands for it, so that in the steady state nothing but numbers goes with the values.
+A message begins with a head of numbers. Its description (types, shapes, which values require a gradient) is sent only
+once, and gets a number. Later messages carry this number instead, so only a few numbers travel with the values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ _ALIGN = 64
 _KINDS = ("F", "B", "R")
 HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, description, carrier, bytes
 
-INLINE = 0xFFFFFFFF  # the values stand behind the head
+INLINE = 0xFFFFFFFF  # the values follow the head
 
-# what numpy knows too, whose way to bytes is the shortest
+# dtypes that numpy has too; its conversion to bytes is the fastest
 _OF_NUMPY = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool})
 
 
 @dataclass(frozen=True)
 class Part:
-    """One value of a message: a tensor's type, shape and place; or a plain value.
+    """One value of a message: the type, the shape and the place of a tensor, or a plain value.
 
-    `order` holds the dimensions as they lie in memory, the outermost first, where that is not their own order: a
-    `view` in the next stage may hold for a transposed tensor, and not for a copy of it in its own order.
+    `order` lists the dimensions as they lie in memory, outermost first; it is empty for a contiguous tensor. The
+    receiver restores this order, because a `view` in the next stage may fit a transposed tensor but not a contiguous
+    copy of it.
     """
 
     dtype: torch.dtype | None
@@ -46,7 +47,7 @@ class Part:
     plain: Any = None
 
     def place(self, room: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that lies at its place in a stretch of bytes."""
+        """Return the tensor at this place in a buffer."""
         plain = room[self.offset : self.offset + self.num_bytes].view(self.dtype or torch.uint8)
         if not self.order:
             return plain.view(self.shape)
@@ -56,13 +57,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Description:
-    """All values of a message, and how many bytes they take."""
+    """All values of a message, and the number of bytes that they take."""
 
     parts: tuple[Part, ...]
     num_bytes: int
 
     def to_json(self) -> bytes:
-        """Return it as text."""
+        """Return the description as JSON text."""
         rows = [
             [str(p.dtype).removeprefix("torch."), list(p.shape), p.wants_grad, list(p.order)]
             if p.dtype is not None
@@ -73,7 +74,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: bytes) -> Description:
-        """Read it back."""
+        """Return the description that `to_json` wrote."""
         found: list[Part] = []
         for row in json.loads(text):
             if row[0] is None:
@@ -81,18 +82,18 @@ class Description:
                 continue
             dtype = getattr(torch, row[0], None)
             if not isinstance(dtype, torch.dtype):
-                raise LaneError(f"a message of a type that torch does not have: {row[0]!r:.40}")
+                raise LaneError(f"a message has a dtype that this torch does not have: {row[0]!r:.40}")
             found.append(Part(dtype, tuple(map(int, row[1])), bool(row[2]), tuple(map(int, row[3]))))
         return _placed(found)
 
     def write(self, values: Sequence[Any], room: torch.Tensor) -> None:
-        """Copy the values into bytes."""
+        """Copy the values into a buffer."""
         for part, value in zip(self.parts, values, strict=True):
             if part.dtype is not None and part.num_bytes:
                 part.place(room).copy_(value)
 
     def to_bytes(self, values: Sequence[Any]) -> bytes:
-        """Return the values as bytes, for messages that are small."""
+        """Return the values of a small message as bytes."""
         first = self.parts[0] if len(self.parts) == 1 else Part(None)
         if first.dtype in _OF_NUMPY and self.num_bytes == first.num_bytes and not first.order:
             plain: bytes = values[0].detach().cpu().numpy().tobytes()
@@ -102,12 +103,12 @@ class Description:
         return room.numpy().tobytes()
 
     def from_bytes(self, data: bytes, device: torch.device) -> list[Any]:
-        """Return the values that were written as bytes."""
+        """Return the values that `to_bytes` wrote."""
         room = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return self.read(room, device)
 
     def read(self, room: torch.Tensor, device: torch.device) -> list[Any]:
-        """Return the values, as views of the bytes where they stay on the CPU."""
+        """Return the values; on the CPU, they are views of the buffer."""
         found: list[Any] = []
         for part in self.parts:
             if part.dtype is None:
@@ -124,7 +125,7 @@ class Description:
 
 
 def _placed(parts: Sequence[Part]) -> Description:
-    """Return the parts with their places in one stretch of bytes."""
+    """Return a description that gives each part its place in one buffer."""
     placed, at = [], 0
     for part in parts:
         num_bytes = 0
@@ -138,7 +139,7 @@ def _placed(parts: Sequence[Part]) -> Description:
 
 
 def describe(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a description follows from: two messages of the same kind have the same."""
+    """Return the key of a description: messages with equal keys have equal descriptions."""
     return tuple(
         (v.dtype, v.shape, v.requires_grad, None if v.layout is not torch.strided or v.is_contiguous() else v.stride())
         if isinstance(v, torch.Tensor)
@@ -148,32 +149,32 @@ def describe(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a tensor as they lie in memory, as torch itself keeps them in a copy; () if in order."""
+    """Return the dimensions of a tensor in the memory order of a copy that torch makes; () if it is contiguous."""
     strides = torch.empty_like(tensor, device="meta").stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return () if order == tuple(range(tensor.dim())) else order
 
 
 class SentDescriptions:
-    """The descriptions that one receiver knows already, by number."""
+    """The descriptions that one receiver already has, with their numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], tuple[int, Description]] = {}
 
     def number(self, values: Sequence[Any]) -> tuple[int, Description, bool]:
-        """Return a message's description, its number, and whether it is new."""
+        """Return the number of a message's description, the description, and whether it is new."""
         key = describe(values)
         known = self._numbers.get(key)
         if known is not None:
             return *known, False
         if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
-            raise LaneError("a stage hands on a sparse tensor, which cannot travel to another process; cut elsewhere")
+            raise LaneError("a stage sends a sparse tensor, which cannot go to another process: move the cut")
         parts = []
         for (dtype, *rest), value in zip(key, values, strict=True):
             if dtype is None:
                 if not isinstance(rest[0], (int, float, bool, str, type(None))):
                     raise LaneError(
-                        f"a stage hands on {type(rest[0]).__name__}, which cannot travel to another process"
+                        f"a stage sends a value of type {type(rest[0]).__name__}, which cannot go to another process"
                     )
                 parts.append(Part(None, plain=rest[0]))
             else:
@@ -190,11 +191,11 @@ class Head(NamedTuple):
     num_samples: int
     key: Key
     description: int
-    carrier: int  # INLINE, or a number of the value carrier
+    carrier: int  # INLINE, or a number that the value carrier chose
     num_bytes: int
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
+        """Return the head as bytes."""
         k = self.key
         return HEAD.pack(
             self.step, self.num_samples, _KINDS.index(k.kind), k.source, k.target, k.mb,
@@ -203,6 +204,6 @@ class Head(NamedTuple):
 
     @classmethod
     def unpack(cls, body: bytes) -> Head:
-        """Read it back."""
+        """Return the head at the start of a message."""
         step, samples, kind, source, target, mb, description, carrier, num_bytes = HEAD.unpack_from(body)
         return cls(step, samples, Key(_KINDS[kind], source, target, mb), description, carrier, num_bytes)

@@ -1,4 +1,4 @@
-"""Process transport: messages between lanes that are processes; large values go by a value carrier."""
+"""Process transport: messages between lanes that are processes; a value carrier moves large values."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from penstock.runtime.wire.value_carrier import ValueCarrier
 
 __all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "ProcessTransport"]
 
-# types of frames
+# frame types
 DATA, DESCRIPTION, INTRODUCTION, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
 
 LAST_BEAT = b"."
 
-HEAD_OF_DESCRIPTION = struct.Struct("<I")  # its number
+HEAD_OF_DESCRIPTION = struct.Struct("<I")  # the number of the description
 
 _INLINE_BYTES = 1 << 14  # smaller values travel with their head
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0
-_MOST_AWAKE_SECONDS = 2.0  # between two looks: a process that was stopped itself has not waited meanwhile
+_MOST_AWAKE_SECONDS = 2.0  # at most, between two checks: a process that was stopped did not wait meanwhile
 _REMEMBERED_STEPS = 64
 
 
 class _Message(NamedTuple):
-    """A message whose values the carrier is to send."""
+    """A message whose values the carrier sends."""
 
     key: Key
     step: int
@@ -47,18 +47,18 @@ class _Message(NamedTuple):
     payload: Payload
     number: int
     description: Description
-    ready: Event | None  # behind what makes the values, on a GPU
+    ready: Event | None  # on a GPU: the event after the work that makes the values
 
 
 class ProcessTransport:
-    """One process's end: what it sends to the others, and what has come.
+    """One process's end of the transport: it sends to the other processes, and keeps the messages that have arrived.
 
     Args:
-        links: the sockets.
-        device: of the lane.
-        timeout_seconds: the longest it waits.
+        links: the sockets to the other processes.
+        device: the device of the lane.
+        timeout_seconds: the longest time that the lane waits.
         carrier: moves values that are too large to travel with their head.
-        on_hang: makes the error of this lane, that waited too long for another; says what for.
+        on_hang: returns the error for a wait that took too long, given the awaited lane and a text about the wait.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class ProcessTransport:
     ) -> None:  # fmt: skip
         self.links, self.device, self.timeout_seconds = links, device, timeout_seconds
         self.lane = links.lane
-        self.streams: Streams = HostStreams(device)  # of the lane
+        self.streams: Streams = HostStreams(device)  # the lane's own
         self._carrier, self._on_hang = carrier, on_hang
         self._known = {other: SentDescriptions() for other in links.peers}
         self._descriptions: dict[tuple[int, int], Description] = {}
         self._arrived: dict[tuple[int, Key], Any] = {}
-        self._seen: set[tuple[int, Key]] = set()  # in the last steps: what comes twice is not taken twice
+        self._seen: set[tuple[int, Key]] = set()  # of the last steps; a message that arrives twice is ignored
         self._messages: dict[tuple[int, str], Any] = {}
         self._step = self._num_samples = 0
-        self.num_beats = dict.fromkeys(links.peers, 0)  # signs of others that they go on; 0 where none are to come
-        self.on_wait: Callable[[int, float], None] | None = None  # called with whom it waits for, and for how long
+        self.num_beats = dict.fromkeys(links.peers, 0)  # heartbeats from each lane; 0 again after its last one
+        self.on_wait: Callable[[int, float], None] | None = None  # called with the awaited lane and the seconds so far
         self._refusals: dict[int, str] = {}  # by step
         self._failure: tuple[int, int, str, str] | None = None  # lane, step, type, message
         self._sender: _Sender | None = None
@@ -88,7 +88,7 @@ class ProcessTransport:
     # ---- values
 
     def start(self, step: int, num_samples: int) -> None:
-        """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
+        """Begin a step with a batch of `num_samples` samples; discard the messages of earlier steps."""
         self._step, self._num_samples = step, num_samples
         self._refusals = {number: told for number, told in self._refusals.items() if number >= step}
         with self._news:
@@ -98,11 +98,11 @@ class ProcessTransport:
                 self._seen = {name for name in self._seen if name[0] >= step - _REMEMBERED_STEPS}
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
-        """Hand values to a lane; big ones are copied beside compute."""
+        """Send values to a lane; a separate thread copies large values while the lane computes."""
         try:
             self._send(key, to_lane, payload)
         except LostError:
-            self.check()  # perhaps it has told why it left
+            self.check()  # raises the reason, if the other lane sent one before it left
             raise
 
     def _send(self, key: Key, to_lane: int, payload: Payload) -> None:
@@ -117,13 +117,13 @@ class ProcessTransport:
             self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
         elif size < self._carrier.beside_bytes:
             self._carry(message)
-        else:  # one thread for all, so that messages stay in order
+        else:  # one thread sends all of these, so that they stay in order
             if self._sender is None:
                 self._sender = _Sender(self._carry)
             self._sender.put(message)
 
     def _carry(self, message: _Message) -> None:
-        """Let the carrier send a message's values."""
+        """Send a message's values through the carrier."""
         to_lane = message.to_lane
 
         def announce(number: int, body: bytes) -> None:
@@ -137,13 +137,13 @@ class ProcessTransport:
         )  # fmt: skip
 
     def _post(self, to_lane: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a frame; where the other has not read for long, wait until it does, no longer than a lane may.
+        """Send a frame; if the socket is full, wait until the other lane reads, at most for the timeout.
 
-        Both may be sending: what comes meanwhile is taken in, or neither would go on.
+        Both lanes may be sending. So this lane reads frames while it waits; otherwise neither could continue.
         """
         if self.links.send(to_lane, kind, body, descriptors):
             return
-        if self._sender is not None and self._sender.is_here:  # the lane itself finds out, if that takes too long
+        if self._sender is not None and self._sender.is_here:  # if this fails, the lane itself notices
             self.links.drain(to_lane, self.timeout_seconds)
         else:
             self._wait(
@@ -151,7 +151,7 @@ class ProcessTransport:
             )
 
     def receive(self, key: Key, from_lane: int, into: Workspace | None = None) -> Payload:
-        """Return values from a lane, when they are there."""
+        """Wait for values from a lane, and return them."""
         values = self._receive(key, from_lane)
         if into is None:
             return values
@@ -172,36 +172,36 @@ class ProcessTransport:
             return description.from_bytes(body, self.device)
         return description.read(self._carrier.receive(from_lane, head, body), self.device)
 
-    # ---- words
+    # ---- small messages
 
-    def send_message(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
-        """Send a lane something small under a name."""
+    def send_message(self, to_lane: int, name: str, thing: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Send a small object to a lane, under a name."""
         self._post(to_lane, JSON, json.dumps([name, thing]).encode())
 
-    def receive_message(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - whatever JSON can hold
-        """Return what a lane told under a name, when it is there."""
+    def receive_message(self, from_lane: int, name: str) -> Any:  # noqa: ANN401 - any JSON value
+        """Wait for the object that a lane sends under a name, and return it."""
         at = (from_lane, name)
         if at not in self._messages:
             self._wait(lambda: at in self._messages, from_lane, f"for {name} from lane {from_lane}, which")
         return self._messages.pop(at)
 
     def abort(self, error: BaseException) -> None:
-        """Tell all others that this lane failed."""
+        """Tell all other lanes that this lane failed."""
         self._tell_all(ABORT, json.dumps([self._step, type(error).__name__, str(error)]).encode())
 
     def _tell_all(self, kind: int, body: bytes) -> None:
-        """Send something to all others that are still there; nobody is waited for."""
+        """Send a frame to all lanes that are still connected; do not wait for any of them."""
         for other, peer in self.links.peers.items():
             if peer.is_open:
                 with contextlib.suppress(LostError):
                     self.links.send(other, kind, body)
 
     def refuse(self, step: int, error: BaseException) -> None:
-        """Tell all others that this lane will not run a step: its batch is wrong."""
+        """Tell all other lanes that this lane will not run a step, because its batch is wrong."""
         self._tell_all(REFUSAL, json.dumps([step, str(error)]).encode())
 
     def recover(self) -> None:
-        """Forget a failure that has been raised: the next step may run."""
+        """Forget a failure that has been raised, so that the next step can run."""
         with self._news:
             self._failure = None
             self._arrived.clear()
@@ -219,7 +219,7 @@ class ProcessTransport:
                 awake, last = awake + min(now - last, _MOST_AWAKE_SECONDS), now
                 self.on_wait(from_lane, awake)
             if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
-                # it may have heard of a failure whose word is still on its way here
+                # it may have left because of a failure; a report of that failure may still arrive here
                 end, patience = min(end, now + _LAST_WORDS_SECONDS), _LAST_WORDS_SECONDS / 20
             if now >= end:
                 if self.links.peers[from_lane].is_open:
@@ -228,7 +228,7 @@ class ProcessTransport:
             self._read(min(end - now, patience), is_there)
 
     def check(self) -> None:
-        """Raise what another lane has told of, or that one is gone."""
+        """Raise the failure that another lane reported, or a LostError if a lane is gone."""
         self._read(0.0)
         self._check()
 
@@ -237,7 +237,7 @@ class ProcessTransport:
             _, step, name, message = self._failure
             self._failure = None
             kind = {"HangError": HangError, "LostError": LostError}.get(name, LaneError)
-            error = kind(message if step == self._step else f"in step {step}, which this lane had ended: {message}")
+            error = kind(message if step == self._step else f"in step {step}, which this lane had finished: {message}")
             error.was_told = True
             raise error
         if self._step in self._refusals:
@@ -246,10 +246,10 @@ class ProcessTransport:
             raise refused
         gone = self.links.lost
         if gone:
-            raise LostError(f"lane {gone[0]} is gone: its process ended without a word (killed, or out of memory?)")
+            raise LostError(f"lane {gone[0]} is gone: its process ended without a message (killed, or out of memory?)")
 
     def _read(self, seconds: float, is_there: Callable[[], bool] | None = None) -> None:
-        """Take in what has come, or comes within so many seconds; or wait until the reader has."""
+        """Take the frames that arrive within `seconds`; with a reader thread, wait until that thread has taken some."""
         if self._reader is None:
             for frame in self.links.read(seconds):
                 self._take(frame)
@@ -260,7 +260,7 @@ class ProcessTransport:
                     self._news.wait(seconds)
 
     def _listen(self) -> None:
-        """Take in what comes within a moment; run by the reader, over and over."""
+        """Take the frames that arrive within a moment; the reader thread calls this in a loop."""
         frames = self.links.read(_LISTEN_SECONDS)
         if frames or self.links.lost:
             with self._news:
@@ -276,14 +276,14 @@ class ProcessTransport:
         name = (head.step, head.key)
         if name in self._seen:
             return
-        if head.key.kind != "R":  # results and shared parameters may go more than once between two steps
+        if head.key.kind != "R":  # results and shared parameters may be sent several times between two steps
             self._seen.add(name)
         rest: Any = body[HEAD.size :]
         if head.carrier != INLINE:
             rest = self._carrier.arrived(peer, head, rest)
         if head.step >= self._step:
             self._arrived[name] = (head, rest)
-        elif head.carrier != INLINE:  # of a step that failed
+        elif head.carrier != INLINE:  # it belongs to a failed step
             self._carrier.drop(peer, head, rest)
 
     def _take_description(self, peer: int, body: bytes) -> None:
@@ -303,7 +303,7 @@ class ProcessTransport:
 
     def _take_refusal(self, peer: int, body: bytes) -> None:
         step, message = json.loads(body)
-        self._refusals[step] = f"lane {peer} could not begin: {message}"
+        self._refusals[step] = f"lane {peer} could not begin the step: {message}"
 
     def _take_goodbye(self, peer: int, _: bytes) -> None:
         self.links.peers[peer].said_goodbye = True
@@ -322,7 +322,7 @@ class ProcessTransport:
         self._messages[peer, "pong"] = (int(sent), int(theirs), time.monotonic_ns())
 
     def close(self) -> None:
-        """Say goodbye, and close everything."""
+        """Send a goodbye to the other lanes, and close everything."""
         if self._sender is not None:
             self._sender.close()
         if self._reader is not None:
@@ -352,7 +352,7 @@ _TAKERS: dict[int, Callable[[ProcessTransport, int, bytes], None]] = {
 
 
 class _Sender:
-    """A thread that copies big values, so that the lane computes on."""
+    """A thread that copies large values while the lane computes."""
 
     def __init__(self, send: Callable[[_Message], None]) -> None:
         self._tasks: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -362,32 +362,32 @@ class _Sender:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread."""
+        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def put(self, task: _Message) -> None:
-        """Hand over one message."""
+        """Queue a message."""
         self._tasks.put(task)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
-                if task.ready is not None:  # this thread has a stream of its own
+                if task.ready is not None:  # this thread's stream is not ordered after the lane's
                     task.ready.synchronize()
                 self._send(task)
             except LostError:
-                continue  # the lane itself finds out, and says so
+                continue  # the lane itself notices and reports it
             finally:
                 del task
 
     def close(self) -> None:
-        """End the thread when all is sent."""
+        """End the thread after all messages have been sent."""
         self._tasks.put(None)
         self._thread.join(timeout=5.0)
 
 
 class _Reader:
-    """A thread that listens to the others while the lane computes."""
+    """A thread that reads frames while the lane computes."""
 
     def __init__(self, listen: Callable[[], None]) -> None:
         self._listen, self._is_closed = listen, False

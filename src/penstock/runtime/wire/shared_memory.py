@@ -1,8 +1,8 @@
-"""Segments: memory that two processes of one machine share; the sender copies values in, the receiver reads them there.
+"""Shared memory: segments that two processes of one machine share; the sender writes values, the receiver reads them.
 
-A segment is anonymous (memfd): its file descriptor travels over a Unix socket, and nothing is left behind in any
-folder, even by a process that is killed. Its first bytes say whether it is in use: the sender takes one that is
-free, the receiver frees it when the last tensor that lies in it is gone.
+A segment is anonymous (memfd), and its file descriptor travels over a Unix socket. So no file remains in any folder,
+even if a process is killed. The first bytes of a segment show whether it is in use: the sender takes a free segment,
+and the receiver frees it when the last tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock.runtime.wire.value_carrier import Announce, Introduce
 
 __all__ = ["SharedMemory", "is_available"]
 
-HEAD_BYTES = 64  # before the values: whether it is in use; values stay aligned
+HEAD_BYTES = 64  # before the values: the flag for "in use"; 64 keeps the values aligned
 _SMALLEST = 1 << 16
-_INTRODUCTION = struct.Struct("<IQ")  # the number of a segment, and its bytes
+_INTRODUCTION = struct.Struct("<IQ")  # the number of a segment, and its size in bytes
 
 
 def is_available() -> bool:
-    """Return whether this system has such memory."""
+    """Return whether this system supports such segments."""
     return hasattr(os, "memfd_create")
 
 
@@ -45,32 +45,32 @@ class Segment:
 
     @property
     def is_free(self) -> bool:
-        """Is nothing in it that is still wanted?"""
+        """Whether no tensor uses the segment any more."""
         return self.memory[0] == 0
 
     def take(self) -> None:
-        """Mark it as in use."""
+        """Mark the segment as in use."""
         self.memory[0] = 1
 
     def close(self) -> None:
-        """Forget the file; the memory goes when the last process unmaps it."""
+        """Close the file; the memory is freed when the last process unmaps it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class Outgoing:
-    """The segments for one receiver: taken when free, made when none is."""
+    """The segments for one receiver: a free one is used again; if none is free, a new one is made."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, list[Segment]] = {}
         self._count = 0
 
     def take(self, num_bytes: int) -> tuple[Segment, bool]:
-        """Return a segment for so many bytes, marked as in use, and whether it is new to the receiver."""
+        """Return a segment for `num_bytes`, marked as in use, and whether it is new to the receiver."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         known = self._by_size.setdefault(size, [])
-        for segment in known:  # always from the first on: what was used last is still in the cache
+        for segment in known:  # always search from the first: recently used memory is still in the cache
             if segment.is_free:
                 segment.take()
                 return segment, False
@@ -83,7 +83,7 @@ class Outgoing:
         return segment, True
 
     def close(self) -> None:
-        """Forget all."""
+        """Close all segments."""
         for segments in self._by_size.values():
             for segment in segments:
                 segment.close()
@@ -97,13 +97,13 @@ class Incoming:
         self._segments: dict[int, Segment] = {}
 
     def add(self, number: int, descriptor: int, num_bytes: int) -> None:
-        """Learn of a segment."""
+        """Map a segment that the sender made."""
         segment = Segment(number, descriptor, num_bytes)
-        segment.close()  # mapped; the file is not needed any more
+        segment.close()  # the memory is mapped, so the file is no longer needed
         self._segments[number] = segment
 
     def read(self, number: int, num_bytes: int) -> torch.Tensor:
-        """Return a segment's bytes as a tensor; the segment is free again when no view of it is left."""
+        """Return a segment's bytes as a tensor; the segment is free again when the last view of it is gone."""
         memory = self._segments[number].memory
         lease: Any = _lease(num_bytes).from_buffer(memory, HEAD_BYTES)
         lease.memory = memory
@@ -111,7 +111,7 @@ class Incoming:
 
 
 class _Lease:
-    """Bytes that free their segment when they go; torch keeps them as long as a tensor lies in them."""
+    """Bytes that free their segment when they are deleted; torch keeps them as long as a tensor uses them."""
 
     memory: mmap.mmap
 
@@ -120,12 +120,12 @@ class _Lease:
 
 
 @cache
-def _lease(num_bytes: int) -> Any:  # noqa: ANN401 - ctypes has no name for it
+def _lease(num_bytes: int) -> Any:  # noqa: ANN401 - ctypes has no name for this type
     return type("Lease", (_Lease, ctypes.c_uint8 * num_bytes), {})
 
 
 class SharedMemory:
-    """Carries values through segments: one copy by the sender, and none by the receiver."""
+    """A value carrier that uses segments: the sender copies the values once, the receiver never."""
 
     beside_bytes = 1 << 18
     needs_reader = False
@@ -137,7 +137,7 @@ class SharedMemory:
     def send(
         self, to_lane: int, description: Description, payload: Payload, *, announce: Announce, introduce: Introduce
     ) -> None:
-        """Copy values into memory that the receiver sees, and tell it."""
+        """Copy values into a segment, and announce it to the receiver."""
         segment, is_new = self._outgoing[to_lane].take(description.num_bytes)
         description.write(payload, segment.bytes)
         if is_new:
@@ -150,20 +150,20 @@ class SharedMemory:
         self._incoming[from_lane].add(number, descriptor(), num_bytes)
 
     def arrived(self, from_lane: int, head: Head, body: bytes) -> None:
-        """The values are there."""
+        """Do nothing: the values are already in the segment."""
 
-    def receive(self, from_lane: int, head: Head, arrived: None) -> torch.Tensor:  # noqa: ARG002 - as the interface
+    def receive(self, from_lane: int, head: Head, arrived: None) -> torch.Tensor:  # noqa: ARG002 - as in the protocol
         """Return a view of the segment."""
         return self._incoming[from_lane].read(head.carrier, head.num_bytes)
 
     def drop(self, from_lane: int, head: Head, arrived: None) -> None:
-        """Free the segment: the view is gone at once."""
+        """Free the segment: make a view of it, and drop the view at once."""
         self.receive(from_lane, head, arrived)
 
     def forget(self) -> None:
-        """A segment is free when its receiver lets go of it."""
+        """Do nothing: the receiver frees its segments."""
 
     def close(self) -> None:
-        """Forget all segments for other processes."""
+        """Close all segments for other processes."""
         for outgoing in self._outgoing.values():
             outgoing.close()

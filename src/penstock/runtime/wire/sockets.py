@@ -1,7 +1,7 @@
-"""Links: a socket between each two processes of a pipeline, for everything but big values.
+"""Links: one socket between every two processes of a pipeline, for everything except large values.
 
-On one machine they are Unix sockets with abstract names, between machines TCP. A frame is a head of fixed size, then
-a body. That a process is gone shows at once: its sockets close.
+On one machine these are Unix sockets with abstract names, between machines TCP. A frame is a head of fixed size,
+followed by a body. When a process ends, its sockets close, so the other processes notice it at once.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _DRAIN_SECONDS = 0.05
 
 
 class Store:
-    """What processes use to find each other: texts under names, as torch.distributed's stores keep them."""
+    """Texts under names, with which processes find each other; they are kept in a store of torch.distributed."""
 
     def __init__(self, store: object, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def set(self, name: str, text: str) -> None:
-        """Put a text under a name."""
+        """Store a text under a name."""
         self._store.set(f"{self._prefix}/{name}", text)  # type: ignore[attr-defined]
 
     def get(self, name: str) -> str:
-        """Return a text, when it is there."""
+        """Wait for the text under a name, and return it."""
         return bytes(self._store.get(f"{self._prefix}/{name}")).decode()  # type: ignore[attr-defined]
 
 
 class Frame(NamedTuple):
-    """One message: who sent it, of which type, and its body; perhaps with a file descriptor."""
+    """One frame: its sender, its type, and its body; some come with file descriptors."""
 
     peer: int
     type: int
@@ -56,27 +56,27 @@ class Frame(NamedTuple):
 
 
 class _Unsent:
-    """A frame, or what is left of one, that did not fit into a socket; with file descriptors of its own."""
+    """A frame, or the rest of a frame, that did not fit into a socket; it holds duplicates of the file descriptors."""
 
     def __init__(self, data: memoryview, descriptors: tuple[int, ...]) -> None:
         self.data, self.descriptors = data, tuple(map(os.dup, descriptors))
 
     def send(self, link: socket.socket) -> bool:
-        """Send as much as the socket takes; return whether that is all."""
+        """Send as much as the socket takes; return whether everything was sent."""
         sent = _send(link, self.data, self.descriptors)
         self.forget()
         self.data = self.data[sent:]
         return not self.data
 
     def forget(self) -> None:
-        """Close the descriptors."""
+        """Close the duplicated descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()
 
 
 class _Peer:
-    """One other process: its socket, what came and is not read, what did not fit in, and a lock for those who send."""
+    """One other process: its socket, the bytes to read, the frames to send, and a lock for threads that send."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
@@ -90,14 +90,14 @@ class _Peer:
 
 
 class Links:
-    """This process's sockets to all others.
+    """This process's sockets to all other processes.
 
     Args:
-        lane: of this process.
-        num_lanes: processes in all.
-        store: to find the others.
-        hosts: a name for the machine of each process; those of one machine use Unix sockets.
-        address: of this machine, for others to connect to.
+        lane: the lane of this process.
+        num_lanes: the number of processes.
+        store: the store with which the processes find each other.
+        hosts: a name for the machine of each process; if all are on one machine, they use Unix sockets.
+        address: the address of this machine, to which other processes connect.
     """
 
     def __init__(self, lane: int, num_lanes: int, *, store: Store, hosts: list[str], address: str) -> None:
@@ -107,13 +107,13 @@ class Links:
         if lane == 0:
             store.set("token", os.urandom(_TOKEN_BYTES).hex())
         self._token = bytes.fromhex(store.get("token"))
-        # names of sockets can be seen by anyone on the machine, so nothing of the token is in them
+        # every user of the machine can see socket names, so these contain only a hash of the token
         self._name = f"penstock-{hashlib.sha256(self._token).hexdigest()[:16]}"
         is_local = len(set(hosts)) == 1 and sys.platform == "linux"
         listener = _listen(address, is_local=is_local, name=f"{self._name}-{lane}")
         with listener:
             store.set(f"address/{lane}", "" if is_local else f"{address} {listener.getsockname()[1]}")
-            for other in range(lane):  # each connects to those before it, and is connected to by those behind
+            for other in range(lane):  # each lane connects to the lower lanes, and accepts the higher lanes
                 self._add(other, self._connect(other, store.get(f"address/{other}")))
             self._accept(listener)
 
@@ -130,7 +130,7 @@ class Links:
         return link
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take the connections of the lanes behind; who does not know the token is turned away."""
+        """Accept the connections of the higher lanes; close connections that do not send the token."""
         listener.settimeout(_CONNECT_SECONDS)
         while len(self.peers) < self.num_lanes - 1:
             try:
@@ -157,10 +157,10 @@ class Links:
         self._selector.register(link, selectors.EVENT_READ, other)
 
     def send(self, peer: int, kind: int, body: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> bool:
-        """Send a frame, or as much of it as the socket takes; return whether that is all. The rest is sent later.
+        """Send as much of a frame as the socket takes; return whether everything was sent. The rest is sent later.
 
         Raises:
-            LostError: when the other is gone.
+            LostError: if the other process is gone.
         """
         to = self.peers[peer]
         data = memoryview(_HEAD.pack(len(body), kind) + body)
@@ -172,17 +172,17 @@ class Links:
                 sent = _send(to.link, data, descriptors)
             except (BlockingIOError, InterruptedError):
                 sent = 0
-            except OSError:  # what it said before it left is still to be read
+            except OSError:  # frames that it sent before it left can still be read
                 raise LostError(f"lane {peer} is gone") from None
             if sent < len(data):
                 to.unsent.append(_Unsent(data[sent:], () if sent else descriptors))
             return sent == len(data)
 
     def flush(self, peer: int) -> bool:
-        """Send what is left for a lane, as far as its socket takes it; return whether that is all.
+        """Send as many unsent frames to a lane as its socket takes; return whether everything was sent.
 
         Raises:
-            LostError: when the other is gone.
+            LostError: if the other process is gone.
         """
         to = self.peers[peer]
         with to.lock:
@@ -206,10 +206,10 @@ class Links:
             to.unsent.popleft().forget()
 
     def drain(self, peer: int, seconds: float) -> bool:
-        """Wait until all has been sent to a lane, so long at most; return whether it was. Nothing is read meanwhile.
+        """Wait at most `seconds` until everything has been sent to a lane; return whether it was. Reads nothing.
 
         Raises:
-            LostError: when the other is gone.
+            LostError: if the other process is gone.
         """
         end = time.monotonic() + seconds
         to = self.peers[peer]
@@ -223,18 +223,18 @@ class Links:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something did not fit into a socket, and is still to be sent."""
+        """Whether there are frames that did not fit into a socket and must still be sent."""
         return any(peer.unsent for peer in self.peers.values())
 
     def read(self, seconds: float) -> list[Frame]:
-        """Return the frames that are there, or that come within so many seconds; none, if something can be sent on."""
+        """Return the frames that arrive within `seconds`; if unsent frames can be sent first, there may be none."""
         frames = [frame for other, peer in self.peers.items() if peer.unread for frame in self._frames(other, peer)]
         if frames:
             return frames
         for key, mask in self._select(seconds):
             peer = self.peers[key.data]
             if mask & selectors.EVENT_WRITE:
-                with contextlib.suppress(LostError):  # it shows when it is read from
+                with contextlib.suppress(LostError):  # the next read from this socket finds the loss
                     self.flush(key.data)
             if mask & selectors.EVENT_READ:
                 self._fill(peer)
@@ -242,7 +242,7 @@ class Links:
         return frames
 
     def _select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait until something can be read, or be sent on where something is left to send."""
+        """Wait until a socket can be read, or can take unsent frames."""
         full = {other: peer.link for other, peer in self.peers.items() if peer.unsent and peer.is_open}
         for other, link in full.items():
             self._selector.modify(link, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
@@ -253,7 +253,7 @@ class Links:
                 self._selector.modify(link, selectors.EVENT_READ, other)
 
     def _fill(self, peer: _Peer) -> None:
-        """Read what is there; a socket that has closed is marked so."""
+        """Read all bytes that are there; mark a peer whose socket has closed."""
         is_unix = peer.link.family == socket.AF_UNIX
         while peer.is_open:
             try:
@@ -288,7 +288,7 @@ class Links:
         return frames
 
     def descriptor(self, peer: int) -> int:
-        """Return the next file descriptor that came with a frame."""
+        """Return the next file descriptor that arrived with a frame."""
         return self.peers[peer].descriptors.popleft()
 
     @property
@@ -309,7 +309,7 @@ class Links:
 
 
 def _send(link: socket.socket, data: memoryview, descriptors: tuple[int, ...]) -> int:
-    """Return how many bytes a socket took."""
+    """Send data; return the number of bytes that the socket took."""
     if not descriptors:
         return link.send(data)
     return link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
@@ -327,7 +327,7 @@ def _listen(address: str, *, is_local: bool, name: str) -> socket.socket:
 
 
 def _is_own(link: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket is a process of the same user; of TCP only the token tells."""
+    """Return whether the other end of a Unix socket is a process of the same user; for TCP, only the token shows it."""
     if link.family != socket.AF_UNIX:
         return True
     _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

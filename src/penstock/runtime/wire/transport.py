@@ -1,4 +1,4 @@
-"""Transport: how values get from one lane to another. The executor knows only this."""
+"""Transport: the interface through which lanes send and receive values. The executor uses no other part of `wire`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from penstock.schedule.actions import Kind
 
 __all__ = ["Key", "Payload", "Stopped", "Transport"]
 
-# Tensors mostly; None where there is no gradient; plain numbers that a stage hands on.
+# Mostly tensors; None if there is no gradient; also plain numbers that a stage passes on.
 Payload = Sequence[Any]
 
 
 class Key(NamedTuple):
-    """The name of a message: an activation (F) or a gradient (B), from one stage to another, of a micro-batch."""
+    """The name of a message: an activation (F) or a gradient (B) of a micro-batch, from one stage to another.
+
+    Values outside of the schedule have the kind R; their source is a lane.
+    """
 
     kind: str
     source: int
@@ -34,26 +37,26 @@ class Key(NamedTuple):
 
 
 class Stopped(Exception):  # noqa: N818 - not an error of this lane
-    """Another lane failed: this one ends quietly."""
+    """Another lane failed, so this lane ends quietly."""
 
 
 class Transport(Protocol):
-    """One lane's end of it."""
+    """One lane's end of the transport."""
 
     def start(self, step: int, num_samples: int) -> None:
-        """Begin a step with a batch of so many samples: what is left of earlier ones is thrown away."""
+        """Begin a step with a batch of `num_samples` samples; discard the messages of earlier steps."""
         ...
 
     def send(self, key: Key, to_lane: int, payload: Payload) -> None:
-        """Hand values to a lane; never waits for it."""
+        """Send values to a lane, without waiting until it receives them."""
         ...
 
     def receive(self, key: Key, from_lane: int, into: Workspace | None = None) -> Payload:
-        """Return values from a lane, when they are there; where `into` says, on a GPU.
+        """Wait for values from a lane, and return them, in the memory that `into` returns if it is given.
 
         Raises:
-            Stopped: when another lane failed.
-            HangError: when it took too long.
-            LostError: when the other side is gone.
+            Stopped: if another lane failed.
+            HangError: if the values did not arrive in time.
+            LostError: if the process of the other lane is gone.
         """
         ...

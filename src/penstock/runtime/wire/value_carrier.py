@@ -1,4 +1,4 @@
-"""Value carrier: moves values between processes that are too large to travel with their head."""
+"""Value carrier: the interface that moves values that are too large to travel with their head."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.runtime.wire.transport import Payload
 
 __all__ = ["Announce", "Introduce", "ValueCarrier"]
 
-Announce = Callable[[int, bytes], None]  # tell the receiver: the number and the bytes that `arrived` gets
-Introduce = Callable[[bytes, tuple[int, ...]], None]  # send the receiver's carrier bytes and file descriptors
+Announce = Callable[[int, bytes], None]  # sends the number and the bytes that the receiver's `arrived` gets
+Introduce = Callable[[bytes, tuple[int, ...]], None]  # sends bytes and file descriptors to the receiver's carrier
 
 
 class ValueCarrier(Protocol):
-    """One process's end. A new way to move values is one file with such a class, and a line in `process_lanes`.
+    """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`.
 
     Attributes:
-        beside_bytes: values of this size and more are sent by a thread beside compute.
-        needs_reader: receives are posted while the lane computes, so a thread must read what is announced.
+        beside_bytes: the size from which a separate thread sends the values while the lane computes.
+        needs_reader: whether receives are posted while the lane computes, so that a thread must read announcements.
     """
 
     beside_bytes: int
@@ -30,29 +30,29 @@ class ValueCarrier(Protocol):
     def send(
         self, to_lane: int, description: Description, payload: Payload, *, announce: Announce, introduce: Introduce
     ) -> None:
-        """Send values; announce them before or after they go, as the carrier needs it."""
+        """Send values; announce them before or afterwards, as the carrier needs it."""
         ...
 
     def introduced(self, from_lane: int, body: bytes, descriptor: Callable[[], int]) -> None:
-        """Take what the sender's carrier introduced."""
+        """Take the bytes and file descriptors that the sender's carrier sent with `introduce`."""
         ...
 
-    def arrived(self, from_lane: int, head: Head, body: bytes) -> Any:  # noqa: ANN401 - the carrier's own
-        """Note an announcement; what is returned is handed to `receive`, or to `drop`."""
+    def arrived(self, from_lane: int, head: Head, body: bytes) -> Any:  # noqa: ANN401 - the carrier's type
+        """Handle an announcement; `receive` or `drop` gets the result."""
         ...
 
-    def receive(self, from_lane: int, head: Head, arrived: Any) -> torch.Tensor:  # noqa: ANN401 - the carrier's own
+    def receive(self, from_lane: int, head: Head, arrived: Any) -> torch.Tensor:  # noqa: ANN401 - the carrier's type
         """Return the bytes of announced values."""
         ...
 
-    def drop(self, from_lane: int, head: Head, arrived: Any) -> None:  # noqa: ANN401 - the carrier's own
-        """Forget announced values: they belong to a step that failed."""
+    def drop(self, from_lane: int, head: Head, arrived: Any) -> None:  # noqa: ANN401 - the carrier's type
+        """Discard announced values of a failed step."""
         ...
 
     def forget(self) -> None:
-        """Forget what was sent in a step that failed."""
+        """Discard values that were sent in a failed step."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...

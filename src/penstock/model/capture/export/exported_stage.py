@@ -1,4 +1,4 @@
-"""Cut an exported graph: one program a stage, with parameters, batch size and received values as arguments."""
+"""Exported stages: one program per stage, with held tensors, received values and the batch size as arguments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ExportProgram:
     """The operations of one stage.
 
     Attributes:
-        is_fixed: it runs the same operations for every micro-batch.
-        held_names: the parameters, buffers and constants that it uses.
-        inputs: the names of the values it needs.
-        outputs: the names of the values it makes.
+        is_fixed: whether it runs the same operations for every micro-batch.
+        held_names: the names of the parameters, buffers and constants that it uses.
+        inputs: the names of the values that it needs.
+        outputs: the names of the values that it makes.
     """
 
     is_fixed = True
@@ -63,7 +63,7 @@ class ExportProgram:
         self._compiled = compiled(self.module, options)
 
     def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
-        """Compute the outputs; buffers that the model gives another tensor get its content."""
+        """Compute the outputs, and replace the buffers to which the model assigns another tensor."""
         tensors = [held.get(name) for name in self.held_names]
         device = next((tensor.device for tensor in (*tensors, *values)), self.device)
         if device != self.device:
@@ -80,7 +80,7 @@ class ExportProgram:
         return made
 
     def _move(self, device: torch.device) -> None:
-        """Let what the model makes out of nothing, such as positions, come to be on another device."""
+        """Change the device on which the program creates new tensors, such as positions."""
         old, self.device = self.device, device
         for module in self.module.modules():
             if isinstance(module, fx.GraphModule):
@@ -91,8 +91,8 @@ class ExportProgram:
 
 
 def renew(held: HeldTensors, name: str, tensor: torch.Tensor) -> None:
-    """Give a buffer the content of the tensor that the model put in its place."""
-    held.set(name, tensor.detach())  # not by a copy: the backward may still need the old one
+    """Replace a buffer by the tensor that the model assigned to it."""
+    held.set(name, tensor.detach())  # not copied into the old tensor, which the backward may need
 
 
 def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
@@ -137,13 +137,13 @@ class _Cutter:
         )
 
     def _sent(self, node: fx.Node) -> fx.Node:
-        """Return what is sent of a node: a copy if it is a buffer itself, which the next micro-batch may change."""
+        """Return the node to send: a copy if it is the memory of a buffer, which the next micro-batch may change."""
         copied = self._copy(node)
         is_held = node in self.exported.of_buffers
         return self.body.call_function(torch.ops.aten.clone.default, (copied,)) if is_held else copied
 
     def _made(self) -> list[int]:
-        """Return the values that later stages or the caller need of this stage."""
+        """Return the values of this stage that later stages or the caller need."""
         last, end = self.source.last_use_of, self.nodes.stop
         made = [
             value for index in self.nodes if not self.source.nodes[index].is_free
@@ -159,7 +159,7 @@ class _Cutter:
         return producer in self.nodes or (is_free and self.is_last)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """Return this stage's copy of a node: computed here, received, or held."""
+        """Return the node in this stage's program for a node of the trace: computed, received, or held."""
         if node in self.copy_of:
             return self.copy_of[node]
         made = self._make(node)
@@ -187,7 +187,7 @@ class _Cutter:
             self.body.call_function(enter, (node.name,))
         copied = self.body.node_copy(node, lambda argument: self.copy_of[argument])
         line = line_of_trace(node.meta.get("stack_trace") or "").removeprefix("at ")
-        copied.meta = {SOURCE: line} if line else {}  # errors name it; nothing else of the trace is needed any more
+        copied.meta = {SOURCE: line} if line else {}  # for error messages; the rest is not needed any more
         return copied
 
     def _is_made_here(self, node: fx.Node) -> bool:
@@ -199,7 +199,7 @@ class _Cutter:
         self.received[name] = self.body.placeholder(f"value_{len(self.received)}")
         if node not in self.changed:
             return self.received[name]
-        # changed in place below: neither the sender's memory nor a leaf of autograd may be
+        # the stage changes this value in place; it must not change the sender's memory or a leaf of autograd
         return self.body.call_function(torch.ops.aten.clone.default, (self.received[name],))
 
     def _count(self, fixed: int, per_sample: int) -> fx.Node:
@@ -209,7 +209,7 @@ class _Cutter:
         return grown if fixed == 0 else self.body.call_function(operator.add, (grown, fixed))
 
     def _order_arguments(self) -> list[fx.Node]:
-        """Bring the arguments into the order of the call: what is held, what is received, the batch size."""
+        """Sort the arguments into the order of the call: held tensors, received values, batch size."""
         if self.batch is None:
             self.batch = self.body.placeholder("batch_size")
         ordered = [*self.held.values(), *self.received.values(), self.batch]
@@ -218,7 +218,7 @@ class _Cutter:
             if node is first:
                 continue
             first.prepend(node)
-        if first in ordered:  # the anchor itself stands last now: put it where it belongs
+        if first in ordered:  # it comes after all others now: move it to its position
             at = ordered.index(first)
             if at + 1 < len(ordered):
                 ordered[at + 1].prepend(first)

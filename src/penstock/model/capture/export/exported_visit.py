@@ -1,4 +1,4 @@
-"""Visit an exported graph: run it operation by operation, on any device and for any batch size."""
+"""Exported visits: run an exported graph node by node, on any device and for any batch size."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def visit_export(
 
     Args:
         exported: the graph.
-        visitor: is shown each node.
-        inputs: the tensors that the model is called with.
-        held: parameters, buffers and constants by name.
-        batch_size: the samples in the inputs.
-        device: where what the model makes out of nothing comes to be.
+        visitor: the visitor to which each node is passed.
+        inputs: the input tensors of the model.
+        held: the parameters, buffers and constants, by name.
+        batch_size: the number of samples in the inputs.
+        device: the device on which the model's code creates new tensors.
     """
     graph = exported.graph
     values: dict[int, torch.Tensor] = dict(zip(graph.inputs, inputs, strict=True))
@@ -41,7 +41,7 @@ def visit_export(
         run = _runner(exported, index, batch_size, device)
         made = visitor(index, run, [values[v] for v in node.inputs], [held[name] for name in node.parameters])
         values.update(zip(node.outputs, made, strict=False))
-        for value in node.outputs[len(made) :]:  # what was changed in place: of the same shape as before
+        for value in node.outputs[len(made) :]:  # versions after an in-place change: the shape stays the same
             values[value] = values[exported.value_of(exported.fx_values[value], before=index)]
         for value in (*node.inputs, *node.outputs):
             if last[value] <= index:
@@ -49,7 +49,7 @@ def visit_export(
 
 
 def _runner(exported: ExportGraph, index: int, batch_size: int, device: torch.device) -> RunNode:
-    """Return what computes one node from its inputs and parameters."""
+    """Return the function that computes one node from its inputs and parameters."""
     node = exported.graph.nodes[index]
     group = exported.fx_of[index]
     fx_of_value = [exported.fx_values[value] for value in node.inputs]
@@ -70,7 +70,7 @@ def _runner(exported: ExportGraph, index: int, batch_size: int, device: torch.de
 def _compute(
     node: fx.Node, known: dict[fx.Node, Any], exported: ExportGraph, batch_size: int, device: torch.device
 ) -> Any:  # noqa: ANN401 - tensors, numbers or nested graphs
-    """Compute an fx node, and whatever numbers it needs."""
+    """Compute an fx node, and the sizes and other numbers that it needs."""
     if node in known:
         return known[node]
     if node.op == "get_attr":

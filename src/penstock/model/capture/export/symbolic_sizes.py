@@ -1,4 +1,4 @@
-"""Sizes: what torch.export says of a dimension, as a function of the batch size, and for which shapes a trace holds."""
+"""Symbolic sizes: dimensions as functions of the batch size, and the shapes for which a trace holds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["ShapeGuards", "affine", "hint"]
 
 
 def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
-    """Return (fixed, per sample) for a size that grows evenly with the batch, else None.
+    """Return (fixed, per sample) for a size that is a linear function of the batch size, else None.
 
-    All symbols of batched inputs stand for the one batch size.
+    All symbols of batched inputs stand for the same batch size.
     """
     if isinstance(size, int):
         return int(size), 0
@@ -22,11 +22,11 @@ def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
 
 
 def hint(size: object) -> int:
-    """Return what a size was when the trace was made."""
+    """Return the value of a size during the trace."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[call-overload]
 
 
-@lru_cache(maxsize=4096)  # the same few expressions come by thousands of times
+@lru_cache(maxsize=4096)  # a trace has a few expressions, each thousands of times
 def _fit(expression: Any, symbols: frozenset[Any]) -> tuple[int, int] | None:  # noqa: ANN401 - of sympy
     if not expression.free_symbols <= symbols:
         return None
@@ -41,10 +41,10 @@ def _fit(expression: Any, symbols: frozenset[Any]) -> tuple[int, int] | None:  #
 
 
 class ShapeGuards:
-    """For which shapes of the inputs a trace holds.
+    """The shape guards of a trace, which decide for which input shapes it holds.
 
-    While it traces, torch notes every comparison of sizes that the model's code makes, as `length % 8 == 0`. A trace
-    holds for all shapes for which these come out the same.
+    While torch traces, it records every comparison of sizes in the model's code, such as `length % 8 == 0`. The trace
+    holds for all shapes for which each comparison has the same result.
     """
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:

@@ -1,4 +1,4 @@
-"""Turn what torch.export traced into a Graph: which operation is a node, what its values are, where no cut may lie."""
+"""Traced graphs: turn a trace of torch.export into a Graph with its nodes, values and uncuttable positions."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ __all__ = ["ExportGraph", "read_graph"]
 
 @dataclass(frozen=True)
 class ExportGraph:
-    """A Graph, and for each of its nodes and values torch's own.
+    """A Graph, with the fx nodes of its nodes and values.
 
     Attributes:
-        graph: the pure data.
-        fx_of: for each node the fx node, then the fx nodes that pick its outputs apart.
-        versions_of: for each fx node that is a value, the nodes after which it is another one, because it was changed
-            in place, and its index from there on; the first is the node that makes it.
-        name_of: for each placeholder of a parameter, buffer or constant, its name.
-        constants: tensors that are part of the model's code, by name.
-        outputs: the fx nodes of what the model returns.
-        reassigned: for each buffer that forward gives another tensor, the fx node of it.
-        changed_at: for each node that changes something in place, the fx nodes that share its memory.
-        root: where the graphs of nested regions are found.
-        of_buffers: fx nodes whose memory is that of a buffer that is changed: sent as copies.
+        graph: the graph as pure data.
+        fx_of: for each node, its fx node, followed by the fx nodes that take its outputs apart.
+        versions_of: for each fx node that is a value, its versions: pairs of a node and the index of the value that
+            this node makes. The first node makes the fx node's result; each later one changes it in place.
+        name_of: the name of each placeholder of a parameter, buffer or constant.
+        constants: the tensors that are part of the model's code, by name.
+        outputs: the fx nodes of the model's results.
+        reassigned: for each buffer to which forward assigns another tensor, the fx node of this tensor.
+        changed_at: for each node that changes memory in place, the fx nodes that share this memory.
+        root: the module that holds the graphs of nested operations.
+        batch_symbols: the symbols of the batch size.
+        of_buffers: the fx nodes that share memory with a buffer that is changed; they are sent as copies.
     """
 
     graph: Graph
@@ -66,11 +67,11 @@ class ExportGraph:
 
     @cached_property
     def fx_values(self) -> dict[int, fx.Node]:
-        """For each value its fx node."""
+        """The fx node of each value."""
         return {value: node for node, versions in self.versions_of.items() for _, value in versions}
 
     def value_of(self, node: fx.Node, before: int | None = None) -> int:
-        """Return the index of an fx node's value, as it is before a node runs; by default at the end."""
+        """Return the index of the value that an fx node has before a node runs; by default after all nodes."""
         versions = self.versions_of[node]
         return next((value for at, value in reversed(versions) if before is None or at < before), versions[0][1])
 
@@ -123,13 +124,14 @@ class _Reader:
         )  # fmt: skip
 
     def _of_buffers(self) -> frozenset[fx.Node]:
-        """Return the fx nodes whose memory is that of a buffer that is changed."""
+        """Return the fx nodes that share memory with a buffer that is changed."""
         return frozenset(m for held in self.name_of if self.families.is_changed(held) for m in self.families.of(held))
 
     def _around_changed_buffers(self, reassigned: Mapping[str, fx.Node]) -> frozenset[int]:
-        """Return the cuts between the nodes that change a buffer and those that see its memory before they are done.
+        """Return the cuts that would separate the nodes that use a buffer's memory until its last change.
 
-        All of these must lie on the stage that holds the buffer. What the last change returns may go anywhere: a copy.
+        All of these nodes must lie on the stage that holds the buffer. The result of the last change may go to any
+        stage, because it is sent as a copy.
         """
         index_of = {node: index for index, group in enumerate(self.fx_of) for node in group}
         found: set[int] = set()
@@ -141,7 +143,7 @@ class _Reader:
             last = {node for node in members if index_of.get(node) == max(writes, default=-1)}
             uses = {index_of[u] for m in members - last for u in m.users if u in index_of} | writes
             found |= set(range(min(uses, default=0) + 1, max(uses, default=0) + 1))
-        for name, made in reassigned.items():  # who reads the buffer, and what is made of it, for the next micro-batch
+        for name, made in reassigned.items():  # from reading a buffer to computing its new tensor
             placeholders = [node for node, other in self.name_of.items() if other == name]
             uses = {index_of[user] for node in placeholders for user in node.users if user in index_of}
             if uses and made in index_of:
@@ -149,11 +151,11 @@ class _Reader:
         return frozenset(found)
 
     def _value(self, node: fx.Node) -> int:
-        """Return the value of an fx node as it is now."""
+        """Return the current value of an fx node."""
         return self.versions_of[node][-1][1]
 
     def _uncuttable(self, graph: Graph) -> frozenset[int]:
-        """Return the cuts that two names of the same memory would cross, before it is changed in place."""
+        """Return the cuts that two fx nodes with the same memory would cross before it is changed in place."""
         found = set()
         for changed_at, members in self.changed_at.items():
             alive = [
@@ -191,7 +193,7 @@ class _Reader:
                 self._add_value(node, f"input:{next(inputs)}", producer=-1, has_grad=False)
 
     def _returned(self, results: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the nodes of the results; a parameter that is returned as it is becomes the value of a node."""
+        """Return the fx nodes of the results; a returned parameter gets an alias node, so that a node makes it."""
         found = []
         for result in results:
             if result in self.name_of:
@@ -209,7 +211,7 @@ class _Reader:
         return found
 
     def _remove_dead(self, output: fx.Node) -> None:
-        """Drop what nothing uses and what only checks; random numbers are drawn all the same."""
+        """Mark unused nodes and checks as dead; nodes with effects stay, for example those that draw random numbers."""
         self._dead: set[fx.Node] = set()
         for node in reversed(self.program.graph.nodes):
             if node.op in ("placeholder", "output") or node in self._kept:
@@ -219,7 +221,7 @@ class _Reader:
                 self._dead.add(node)
 
     def _calls(self) -> Iterator[fx.Node]:
-        """Yield the fx nodes that become nodes: operations on tensors, not what picks outputs apart or counts sizes."""
+        """Yield the fx nodes that become nodes: operations on tensors, without selected outputs and computed sizes."""
         for node in self.program.graph.nodes:
             if node.op == "call_function" and node not in self._dead and not is_part(node) and not is_number(node):
                 yield node
@@ -231,7 +233,7 @@ class _Reader:
         parts = [user for user in node.users if is_part(user) and user not in self._dead]
         is_free = (
             not has_effect(node)
-            and not self.families.is_changed(node, *parts, *node.all_input_nodes)  # then it matters when it runs
+            and not self.families.is_changed(node, *parts, *node.all_input_nodes)  # otherwise its position matters
             and not set(parameters) & mutated
             and all(self.parameters[n].is_buffer for n in parameters if n in self.parameters)
             and all(self.values[v].producer < 0 or self.nodes[self.values[v].producer].is_free for v in inputs)
@@ -262,10 +264,10 @@ class _Reader:
     def _add_versions(
         self, node: fx.Node, index: int, has_grad: bool, own: set[fx.Node]
     ) -> tuple[list[int], list[int]]:
-        """Give all that shares memory with what a node changes, and is used later, a new value from here on.
+        """Add a new version of each fx node that shares memory with a changed argument and is used later.
 
         Returns:
-            What these were before, which the node thereby uses, and what they are now.
+            The values before the change, which the node uses, and the new values, which it makes.
         """
         written = [argument for argument in written_by(node) if argument in self.versions_of]
         if not written:
@@ -287,7 +289,7 @@ class _Reader:
         return self.place_of.get(user, -1) > here and user not in self._dead
 
     def _inputs(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the values that a node uses, also through sizes that are read off them."""
+        """Return the values that a node uses, including those whose sizes it uses."""
         found: list[int] = []
         for argument in node.all_input_nodes:
             if argument in self.versions_of:
@@ -297,7 +299,7 @@ class _Reader:
         return tuple(dict.fromkeys(found))
 
     def _is_batch(self, node: fx.Node) -> bool:
-        """Return whether a size follows from the batch size alone, so that no tensor is needed to know it."""
+        """Return whether a size depends only on the batch size, so that no tensor is needed to compute it."""
         return affine(node.meta.get("val"), self.symbols) is not None
 
     def _held_names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Operations: what a node of a trace does: whether it has effects, what it changes, whose memory it shares."""
+"""Traced operations: the properties of a node of a trace: its effects, its in-place changes, and shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _FORGOTTEN = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
-# these may hand on the very tensor that they get, though their schema does not say so
+# these operations may return their argument itself, although their schema does not declare this
 _MAY_ALIAS = (
     "reshape",
     "flatten",
@@ -55,12 +55,12 @@ _MAY_ALIAS = (
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Return whether a node makes one tensor."""
+    """Return whether the result of a node is a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_part(node: fx.Node) -> bool:
-    """Return whether a node only picks one of the outputs of another."""
+    """Return whether a node only takes one output of another node."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and not is_tensor(node.args[0])
 
 
@@ -70,12 +70,12 @@ def is_number(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Return whether a node only checks what torch took for granted."""
+    """Return whether a node only checks an assumption that torch made."""
     return any(word in str(node.target) for word in _FORGOTTEN)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers or changes a tensor: it must run once, in its place."""
+    """Return whether a node draws random numbers or changes a tensor; such a node must run exactly once, in order."""
     op = op_of(node)
     if isinstance(op, torch._ops.HigherOrderOperator):
         return any(
@@ -87,7 +87,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, or may do."""
+    """Return whether a node draws random numbers, or may draw them."""
     op = op_of(node)
     if isinstance(op, torch._ops.OpOverload):
         takes_generator = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -96,7 +96,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
-    """Yield the graphs that a node is given to run."""
+    """Yield the graphs among the arguments of a node, which it runs."""
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
             inner = getattr(argument.graph.owning_module, str(argument.target), None)
@@ -137,7 +137,7 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
 
 
 class Families:
-    """Which fx nodes share memory, and whether any of them is changed in place."""
+    """The families of fx nodes that share memory, and which of them are changed in place."""
 
     def __init__(self, calls: Iterable[fx.Node]) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
@@ -159,11 +159,11 @@ class Families:
         return node
 
     def of(self, node: fx.Node) -> list[fx.Node]:
-        """Return all that share memory with a node."""
+        """Return all nodes that share memory with a node, including itself."""
         return self._members.get(self._find(node), [node])
 
     def is_changed(self, *nodes: fx.Node) -> bool:
-        """Return whether the memory of any of these is changed in place somewhere."""
+        """Return whether any node changes the memory of one of these nodes in place."""
         return any(self._find(node) in self._changed for node in nodes)
 
 
@@ -176,18 +176,18 @@ def op_name(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the innermost module that a node comes from; empty if it is not known."""
+    """Return the path of the innermost module that contains a node; empty if unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
 
 
 def signature_of(node: fx.Node, *, held: Container[fx.Node]) -> str:
-    """Return a text that is the same for nodes that do the same work on inputs of the same shapes.
+    """Return a text that is equal for nodes that do the same work on inputs of the same shapes.
 
     Args:
-        node: a call.
-        held: what stands for parameters and buffers.
+        node: the node of an operation.
+        held: the nodes of parameters and buffers.
     """
 
     def text(argument: object) -> str:

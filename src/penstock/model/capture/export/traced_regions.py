@@ -1,4 +1,4 @@
-"""Regions: open the autocast and no-grad regions of a trace, so that cuts can lie in them as anywhere else."""
+"""Traced regions: replace autocast and no-grad regions by their operations, so that cuts can lie inside them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["args_of", "op_of", "open_regions", "run_within", "stops_gradients"]
 Settings = tuple[Any, ...]
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_LEADING: dict[Any, int] = {_AUTOCAST: 4, _GRAD: 1}  # arguments before the region's graph: its settings
+_LEADING: dict[Any, int] = {_AUTOCAST: 4, _GRAD: 1}  # the number of settings, the arguments before the graph
 
 
 def run_within(settings: tuple[Settings, ...], op: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Call an operation as it is called in a region: under its autocast, or without gradients."""
+    """Call an operation under the settings of its regions: autocast, or without gradients."""
     with contextlib.ExitStack() as stack:
         for setting in settings:
             if len(setting) == 1:
@@ -31,12 +31,12 @@ def run_within(settings: tuple[Settings, ...], op: Any, *args: Any, **kwargs: An
 
 
 def op_of(node: fx.Node) -> Any:  # noqa: ANN401
-    """Return the operation of a node, also in a region."""
+    """Return the operation of a node; if the node was in a region, the operation inside `run_within`."""
     return node.args[1] if node.target is run_within else node.target
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments of a node's operation, also in a region."""
+    """Return the positional arguments of a node's operation, without those of `run_within`."""
     return node.args[2:] if node.target is run_within else node.args
 
 
@@ -49,7 +49,7 @@ def stops_gradients(node: fx.Node) -> bool:
 
 
 def open_regions(root: fx.GraphModule) -> None:
-    """Replace each region by its operations, each called as it is called in the region."""
+    """Replace each region by its operations, each called under the settings of the region."""
     for node in list(root.graph.nodes):
         if node.op == "call_function" and node.target in _LEADING:
             _open(root, node, ())
@@ -57,13 +57,13 @@ def open_regions(root: fx.GraphModule) -> None:
 
 
 def _open(owner: fx.GraphModule, node: fx.Node, around: tuple[Settings, ...]) -> None:
-    """Put the operations of a region before the node that called it, and what they return into its users."""
+    """Put the operations of a region before the node that called it, and pass their results to its users."""
     results = list(_inline(owner, node, around, target=owner.graph, before=node, known={}))
     for user in list(node.users):
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             owner.graph.erase_node(user)
-    if node.users:  # a region that returns one thing, not a tuple
+    if node.users:  # the region returns a single value, not a tuple
         node.replace_all_uses_with(results[0])
     owner.graph.erase_node(node)
 

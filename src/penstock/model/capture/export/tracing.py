@@ -1,4 +1,4 @@
-"""Trace a model with torch.export: once, symbolic in the batch size, with its outputs reduced to tensors."""
+"""Tracing: one trace of a model by torch.export, with a symbolic batch size and with plain tensors as outputs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ __all__ = ["OpenDims", "Traced", "is_cache", "trace"]
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model: torch's program, what the outputs go into, and the buffers that forward gave another tensor.
+    """A traced model.
 
-    The program's outputs are the model's tensors, then the new tensors of `reassigned`. `guards` says for which shapes
-    of the inputs it holds.
+    Attributes:
+        program: torch's program; it returns the tensors of the model's result, then the new tensors of `reassigned`.
+        template: the template of the model's result.
+        num_outputs: the number of tensors in the model's result.
+        reassigned: the names of the buffers to which forward assigns another tensor.
+        guards: the conditions on the input shapes for which the trace holds.
     """
 
     program: torch.export.ExportedProgram
@@ -48,18 +52,18 @@ OpenDims = Sequence[frozenset[int]]
 
 
 class _RefusedError(Exception):
-    """The trace would run, but not mean what the model means; says why."""
+    """The trace would run, but would not behave as the model does; the text gives the reason."""
 
 
 class _Reduced(nn.Module):
-    """The model with tensors in and tensors out; remembers what stood around them."""
+    """The model with plain tensors as inputs and outputs; it records the structures that contain them."""
 
     def __init__(self, model: nn.Module, call: Call, remember: Callable[..., None]) -> None:
         super().__init__()
         self.model = model
         self._arguments = call.arguments
-        self.put: frozenset[str] = frozenset()  # attributes that a tensor was put in to see whether forward reads it
-        self._remember = remember  # a function, because torch.export puts attributes back as they were
+        self.put: frozenset[str] = frozenset()  # attributes that hold a test tensor; see _check_kept
+        self._remember = remember  # a function, because torch.export restores attributes
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self._arguments(tensors)
@@ -73,7 +77,7 @@ class _Reduced(nn.Module):
         before = {name: tensor for name, tensor in tensors_before.items() if name not in self.put}
         replaced = sorted(name for name, tensor in before.items() if now.get(name) != tensor)
         if replaced:
-            raise _RefusedError(f"forward keeps another tensor in {', '.join(replaced[:3])}")
+            raise _RefusedError(f"forward assigns another tensor to {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
         if changed:
             raise _RefusedError(f"forward changes {', '.join(changed[:3])}")
@@ -81,7 +85,7 @@ class _Reduced(nn.Module):
         reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
         outputs, template = flatten(result, drop=is_cache)
         if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
-            raise _RefusedError("forward returns a number that follows from the batch")
+            raise _RefusedError("forward returns a number that depends on the batch")
         kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
         self._remember(kept={name: (tuple(map(hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
@@ -89,15 +93,16 @@ class _Reduced(nn.Module):
 
 
 def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
-    """Trace a model in the mode that it is in.
+    """Trace a model in its current mode.
 
     Args:
-        model: the user's.
-        call: how it is called.
-        open_dims: for each tensor the dimensions, besides the batch, that calls may have of another size.
+        model: the user's model.
+        call: the call to trace.
+        open_dims: for each tensor, the dimensions besides the batch whose size may differ between calls.
 
     Raises:
-        CaptureError: when torch.export cannot take it, or would not keep what it means; says where and why.
+        CaptureError: if torch.export cannot trace the model, or if the trace would not behave as the model does; gives
+            the reason, and the line of the model if it is known.
     """
     seen: dict[str, Any] = {}
     reduced = _Reduced(model, call, seen.update)
@@ -119,10 +124,11 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
 
 
 def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.export.ExportedProgram:
-    """Export with a batch size that nothing else is a multiple of, so that its traces can be told from other numbers.
+    """Export with an unusual batch size, so that a number in the trace that was computed from it can be recognized.
 
-    One symbol stands for the batch. Where the model sets its inputs' batches apart, the trace is made twice with what
-    torch finds by itself, and must come out the same.
+    A single symbol stands for the batch size of all inputs. torch.export rejects this if the model treats their batch
+    sizes differently. The model is then traced twice with the dynamic dimensions that torch finds by itself, and both
+    traces must be equal.
     """
 
     def export(batch_size: int, size: object) -> torch.export.ExportedProgram:
@@ -138,33 +144,33 @@ def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.ex
     unusual, another = _unusual_sizes(reduced, call)
     try:
         program = export(unusual, torch.export.Dim("batch"))
-        if _may_hold(program, unusual):  # the batch size, or a number that happens to be a multiple of it
+        if _may_hold(program, unusual):  # from the batch size, or a multiple by coincidence
             _check_equal(program, export(another, torch.export.Dim("batch")))
         return program
     except Exception as error:
         if "Constraints violated" not in str(error):
             raise
-        small = max(3, call.batch_size)  # with two samples, [:2] would be all of them
+        small = max(3, call.batch_size)  # with two samples, [:2] would take the whole batch
         program = export(small, torch.export.Dim.AUTO)
         _check_equal(program, export(small + 1, torch.export.Dim.AUTO))
         return program
 
 
 def _may_hold(program: torch.export.ExportedProgram, unusual: int) -> bool:
-    """Return whether a trace holds a multiple of the batch size that it was made with."""
+    """Return whether a trace contains a multiple of the batch size with which it was made."""
     if any(number and abs(number) < 2**31 and number % unusual == 0 for _, number in _numbers(program)):
         return True
     return any(isinstance(t, torch.Tensor) and _has_multiple(t, unusual) for t in program.constants.values())
 
 
 def _check_equal(program: torch.export.ExportedProgram, again: torch.export.ExportedProgram) -> None:
-    """Compare two traces, made with different batch sizes.
+    """Compare two traces that were made with different batch sizes.
 
     Raises:
-        _RefusedError: when they differ, so that the batch size is written into them.
+        _RefusedError: if they differ, which means that the batch size is written into them.
     """
     if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
-        raise _RefusedError("forward does other things for other batch sizes") from None
+        raise _RefusedError("forward runs different operations for different batch sizes") from None
     constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}
     for name, tensor in constants.items():
         other = again.constants.get(name)
@@ -178,7 +184,7 @@ def _check_equal(program: torch.export.ExportedProgram, again: torch.export.Expo
 
 
 def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
-    """Return whether a small constant holds a multiple of the batch size that the trace was made with."""
+    """Return whether a small constant contains a multiple of the batch size with which the trace was made."""
     is_plain = type(tensor) is torch.Tensor and not tensor.is_meta
     if not is_plain or tensor.numel() > 64 or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
@@ -187,7 +193,7 @@ def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
 
 
 def _unusual_sizes(reduced: _Reduced, call: Call) -> tuple[int, int]:
-    """Return two primes that divide no other dimension of the model and its inputs."""
+    """Return two primes that divide no dimension of the model's tensors and of its inputs, except the batch size."""
     sizes = {size for tensor in (*reduced.parameters(), *reduced.buffers()) for size in tensor.shape}
     for tensor, dim in zip(call.tensors, call.batch_dims, strict=True):
         sizes |= {size for place, size in enumerate(tensor.shape) if place != dim}
@@ -197,7 +203,7 @@ def _unusual_sizes(reduced: _Reduced, call: Call) -> tuple[int, int]:
 
 
 def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.Node, float]]:
-    """Yield the numbers in a trace, with where they stand."""
+    """Yield the numbers in a trace, each with its node."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             found: list[float] = []
@@ -211,30 +217,30 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
 
 
 def _check(program: torch.export.ExportedProgram, call: Call, open_dims: OpenDims) -> None:
-    """Refuse what depends on data, or holds for one size of the batch, or of an open dimension, only."""
+    """Refuse a trace that depends on data, or that holds for only one size of the batch or of an open dimension."""
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
         if dim is not None and not _is_symbolic(node.meta["val"].shape[dim]):
-            raise CaptureError(f"the model's forward holds for this batch size only (seen at input {name})")
+            raise CaptureError(f"the trace holds for only one batch size (seen at input {name})")
     for node, name, dims in zip(inputs, call.names, open_dims, strict=bool(open_dims)):
         fixed = [str(dim) for dim in sorted(dims) if not _is_symbolic(node.meta["val"].shape[dim])]
         if fixed:
-            raise CaptureError(f"the model's forward holds for one size of dimension {', '.join(fixed)} of {name} only")
+            raise CaptureError(f"the trace holds for only one size of dimension {', '.join(fixed)} of {name}")
     sizes = [node.meta["val"].shape[d] for node, d in zip(inputs, call.batch_dims, strict=True) if d is not None]
     of_batch = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     for symbol, bounds in program.range_constraints.items():
-        if symbol in of_batch and bounds.upper < 4096:  # higher ones come from kernels that count in 32 bits
-            raise CaptureError(f"the model's forward holds for batches up to {bounds.upper} only ({symbol})")
+        if symbol in of_batch and bounds.upper < 4096:  # higher bounds come from kernels with 32-bit indices
+            raise CaptureError(f"the trace holds only for batches of at most {bounds.upper} samples ({symbol})")
     for node in program.graph.nodes:
         if "_add_batch_dim" in str(node.target):
-            raise CaptureError(f"torch.vmap cannot be cut out of the trace {_where(node)}")
+            raise CaptureError(f"a trace with torch.vmap cannot be cut {_where(node)}")
         if _is_unbacked(node.meta.get("val")):
             raise CaptureError(f"a shape or number depends on data {_where(node)}")
 
 
 def _is_symbolic(size: object) -> bool:
-    """Return whether a size may vary; one that the model's code made a number of is a symbol with one value."""
+    """Return whether a size may vary; it has no free symbols if the model's code turned it into a number."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
@@ -256,13 +262,13 @@ def _where(node: torch.fx.Node) -> str:
 
 
 def is_cache(thing: object) -> bool:
-    """Return whether a thing is a cache of keys and values, or of states: an output that training has no use for."""
+    """Return whether an object is a cache of keys and values, or of states; training does not use such an output."""
     name = type(thing).__name__
     return hasattr(thing, "get_seq_length") or name.endswith("Cache") or name.endswith("CacheParams")
 
 
 def _plain_attributes(model: nn.Module) -> dict[str, object]:
-    """Return what plain Python values the modules hold: a change of one of them would be lost in a trace."""
+    """Return the plain Python values that the modules hold; a trace would lose a change of one of them."""
     return {
         f"{path}.{key}" if path else key: _outline(value)
         for path, module in model.named_modules()
@@ -272,7 +278,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, object]:
 
 
 def _outline(value: object, depth: int = 0) -> object:
-    """Return what can be compared later: plain values, and of containers what is in them."""
+    """Return plain data that shows later whether a value has changed, or whether the content of a container has."""
     if isinstance(value, dict) and depth < 2:
         return [(key, _outline(item, depth + 1)) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, deque)) and depth < 2:
@@ -287,10 +293,10 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]]) -> None:
-    """Refuse tensors that forward puts where there was None, and reads again in the next call.
+    """Refuse a model whose forward replaces None by a tensor in an attribute, and reads it in the next call.
 
-    The trace is made once more with tensors in these places: if one of them is used, it is state; if not, forward only
-    leaves something there for later in the same call, such as a loss, which a trace keeps.
+    The model is traced again with tensors in these attributes. If the trace uses one of them, it is state. Otherwise
+    forward only stores a value for later in the same call, such as a loss, and the trace handles this.
     """
     model = reduced.model
     put = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in kept.items()}
@@ -301,15 +307,15 @@ def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]])
         reduced.put = frozenset(put)
         try:
             read = [id(constant) for constant in _export(reduced, call).constants.values()]
-        except Exception:  # with the tensor there forward goes another way
+        except Exception:  # with the tensor, forward takes another branch
             read = [id(tensor) for tensor in put.values()]
     kept_on = [name for name, tensor in put.items() if id(tensor) in read]
     if kept_on:
-        raise _RefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} from call to call")
+        raise _RefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} between calls")
 
 
 def _empty_attributes(model: nn.Module) -> set[str]:
-    """Return which attributes are None: a tensor that comes there may be meant to stay."""
+    """Return the names of the attributes that are None; forward may store state there."""
     return {
         f"{path}.{key}" if path else key
         for path, module in model.named_modules()
@@ -319,7 +325,7 @@ def _empty_attributes(model: nn.Module) -> set[str]:
 
 
 def _tensor_attributes(model: nn.Module) -> dict[str, object]:
-    """Return which tensors the modules hold apart from parameters and buffers."""
+    """Return the ids of the tensors in plain attributes, which are neither parameters nor buffers."""
     return {
         f"{path}.{key}" if path else key: id(value)
         for path, module in model.named_modules()
@@ -336,7 +342,7 @@ def _differences(before: dict[str, object], after: dict[str, object]) -> Iterato
 
 @contextlib.contextmanager
 def _symbolic_len() -> Iterator[None]:
-    """Let `len(tensor)` be the symbol of its first dimension: Python itself can only make a number of it."""
+    """Make `len(tensor)` return the symbol of the first dimension; Python's own `len` can only return an int."""
     original = builtins.len
 
     def length(thing: Any) -> Any:  # noqa: ANN401
@@ -351,7 +357,7 @@ def _symbolic_len() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
-    """Switch caches of keys and values off, where a model's configuration can: training never reads them."""
+    """Switch off caches of keys and values if the model's configuration has a switch; training does not read them."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
     for config in configs.values():
@@ -365,16 +371,16 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_own_gradients() -> Iterator[None]:
-    """Refuse what a trace forgets: backwards of the user's own, and hooks on gradients."""
+    """Refuse code that a trace drops: custom autograd functions, gradient hooks, and inference mode."""
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
         if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
             return original.__get__(None, cls)(*args, **kwargs)
-        raise _RefusedError(f"{cls.__name__} is an autograd function with a backward of its own")
+        raise _RefusedError(f"{cls.__name__} is an autograd function with a custom backward")
 
     def refuse_hook(*_: object, **__: object) -> object:
-        raise _RefusedError(f"forward hooks the gradient of a tensor {line_of_stack()}")
+        raise _RefusedError(f"forward registers a gradient hook at {line_of_stack()}")
 
     def refuse_inference(mode: torch.inference_mode) -> None:
         if not is_called_by_torch():
@@ -395,11 +401,11 @@ def no_own_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own remarks about a trace to ourselves, and what is compiled from compiling."""
+    """Hide torch's log lines and warnings during a trace, and run compiled parts of the model eagerly."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # torch gives each of its many loggers a level of its own
+    logging.disable(logging.CRITICAL)  # each logger of torch has a level of its own
     try:
-        silence = contextlib.redirect_stderr(io.StringIO())  # where it stops, torch prints the graph so far
+        silence = contextlib.redirect_stderr(io.StringIO())  # on a failure, torch prints the graph so far
         with silence, warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             yield

@@ -1,4 +1,4 @@
-"""Record: run a model once, watch which modules it calls, what flows between them, and what it reads on the way."""
+"""Call recorder: run a model once and record its module calls, the tensors between them, and the data it reads."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from penstock.model.structure import flatten
 __all__ = ["Recording", "Seen", "Unit", "record"]
 
 _TRIES = 4
-_SHARE = 1 / 32  # modules with at least this share of all parameters are looked into
+_SHARE = 1 / 32  # modules with a smaller share of all parameters are units
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a tensor of a run that is over.
+    """The properties of a tensor that stay known after the run.
 
     Attributes:
-        shape: in that run.
-        dtype: its type of numbers.
-        has_grad: whether gradients go through it.
-        memory: a number that tensors have in common which shared memory.
+        shape: its shape in that run.
+        dtype: its dtype.
+        has_grad: whether it requires a gradient.
+        memory: a number that is equal for tensors that shared memory.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Known:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Known:
-        """Return what is to be known of a tensor."""
+        """Return the properties of a tensor."""
         try:
             memory = tensor.untyped_storage()._cdata
         except NotImplementedError:  # sparse tensors have none
@@ -56,14 +56,16 @@ class Known:
 
 @dataclass
 class Seen:
-    """A tensor that came to be between module calls, or as the output of one.
+    """A tensor that was made between module calls, or by one.
+
+    Code between two units usually belongs to the first of them (`_Recorder.now`).
 
     Attributes:
-        producer: the unit after whose call it came to be; -1 for an input of the model.
-        tensor: itself while the model runs; afterwards what is known of it, without its memory.
-        marks: where it came to be, and at which unit each mark began to hold: a call that returns it marks it anew.
-        uses: the units that use it, or after whose call something else does.
-        changes: the units at which it is changed in place.
+        producer: the unit that made it; -1 for an input of the model.
+        tensor: the tensor while the model runs; afterwards its properties, without its memory.
+        marks: its marks, each with the unit that added it; a call that returns the tensor adds a mark.
+        uses: the units that use it.
+        changes: the units that change it in place.
     """
 
     producer: int
@@ -74,7 +76,7 @@ class Seen:
 
     @property
     def known(self) -> Known:
-        """What is known of it after the run."""
+        """Its properties, after the run."""
         assert isinstance(self.tensor, Known)
         return self.tensor
 
@@ -86,7 +88,7 @@ class Seen:
 
 @dataclass
 class Unit:
-    """The call of a module that is not looked into."""
+    """A module call that replay runs whole."""
 
     path: str
     ordinal: int
@@ -96,15 +98,33 @@ class Unit:
 
 @dataclass
 class Recording:
-    """What was seen in one run.
+    """The observations of one run.
+
+    A module call is identified by the path of the module and the ordinal of the call: 0 for its first call, and so on.
 
     Attributes:
-        units: the module calls, in order.
+        units: the units, in order.
         seen: all tensors between them.
-        range_of: for each module call, by path and ordinal, the first and last unit in it.
-        is_read: data was read into Python, or shapes depend on data, or Python's own random numbers were drawn: other
-            data may take another way.
-        outputs: what the model returned: a template, and which tensors go into it.
+        range_of: for each module call, the first and the last unit in it.
+        is_read: whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn;
+            with other data, the model may then take other branches.
+        reads_where: the first line of the model that read data.
+        template: the template of the model's result.
+        outputs: the indices in `seen` of the tensors that fill it.
+        template_of: for each module call, the template of its result.
+        unimaginable: torch functions that do not work on holes.
+        readers: torch functions that returned plain values, and so read data.
+        uncuttable: positions where no cut may lie.
+        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
+        shapes_of: for each module call, the descriptions of the tensors that it returned.
+        seen_of: the same descriptions, with dimensions as functions of the batch size.
+        watched: the paths of the modules whose calls were observed.
+        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
+        draws_python_random: whether Python's or numpy's random numbers were drawn.
+        changed: the names of the buffers that the forward changes.
+        filling: the modules that change a list or dict among their arguments.
+        filled: the lists and dicts in attributes that get other tensors, as "path:name".
+        cached: those of them that a second call does not change.
     """
 
     units: list[Unit]
@@ -122,19 +142,19 @@ class Recording:
     shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
-    hooked: frozenset[str] = frozenset()  # modules to look into also where they are skipped: hooks, hidden values
+    hooked: frozenset[str] = frozenset()
     draws_python_random: bool = False
-    changed: frozenset[str] = frozenset()  # names of buffers that the forward changes
-    filling: frozenset[str] = frozenset()  # modules that change a list or dict that they are given
-    filled: frozenset[str] = frozenset()  # lists and dicts in attributes that get other tensors, as "path:name"
-    cached: frozenset[str] = frozenset()  # those of them that a second call leaves as they are
+    changed: frozenset[str] = frozenset()
+    filling: frozenset[str] = frozenset()
+    filled: frozenset[str] = frozenset()
+    cached: frozenset[str] = frozenset()
 
 
 def record(model: nn.Module, call: Call) -> Recording:
-    """Run a model's forward and return what was seen; the model and all random states stay as they were.
+    """Run a model's forward and return a recording; the model and all random states stay unchanged.
 
-    Where the way depends on data or chance, some modules may not be called (LayerDrop): then it is run a few times
-    more, and in evaluation, and the run that called most modules is taken.
+    If control flow depends on data or random numbers, as with LayerDrop, a run may skip modules. The model then runs a
+    few more times, also in evaluation, and the recording with the most units is returned.
     """
     states = RandomStates()
     best = _record_once(model, call)
@@ -158,7 +178,7 @@ def record(model: nn.Module, call: Call) -> Recording:
 
 
 def _missing(model: nn.Module, recording: Recording) -> bool:
-    """Return whether there are modules with parameters that were not called, nor any module around or in them."""
+    """Return whether the run called neither some module with parameters, nor a module around it or inside it."""
     called = {unit.path for unit in recording.units}
     return any(
         not any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in called)
@@ -191,7 +211,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     finally:
         is_random = states.have_others_changed()
         states.restore()
-    if recorder.hollow - whole:  # modules that call none of their own: they are units themselves
+    if recorder.hollow - whole:  # these modules call no submodule, so they are units
         return _record_once(model, call, whole | frozenset(recorder.hollow))
     recorder.is_read |= is_random
     recorder.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
@@ -206,7 +226,7 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
 
 
 def _unchanged_by_a_second_call(shell: nn.Module, call: Call, containers: Mapping[str, Any]) -> set[str]:
-    """Return which containers are caches: filled by the first call, and only read by the next."""
+    """Return the containers that are caches: the first call fills them, and the next one only reads them."""
     if not containers:
         return set()
     before = {name: _ids_in(container) for name, container in containers.items()}
@@ -217,9 +237,9 @@ def _unchanged_by_a_second_call(shell: nn.Module, call: Call, containers: Mappin
 
 
 def _escaped(recording: Recording) -> set[str]:
-    """Return the modules out of which a value comes that they do not return: by a list, an attribute or a buffer.
+    """Return the modules that pass a value to later code without returning it: by a list, an attribute or a buffer.
 
-    Whoever runs or skips such a module looks into it, or the value would be missing there.
+    Every stage looks into such a module, whether it runs or skips it. Otherwise the value would be missing.
     """
     calls: dict[str, list[tuple[int, int, int]]] = {}
     for (path, ordinal), (first, last) in recording.range_of.items():
@@ -238,7 +258,7 @@ def _escaped(recording: Recording) -> set[str]:
 
 
 def _containers_in(thing: Any, depth: int = 0) -> list[tuple[Any, list[int]]]:  # noqa: ANN401 - arguments
-    """Return the lists, dicts and sets in a call's arguments, each with what is in it."""
+    """Return the lists, dicts and sets in a call's arguments, each with the ids of its items."""
     if depth > 3 or not isinstance(thing, (list, tuple, dict, set)):
         return []
     inner = thing.values() if isinstance(thing, dict) else thing
@@ -255,7 +275,7 @@ def _ids_in(container: Any) -> list[int]:  # noqa: ANN401 - a list, dict or set
 
 
 def _is_unit(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether a module is not looked into: it is small, has no modules, or is no plain Python any more."""
+    """Return whether a module is a unit: it is small, has no submodules, or is compiled or scripted."""
     if not any(module.children()) or _is_sealed(module):
         return True
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -283,22 +303,22 @@ class _Recorder(Walk):
         self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
         self.is_read, self.reads_where = False, ""
         self.held_at: dict[int, set[int]] = {}
-        self.open_at: list[int] = []  # how many units had been called when each open call began
+        self.open_at: list[int] = []  # for each running call, the number of units before it
         self.hollow: set[str] = set()
-        self.uncuttable: set[int] = set()  # a gradient taken in the forward needs all that it goes through in one place
+        self.uncuttable: set[int] = set()
         self.unimaginable: set[Callable[..., Any]] = set()
         self.readers: set[Callable[..., Any]] = set()
         self.template_of: dict[tuple[str, int], object] = {}
         self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
         self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
         self.filling: set[str] = set()
-        self.changes_of: dict[int, set[int]] = {}  # for each held tensor's id, where code changes it in place
+        self.changes_of: dict[int, set[int]] = {}  # for the id of each held tensor, the units that change it
         self._hooks: Any = None
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], call: Call) -> object:
         tensors = []
         for index, tensor in enumerate(call.tensors):
-            # a copy: the model may change what it is given, and the example is the user's
+            # a copy: the model may change its inputs, and the example belongs to the user
             alias = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.mark(alias, ("", -1, index))
             tensors.append(alias)
@@ -308,7 +328,7 @@ class _Recorder(Walk):
 
     @contextmanager
     def _watching_functions(self) -> Iterator[None]:
-        """Learn which modules are called inside of an autograd function: there is no way to leave one in its middle."""
+        """Forbid cuts inside autograd functions; a stage cannot leave one before it returns."""
         original: Any = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: type, /, *args: object, **kwargs: object) -> object:
@@ -324,7 +344,7 @@ class _Recorder(Walk):
             torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
     def _note_checkpoint(self) -> None:
-        """Forbid a cut between two units that the model recomputes together: it would recompute beyond the cut."""
+        """Forbid a cut between two units that the model recomputes together; the recompute would cross the cut."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and self._hooks is not None and hooks[0] is self._hooks[0]:
             self.uncuttable.add(len(self.units) - 1)
@@ -332,9 +352,9 @@ class _Recorder(Walk):
 
     @property
     def now(self) -> int:
-        """The unit that what happens now belongs to: the last one that was called.
+        """The unit to which the current code belongs: the unit that was called last.
 
-        In a call that has not come to a unit yet it is the next one: a cut before that unit lies before the whole call.
+        Inside a call that has not reached a unit yet, it is the next unit; a cut before it lies before the whole call.
         """
         count = len(self.units)
         return count if count in self.open_at else max(0, count - 1)
@@ -393,14 +413,14 @@ class _Recorder(Walk):
             self.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
-        if function is torch.autograd.grad:
+        if function is torch.autograd.grad:  # one stage must have all operations that this gradient goes through
             first = min((s.producer for t in given for s in self._seen_of(t)), default=self.now)
             self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
         self.mark_results(result)
         return result
 
     def _note_filled(self, path: str, containers: list[tuple[Any, list[int]]]) -> None:
-        """Note a module that puts something into a list or dict that it was given, or takes it out."""
+        """Record a module that adds items to a list or dict among its arguments, or removes them."""
         if any(_ids_in(container) != before for container, before in containers):
             self.filling.add(path)
 
@@ -416,7 +436,7 @@ class _Recorder(Walk):
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
             self.held_at.setdefault(self.now, set()).add(id(tensor))
-        if self.marks_of(tensor):  # a buffer that was changed in place is a value from there on
+        if self.marks_of(tensor):  # also a buffer after an in-place change: it is a value
             index: int = self.index_of[id(tensor)]
             self.seen[index].uses.add(self.now)
             if is_argument and index not in self.units[-1].inputs:
@@ -432,8 +452,8 @@ class _Recorder(Walk):
     def around_changed_buffers(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[int]:
         """Return the cuts between the code that reads or changes a buffer and the code that changes it last.
 
-        One stage must do all of it: another one would read what was there before, or change a copy. What is read after
-        the last change is a value, which goes anywhere.
+        All of this code must run on one stage: another stage would read old content, or change a copy. After the last
+        change, the buffer's content is a value, which can be sent to any stage.
         """
         found: set[int] = set()
         for name, tensor in before.items():
@@ -446,7 +466,7 @@ class _Recorder(Walk):
         return found
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        index = self.index_of.get(id(tensor))  # all that was seen is kept, so that no id is used twice
+        index = self.index_of.get(id(tensor))  # all seen tensors are kept alive, so ids are unique
         if index is None:
             self.index_of[id(tensor)] = len(self.seen)
             producer = -1 if mark[1] < 0 else self.now
@@ -459,13 +479,13 @@ class _Recorder(Walk):
         for index, held in self.held_at.items():
             if self.units:
                 self.units[min(index, len(self.units) - 1)].held |= held
-        for tensor in tensors:  # what is neither made nor given by anyone we saw: a parameter, returned as it is
+        for tensor in tensors:  # a tensor without a mark is a parameter that the model returns
             if id(tensor) not in self.index_of:
                 self.mark(tensor, ("", 0, -1000 - len(self.seen)))
         outputs = [self.index_of[id(tensor)] for tensor in tensors]
         for index in outputs:
             self.seen[index].uses.add(self.now)
-        # without their memory, their graph, and nodes that accumulate gradients on this stream: the recording is kept
+        # the recording lives on, so it must not keep memory, autograd graphs, or gradient accumulators of this stream
         known = [Known.of(seen.tensor) for seen in self.seen if isinstance(seen.tensor, torch.Tensor)]
         for seen, of_it in zip(self.seen, known, strict=True):
             seen.tensor.__dict__.pop("_penstock_marks", None)

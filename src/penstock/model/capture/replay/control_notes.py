@@ -1,4 +1,4 @@
-"""Notes: what a stage tells the next one of the way the forward took: what was read, the shapes, what lives."""
+"""Control notes: the messages between stages that make them take the same branches of the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Notes"]
 
 @dataclass
 class Notes:
-    """What later stages must know to take the same way.
+    """The observations that later stages need to take the same branches.
 
     Attributes:
-        reads: what was read into Python, by the frame that read it and the how-manieth time.
-        shapes: for each call of a module, by path and ordinal, what came out: ["in", i] for the i-th tensor it got, or
-            shape, stride and dtype.
-        live: the marks of the tensors that are sent along.
-        python_random: the states of Python's and numpy's random numbers when the forward began, if it draws any.
+        reads: the data that was read into Python, by the frame and the number of the read in it.
+        shapes: for each module call, by path and ordinal, a description of each result: ["in", i] for the i-th tensor
+            argument, or shape, stride and dtype of a new tensor.
+        live: the marks of the tensors that are sent with the notes.
+        python_random: the states of Python's and numpy's random numbers at the start of the forward, if it draws any.
     """
 
     reads: dict[str, Any] = field(default_factory=dict)
@@ -31,24 +31,24 @@ class Notes:
     python_random: list[Any] | None = None
 
     def to_tensor(self) -> torch.Tensor:
-        """Return the notes as bytes, to be sent as any other value."""
+        """Return the notes as a tensor of bytes, which can be sent as any other value."""
         text = json.dumps([self.reads, self.shapes, self.live, self.python_random], default=_encode)
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> Notes:
-        """Read them."""
+        """Return the notes from the tensor that `to_tensor` made."""
         reads, shapes, live, state = json.loads(bytes(tensor.cpu().numpy().tobytes()))
         return cls({place: _decode(item) for place, item in reads.items()}, shapes, live, state)
 
     def note_random(self) -> None:
-        """Remember the state of Python's own random numbers."""
+        """Save the states of Python's and numpy's random numbers."""
         version, state, gauss = random.getstate()
         name, keys, *rest = np.random.get_state(legacy=True)
         self.python_random = [version, list(state), gauss, [name, np.asarray(keys).tolist(), *rest]]
 
     def set_random(self) -> None:
-        """Draw the same numbers again, if the forward draws any."""
+        """Restore the saved states, if there are any, so that the same numbers are drawn again."""
         if self.python_random is not None:
             version, state, gauss, (name, keys, *rest) = self.python_random
             random.setstate((version, tuple(state), gauss))

@@ -1,8 +1,8 @@
-"""Walk: run a model's own forward with a hand on every module call and every torch function between them.
+"""Forward walk: run a model's own forward, and intercept every module call and every torch function between them.
 
-A *frame* is a call of a module whose inside is looked at; a *mark* says of a tensor where it came to be: the
-how-manieth tensor of which frame, or the how-manieth output of which call. Marks are the same in every process and for
-every cut, which is how stages agree on what is sent. docs/design/capture.md tells the whole story.
+A *frame* is a module call that the walk looks into. A *mark* is the name of a tensor: a module call, and a number that
+counts the tensors made in this call, or its outputs. Marks are the same in every process and for every cut, so that the
+stages agree on the tensors that they send. See docs/design/capture.md.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock.randomness.draw_names import enter
 
 __all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
 
-# path of the module, how-manieth call of it, how-manieth tensor; outputs count from -1 down
+# the path of the module, the ordinal of the call, the number of the tensor; outputs have the numbers -1, -2, ...
 Mark = tuple[str, int, int]
 
 
 class Done(BaseException):
-    """The stage has done all it has to do: the rest of the forward is for others."""
+    """The signal that a stage is done; later stages run the rest of the forward."""
 
 
 class _Around:
-    """The module call that what happens now belongs to, for random numbers: looked at or not.
+    """The module call to which the current code belongs; names the places that draw random numbers.
 
-    What is drawn between two calls of other modules lies on one stage, wherever the model is cut. So the number of
-    calls before it names it.
+    Code between two calls of submodules lies on a single stage for every choice of cuts. So its name is the module call
+    and the number of submodule calls before it.
     """
 
     __slots__ = ("name", "num_calls")
@@ -55,7 +55,7 @@ class _Around:
 
 @dataclass
 class Frame:
-    """A module call whose inside is looked at."""
+    """A module call that the walk looks into; `count` and `reads` count its tensors and its reads of data."""
 
     path: str
     ordinal: int
@@ -64,7 +64,7 @@ class Frame:
 
 
 def tensors_in(thing: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a thing of lists, tuples and dicts: what torch functions take and return."""
+    """Yield the tensors in nested lists, tuples and dicts, the structures that torch functions take and return."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, (list, tuple)):
@@ -77,7 +77,7 @@ def tensors_in(thing: object) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _no_filling() -> Iterator[list[Walk]]:
-    """Keep the walks of this thread from filling holes, which something of torch's holds; return those that look."""
+    """Stop the walks of this thread from filling holes while torch refers to them; return the active walks."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     walks = [walk for walk in stack if isinstance(walk, Walk) and walk.is_looking]
     for walk in walks:
@@ -90,9 +90,10 @@ def _no_filling() -> Iterator[list[Walk]]:
 
 
 def _mark_what_vmap_returns() -> None:
-    """Let a walk see what torch.vmap returns: it is made by no torch function, so it would go unmarked.
+    """Make walks mark the results of torch.vmap, which no torch function returns.
 
-    Done once for all threads: it asks for the walk of the thread that it runs in, and does nothing where there is none.
+    This wraps a function of torch once for all threads. The wrapper finds the walks of its own thread, and does nothing
+    if there are none.
     """
     original = vmap._unwrap_batched
     if getattr(original, "is_seen_by_walks", False):
@@ -102,7 +103,7 @@ def _mark_what_vmap_returns() -> None:
         with _no_filling() as walks:
             result = original(*args, **kwargs)
         for walk in walks:
-            with walk.switched(on=False):  # vmap still holds its results, so that no hole may be filled yet
+            with walk.switched(on=False):  # vmap still refers to its results, so holes stay empty
                 walk.mark_results(result)
         return result
 
@@ -111,7 +112,7 @@ def _mark_what_vmap_returns() -> None:
 
 
 def _mark_what_functions_return() -> None:
-    """Let a walk see what an autograd function returns, which need not be the tensor that its forward made."""
+    """Make walks mark the results of autograd functions, which may be other tensors than their forwards returned."""
     original: Any = torch.autograd.Function.__dict__["apply"]
     if getattr(original, "is_seen_by_walks", False) or getattr(original.__func__, "is_seen_by_walks", False):
         return
@@ -128,7 +129,7 @@ def _mark_what_functions_return() -> None:
 
 
 class Walk(TorchFunctionMode):
-    """One run of a model's forward, looked at. Subclasses say what happens to calls and functions."""
+    """One run of a model's forward, observed; subclasses define the handling of module calls and torch functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,41 +138,41 @@ class Walk(TorchFunctionMode):
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
-        self.depth_of_functions = 0  # how many autograd functions, or ends of a vmap, are running
+        self.depth_of_functions = 0  # running autograd functions and unwrappings of vmap
         _mark_what_vmap_returns()
         _mark_what_functions_return()
-        self._token = object()  # tells this walk's marks from those that an earlier one left on buffers
+        self._token = object()  # identifies the marks of this walk; buffers may have marks of earlier walks
 
     @property
     def is_looking(self) -> bool:
-        """Whether torch functions are looked at now."""
+        """Whether the walk handles torch functions now."""
         return not self._is_off and bool(self.frames)
 
     def marks_of(self, tensor: torch.Tensor) -> list[Mark]:
-        """Return where a tensor came to be, and from where else it was handed on; nothing if this walk does not know.
+        """Return the marks of a tensor; empty if this walk has not marked it.
 
-        Some functions return now a new tensor and now the one they got (`contiguous`, `to`, `reshape`), and not always
-        the same on data and on holes: so what is handed on gets the mark that a new tensor would get, besides its own.
+        Some functions (`contiguous`, `to`, `reshape`) return either a new tensor or their argument, and can differ
+        between data and holes. So a returned argument also gets the mark that a new tensor would get.
         """
         token, marks = tensor.__dict__.get("_penstock_marks", (None, []))
         return marks if token is self._token else []
 
     def set_marks(self, tensor: torch.Tensor, marks: list[Mark]) -> None:
-        """Write on a tensor where it came to be."""
+        """Set the marks of a tensor."""
         tensor.__dict__["_penstock_marks"] = (self._token, marks)
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        """Do what is to be done for the call of a module."""
+        """Handle the call of a module; return its result."""
         raise NotImplementedError
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Do what is to be done for a torch function between module calls."""
+        """Handle a torch function between module calls; return its result."""
         raise NotImplementedError
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Learn of a tensor that has come to be, or that has got one more mark."""
+        """Handle a tensor that has got a mark."""
 
     def __torch_function__(
         self,
@@ -186,7 +187,7 @@ class Walk(TorchFunctionMode):
 
     @contextmanager
     def watching(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Have a hand on the calls of some modules, by path, for as long as this lasts."""
+        """Temporarily intercept the calls of these modules, and all torch functions."""
         before = {path: module._compiled_call_impl for path, module in modules.items()}
         for path, module in modules.items():
             original = before[path] or module._call_impl
@@ -200,7 +201,7 @@ class Walk(TorchFunctionMode):
 
     def _called(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         ordinal = self.ordinals.get(path, 0)
-        self.ordinals[path] = ordinal + 1  # counted also where nobody looks, so that all stages count alike
+        self.ordinals[path] = ordinal + 1  # also counted inside whole calls: all stages count alike
         outer = self.around
         self.around = _Around(f"{path}#{ordinal}")
         enter(self.around.place)
@@ -215,7 +216,7 @@ class Walk(TorchFunctionMode):
             enter(outer.place)
 
     def whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """Make a call without a look at its inside."""
+        """Make a call without looking into it."""
         self._is_whole = True
         try:
             return call(*args, **kwargs)
@@ -225,7 +226,7 @@ class Walk(TorchFunctionMode):
     def inside(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        """Make a call and look at its inside; what it returns and did not get is marked as its output."""
+        """Make a call and look into it; mark the tensors that it returns as its outputs."""
         self.frames.append(Frame(path, ordinal))
         try:
             with self.switched(on=True):
@@ -245,22 +246,22 @@ class Walk(TorchFunctionMode):
         return tensors
 
     def mark_results(self, result: object) -> None:
-        """Mark what a torch function has returned as the next tensors of the frame."""
+        """Mark the tensors that a torch function returned as the next tensors of the frame."""
         frame = self.frames[-1]
         for tensor in tensors_in(result):
-            is_inner = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # inside of vmap: never leaves it
+            is_inner = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # exists only inside vmap
             if not isinstance(tensor, nn.Parameter) and not is_inner:
                 self.mark(tensor, (frame.path, frame.ordinal, frame.count))
             frame.count += 1
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Write on a tensor where it came to be, or from where it was handed on."""
+        """Add a mark to a tensor."""
         self.set_marks(tensor, [*self.marks_of(tensor), mark])
         self.on_marked(tensor, mark)
 
     @contextmanager
     def switched(self, *, on: bool) -> Iterator[None]:
-        """Look at torch functions, or do not; where this is the innermost mode it costs nothing when off."""
+        """Switch the handling of torch functions on or off; off costs nothing if this is the innermost mode."""
         was_off = self._is_off
         self._is_off = not on
         can_pop = not on and not was_off and _get_current_function_mode() is self  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Shell: a second set of a model's modules over the same tensors, so that a stage can change what it needs to."""
+"""Module shell: a copy of a model's modules that shares the tensors, so that a stage can change its own modules."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["containers_of", "make_shell", "model_hooks", "without_model_hooks"]
 
 
 def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
-    """Copy a model's modules, and only these: tensors and all other attributes are shared.
+    """Copy a model's modules, and only these: tensors and nearly all other attributes are shared.
 
-    Lists and dicts that hold modules, and methods bound to modules, are made anew around the copies. A configuration
-    with caches on is copied with caches off: stages have no use for them.
+    Lists and dicts that hold modules, and methods bound to modules, are rebuilt with the copies. A configuration with
+    caches on is copied with caches off, because stages do not use caches.
 
     Args:
-        model: the user's.
-        filled: lists, dicts and sets in attributes, as "path:name", that the forward fills with tensors. The shell has
-            its own: stages run side by side, each with another micro-batch. Hooks that know a module of the model, by
-            a method, a partial or a closure, then know its copy: it may be they that fill them.
+        model: the user's model.
+        filled: the lists, dicts and sets in attributes, as "path:name", that the forward fills with tensors. The shell
+            gets copies of them, because stages run at the same time with different micro-batches. Hooks may fill them.
+            So hooks that refer to modules of the model, by a method, a partial or a closure, then refer to the copies.
     """
     copier = _Copier({id(module) for module in model.modules()}, has_hooks=bool(filled))
     for name in filled:
@@ -40,18 +40,18 @@ def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
 
 class _Copier:
     def __init__(self, own: Collection[int], *, has_hooks: bool) -> None:
-        self._own, self._has_hooks = own, has_hooks  # ids of the model's modules; whether hooks are part of the model
+        self._own, self._has_hooks = own, has_hooks  # ids of the model's modules; whether to convert hooks
         self._copies: dict[int, Any] = {}
-        self._keep: list[object] = []  # so that no id is used twice while we copy
+        self._keep: list[object] = []  # keeps objects alive, so that ids stay unique while we copy
 
     def remember(self, item: Any, made: Any) -> Any:  # noqa: ANN401
-        """Take one thing for another from here on."""
+        """Use `made` for an item from now on; return it."""
         self._keep.append(item)
         self._copies[id(item)] = made
         return made
 
     def convert(self, item: Any) -> Any:  # noqa: ANN401, PLR0911 - a table of kinds
-        """Return what stands for a thing in the shell; mostly itself."""
+        """Return the shell's version of an item; for most items, the item itself."""
         if id(item) in self._copies:
             return self._copies[id(item)]
         if isinstance(item, nn.Module):
@@ -74,7 +74,7 @@ class _Copier:
 
     def _module(self, module: nn.Module) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
-            return module  # no Python object that could be copied
+            return module  # cannot be copied as a Python object
         made: nn.Module = self.remember(module, module.__class__.__new__(module.__class__))
         attributes = vars(made)
         for key, value in vars(module).items():
@@ -103,7 +103,7 @@ class _Copier:
     def _hooks(self, hooks: dict[int, Any]) -> dict[int, Any]:
         made = {number: self.convert(hook) for number, hook in hooks.items()} if self._has_hooks else hooks
         if all(made[number] is hook for number, hook in hooks.items()):
-            return hooks  # one that is removed later is removed here, too
+            return hooks  # shared: a hook that is removed later disappears here, too
         return type(hooks)(made)
 
     def _partial(self, item: functools.partial[Any]) -> functools.partial[Any]:
@@ -115,7 +115,7 @@ class _Copier:
         return functools.partial(made[0], *made[1:count], **dict(zip(item.keywords, made[count:], strict=True)))
 
     def _function(self, item: types.FunctionType) -> types.FunctionType:
-        """Return a function that holds copies where it held modules of the model; itself where it held none."""
+        """Return a function whose closure refers to the copies of modules; the function itself if nothing changes."""
         cells = item.__closure__ or ()
         known = [_content_of(cell) for cell in cells]
         made = [
@@ -131,14 +131,14 @@ class _Copier:
         return function
 
 
-_MODEL_HOOKS = "_penstock_model_hooks"  # of a shell's module: the numbers of hooks that are part of the model
+_MODEL_HOOKS = "_penstock_model_hooks"  # in a module of a shell: the ids of the hooks that are part of the model
 _OWN_DICTS = frozenset({"_parameters", "_buffers"})
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _NOTHING = object()
 
 
 def _content_of(cell: types.CellType) -> object:
-    """Return what a function's closure holds; nothing where it is not set yet."""
+    """Return the content of a closure cell; `_NOTHING` if it is not set yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -146,14 +146,14 @@ def _content_of(cell: types.CellType) -> object:
 
 
 def model_hooks(module: nn.Module, kind: str) -> frozenset[int]:
-    """Return the numbers of a module's hooks that are part of the model; `kind` is the name of torch's dict of them."""
+    """Return the ids of a module's hooks that are part of the model; `kind` is the name of torch's dict of hooks."""
     found: frozenset[int] = vars(module).get(_MODEL_HOOKS, {}).get(kind, frozenset())
     return found
 
 
 @contextmanager
 def without_model_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks that are part of the model off a shell's module, for as long as this lasts."""
+    """Temporarily remove the hooks that are part of the model from a shell's module."""
     before = {kind: vars(module)[kind] for kind in _HOOKS if model_hooks(module, kind)}
     for kind, hooks in before.items():
         of_model = model_hooks(module, kind)

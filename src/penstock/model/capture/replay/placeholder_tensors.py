@@ -1,4 +1,4 @@
-"""Holes: tensors with a shape and no data, and torch functions done on them."""
+"""Placeholder tensors (holes): tensors with a shape and without data, and torch functions run on them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _META = torch.device("meta")
 
 
 def hole_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hole of the same shape, stride and kind."""
+    """Return a hole with the shape, the strides and the dtype of a tensor."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def imagine(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> Any:  # noqa: ANN401
-    """Do a torch function on holes: shapes come out, no data is touched and no random number drawn."""
+    """Run a torch function on holes, which computes shapes without data and without random numbers."""
     args, named = _as_holes(args), {key: _as_holes(value) for key, value in kwargs.items()}
     if makes_tensors(function):
         named["device"] = _META
     elif function in (torch.Tensor.cpu, torch.Tensor.cuda):
         if (function is torch.Tensor.cpu) == (device.type == "cpu"):
-            return args[0]  # it is there already
+            return args[0]  # it is already on this device
         args, named, function = args[:1], {}, torch.Tensor.clone
     return _fresh(function(*args, **named))
 
@@ -37,7 +37,7 @@ def imagine(
 def is_imaginable(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
 ) -> bool:
-    """Return whether a function can be done on holes, and comes out with the shapes that it has on data."""
+    """Return whether a function works on holes, and its result has the same shapes and dtypes as with data."""
     try:
         imagined = imagine(function, args, kwargs, torch.device("cpu"))
     except Exception:
@@ -61,7 +61,7 @@ def _as_holes(thing: Any) -> Any:  # noqa: ANN401
 
 
 def _fresh(thing: Any) -> Any:  # noqa: ANN401
-    """Replace views and what came to be elsewhere by holes of their own: only those can be filled."""
+    """Replace views, and tensors that are not plain holes, by new holes; only such holes can be filled."""
     if isinstance(thing, torch.Tensor):
         is_fine = thing.is_meta and not thing._is_view() and not thing.requires_grad
         return thing if is_fine or _is_wrapped(thing) or "_penstock_marks" in thing.__dict__ else hole_like(thing)
@@ -75,7 +75,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def describe(tensor: torch.Tensor, given: list[torch.Tensor]) -> list[Any]:
-    """Say what a call returned: ["in", i] for the i-th tensor it got, else shape, stride and dtype of a new one."""
+    """Return a description of a result: ["in", i] for the i-th tensor argument, else shape, stride and dtype."""
     for index, other in enumerate(given):
         if tensor is other:
             return ["in", index]
@@ -83,6 +83,6 @@ def describe(tensor: torch.Tensor, given: list[torch.Tensor]) -> list[Any]:
 
 
 def described(item: list[Any]) -> torch.Tensor:
-    """Return a hole as it was described."""
+    """Return a hole from the description of a new tensor."""
     shape, stride, dtype = item
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")

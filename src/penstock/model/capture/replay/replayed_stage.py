@@ -1,4 +1,4 @@
-"""A stage by replay: its part of the forward, the shell that it runs in, and what it holds."""
+"""Replayed stages: a stage's part of the forward, and the program that runs it in a shell."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["ReplayProgram", "make_part"]
 def make_part(
     recording: Recording, ranges: Sequence[range], held: Sequence[tuple[str, ...]], paths: Sequence[str], index: int
 ) -> Part:
-    """Return which part of the forward a stage plays, given the units and the parameters of all stages."""
+    """Return the part of the forward that a stage plays, given the units and the parameters of all stages."""
     nodes = ranges[index]
     wanted, copied = {}, set()
     for number, seen in enumerate(recording.seen):
@@ -69,7 +69,7 @@ def make_part(
 def _uncalled(
     recording: Recording, ranges: Sequence[range], held: Sequence[tuple[str, ...]], paths: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
-    """Return for each module that was not called a unit of the stage that holds its parameters."""
+    """Return a unit for each module that was not called; the unit's stage holds the parameters of the module."""
     called = {path for path, _ in recording.range_of}
     first_of = {name: nodes.start for nodes, names in zip(ranges, held, strict=True) for name in names}
     found, now = {}, 0
@@ -84,13 +84,13 @@ def _uncalled(
 
 
 def _changes(recording: Recording, number: int) -> set[int]:
-    """Return where a tensor, or another name of its memory, is changed in place."""
+    """Return the units that change the memory of a tensor in place, also through other tensors."""
     memory = recording.seen[number].known.memory
     return {change for seen in recording.seen if seen.known.memory == memory for change in seen.changes}
 
 
 class ReplayProgram:
-    """What one stage runs, in training or in evaluation: the model's own forward, in a shell of its own."""
+    """The program of one stage in a mode: the model's own forward, in a shell of the stage's own."""
 
     reassigned: tuple[str, ...] = ()
 
@@ -105,7 +105,7 @@ class ReplayProgram:
         self._caches = [(cache, cache.copy()) for cache in caches]
         self._known_shapes: dict[Any, Any] = {}
         self._num_outputs = len(recording.outputs)
-        self.template: object = recording.template  # of what the model returned last
+        self.template: object = recording.template  # of the last result
         given = tuple(f"input:{name}" for name in call.names)
         self._given = len(given)
         nodes = range(part.start, min(part.stop, len(graph.nodes)))
@@ -126,7 +126,7 @@ class ReplayProgram:
         self._places = self._prepare(nodes, graph, recording)
 
     def _prepare(self, nodes: range, graph: Graph, recording: Recording) -> list[tuple[nn.Module, str, str, str]]:
-        """Empty the shell of what other stages hold, and find the modules to have a hand on."""
+        """Remove the tensors of other stages from the shell, and find the modules to intercept."""
         own = set(self.held_names)
         first_of = {alias: p.name for p in graph.parameters.values() for alias in (p.name, *p.aliases)}
         places = []
@@ -156,9 +156,9 @@ class ReplayProgram:
         return places
 
     def _drop_foreign_hooks(self, paths: dict[str, nn.Module], start: int, recording: Recording) -> None:
-        """Keep the hooks of modules that only earlier stages run from being called here.
+        """Remove the hooks of modules that only earlier stages run.
 
-        A module may be called under another one, too, that this stage or a later one runs.
+        A module keeps its hooks if this stage or a later one also calls it, for example inside another module.
         """
         last_of: dict[str, int] = {}
         for (path, _), (_, last) in recording.range_of.items():
@@ -180,11 +180,11 @@ class ReplayProgram:
         return self.part.draws_python_random
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
-        """Refuse."""
-        raise UsageError("compile: the model's own code runs again, stage by stage: capture_path='export' may do")
+        """Raise: replayed stages run the model's own Python code, and Inductor needs a traced graph."""
+        raise UsageError("compile: replayed stages cannot be compiled; try capture_path='export' or leave compile= out")
 
     def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
-        """Compute the outputs; where the way depends on data, more values than were named may come and go."""
+        """Compute the outputs; if control flow depends on data, unnamed values can follow the named ones."""
         for module, kind, key, name in self._places:
             getattr(module, kind)[key] = held.get(name)
         inputs = list(values[: self._given])
@@ -216,9 +216,9 @@ class ReplayProgram:
         return made
 
     def as_sent(self, notes: torch.Tensor, made: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the outputs of a forward that was run again, chosen and ordered as the first run sent them.
+        """Return the outputs of a recomputed forward, with the selection and the order of the first run.
 
-        With gradients on, autograd keeps more tensors alive than the first run had to send.
+        With gradients on, autograd keeps more tensors alive than those that the first run sent.
         """
         tensor_of = {
             tuple(mark): tensor
@@ -228,7 +228,7 @@ class ReplayProgram:
         sent = [[tuple(mark) for mark in marks] for marks in Notes.from_tensor(notes).live]
         lost = [marks for marks in sent if not any(mark in tensor_of for mark in marks)]
         if lost:
-            raise CaptureError(f"a forward that was run again took another way; lost: {lost[0]}; take keep='hold'")
+            raise CaptureError(f"the recomputed forward took other branches; missing: {lost[0]}; pass keep='hold'")
         return (notes, *(next(tensor_of[mark] for mark in marks if mark in tensor_of) for marks in sent))
 
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
@@ -240,19 +240,19 @@ class ReplayProgram:
         return tuple(_apart(play.made[name], held) for name in self.outputs)
 
     def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: HeldTensors) -> None:
-        """Take over buffers that are this stage's own, and undo what the code before the stage left in the modules."""
+        """Store new tensors of the stage's own buffers, and undo the changes of modules by code before the stage."""
         owned = {(id(module), key): name for module, kind, key, name in self._places if kind == "_buffers"}
         for module, buffers, attributes in before:
             for key, value in list(vars(module).items()):
                 is_new = isinstance(value, torch.Tensor) and attributes.get(key) is not value
-                if is_new and (value.is_meta or attributes.get(key) is None):  # what is made once, every run makes
+                if is_new and (value.is_meta or attributes.get(key) is None):  # each run makes it again
                     vars(module).pop(key)
                     vars(module).update({key: attributes[key]} if key in attributes else {})
             for key, old in buffers.items():
                 new = module._buffers[key]
                 if new is not old and ((id(module), key) not in owned or new is None or new.is_meta):
                     module._buffers[key] = old
-        for cache, content in self._caches:  # what is made once, every run makes: in front of the stage it makes holes
+        for cache, content in self._caches:  # code before the stage fills them with holes; each run refills them
             refill(cache, content)
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
@@ -260,12 +260,12 @@ class ReplayProgram:
 
 
 def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
-    """Return a copy of a buffer that is sent: the next micro-batch may change it before it is read."""
+    """Return a copy of a buffer to send; the next micro-batch may change the buffer before the copy is read."""
     return tensor.clone() if id(tensor) in held else tensor
 
 
 def _without_hooks(module: nn.Module) -> None:
-    """Take the user's hooks off a module, but for those that are part of the model."""
+    """Remove the user's hooks from a module, except those that are part of the model."""
     for key in HOOKS:
         of_model = model_hooks(module, key)
         hooks = vars(module)[key].items()

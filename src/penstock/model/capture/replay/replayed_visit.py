@@ -1,4 +1,4 @@
-"""Visit by replay: run the model's own forward and show each module call to a visitor as it happens."""
+"""Replayed visits: run the model's own forward and pass each unit to a visitor."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["visit_replay"]
 
 
 def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *, device: torch.device) -> None:
-    """Run the model's forward on a device and show each unit to a visitor.
+    """Run the model's forward on a device and pass each unit to a visitor.
 
     Raises:
-        CaptureError: on the meta device, when the forward reads data.
+        CaptureError: on the meta device, if the forward reads data.
     """
     shell = make_shell(model)
     if any(tensor.device != device for tensor in held_tensors(shell).values()):
@@ -45,13 +45,13 @@ def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *
     except RuntimeError as error:
         if device.type == "meta":
             raise CaptureError(
-                f"the model reads data, so it cannot run without: {error}; measure it on a device instead"
+                f"the model reads data, so it cannot run on the meta device: {error}; measure it on a real device"
             ) from error
         raise
 
 
 def _plain(template: object) -> str:
-    """Return the plain arguments of a function as text, for the signature of what it does."""
+    """Return the plain arguments of a function as text for its signature; empty if they contain addresses."""
     return repr(template)[:500] if "object at 0x" not in repr(template) else ""
 
 
@@ -61,7 +61,7 @@ def _ordinal(name: str) -> int:
 
 
 def move_shell(shell: nn.Module, device: torch.device) -> nn.Module:
-    """Put what a shell holds on another device, without touching the tensors it shares; what is tied stays tied."""
+    """Replace the tensors of a shell by copies on a device; shared tensors are not changed, tied ones stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in shell.modules():
         for place in (module._parameters, module._buffers):
@@ -79,7 +79,7 @@ def run_with(
     visitor: Visitor, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     *, names: Sequence[str], held: Mapping[str, torch.Tensor],
 ) -> Any:  # noqa: ANN401  # fmt: skip
-    """Show the call of a module to a visitor, and return what it returns."""
+    """Pass the call of a module to a visitor, and return its result."""
     inputs, template = flatten((args, dict(kwargs)))
     results: list[object] = []
     local = held_tensors(module)
@@ -100,7 +100,7 @@ def run_with(
 
 
 class _VisitWalk(Walk):
-    """Shows calls of units; everything between them runs as it is."""
+    """The walk that passes calls of units, and torch functions between them, to a visitor."""
 
     def __init__(
         self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[tuple[str, int], int]
@@ -154,7 +154,7 @@ class _VisitWalk(Walk):
         def visitor(
             index: int, run: RunNode, inputs: list[torch.Tensor], parameters: list[torch.Tensor], glue: str = ""
         ) -> list[torch.Tensor]:
-            """Let the visitor run the call as often as it likes; count it, and the calls inside it, once."""
+            """Let the visitor run the call any number of times; the call and those inside it count once."""
 
             def run_once(given: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 nonlocal counted

@@ -1,9 +1,9 @@
-"""Play: run one stage by the model's own forward; what lies before it is skipped, what lies after it is cut off.
+"""Stage player: run one stage by the model's own forward, which skips earlier stages and ends before later ones.
 
-Before its first unit a stage computes nothing: tensors are *holes* on the meta device that have shapes and no data, and
-what Python reads of them comes from the notes of the stage before. A hole that stands for a received value is filled
-with it, in place, as soon as it comes to be; so at the stage's first unit the variables of the model's own code hold
-what they hold in the whole model, and from there on everything is real.
+Before its first unit, a stage computes nothing. All tensors are *holes*: tensors on the meta device, which have a shape
+and no data. If Python reads data, the result comes from the notes of the stage before. A hole that stands for a
+received value is filled with it in place. So at the first unit of the stage, the variables of the model's code have the
+same values as in the whole model, and all further code runs on data.
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ __all__ = ["Part", "Play"]
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a forward a stage plays.
+    """The part of a forward that a stage plays.
 
     Attributes:
         start: its first unit.
-        stop: the first unit that is not its own.
-        range_of: for each module call the first and last unit in it.
-        uncalled: for each module that was not called, the unit whose stage it lies on.
-        template_of: for each module call the template of what it returns.
-        wanted: for each mark of a tensor that the stage receives or makes for others, the name of the value.
-        copied: the names of received values that the stage changes in place.
-        is_dynamic: the way depends on data: notes are read and written.
-        seen_of: for each call what it returned when captured, each dimension as a `Size`; where that is known.
-        hooked: modules with hooks of their library inside: these are looked into, so that the hooks are called.
-        calls_in: for each call how often it calls other modules, by path.
-        unimaginable: torch functions that cannot be done on holes.
-        readers: torch functions that turned out to read data.
-        draws_python_random: the forward draws Python's own random numbers.
+        stop: the first unit after it.
+        range_of: for each module call, the first and the last unit in it.
+        uncalled: for each module that was not called, a unit of the stage to which it belongs.
+        template_of: for each module call, the template of its result.
+        wanted: for each mark of a tensor that the stage receives or sends, the name of the value.
+        copied: the names of the received values that the stage changes in place.
+        is_dynamic: whether control flow depends on data; the stages then send notes.
+        seen_of: for each module call, the descriptions of its results in the recording, with a `Size` for each
+            dimension; a call is missing if they are unknown.
+        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
+        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
+        unimaginable: torch functions that do not work on holes.
+        readers: torch functions that were seen to read data.
+        draws_python_random: whether the forward draws Python's or numpy's random numbers.
+        filling: the modules that change a list or dict among their arguments.
     """
 
     start: int
@@ -76,10 +78,10 @@ class Part:
     filling: frozenset[str] = frozenset()
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
-        """Return the units in a call.
+        """Return the first and the last unit in a call.
 
-        One call more of a module than was seen belongs where the last one does; one of a module that was never called
-        belongs to the stage that holds its parameters.
+        An additional call of a module belongs to the same units as its last recorded call. The call of a module that
+        was never called in the recording belongs to the stage that holds its parameters.
         """
         while ordinal > 0 and (path, ordinal) not in self.range_of:
             ordinal -= 1
@@ -87,7 +89,7 @@ class Part:
 
 
 class _Guarded(TorchFunctionMode):
-    """Lets a call that is not looked into ask for the shapes of holes, and refuses to compute with one."""
+    """The mode for whole calls with holes: it allows queries of shapes and devices, and refuses other functions."""
 
     def __init__(self, play: Play) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class Play(Walk):
 
     def run(self, shell: nn.Module, modules: Mapping[str, nn.Module], arguments: Callable[[list[Any]], Any],
             inputs: list[torch.Tensor]) -> Any:  # noqa: ANN401  # fmt: skip
-        """Run the stage; return what the forward returned, if it came to its end."""
+        """Run the stage; return the result of the forward, or None if it ended at a later stage."""
         self.modules = modules
         self.buffers = {
             id(tensor): (module._buffers, key)
@@ -159,13 +161,13 @@ class Play(Walk):
         finally:
             for place, key, own in reversed(self.borrowed):
                 place[key] = own
-            torch.set_grad_enabled(is_grad_enabled)  # the forward may have been left where it had changed that
+            torch.set_grad_enabled(is_grad_enabled)  # the forward may have ended while it had changed this
         return result
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        """Skip a call before the stage, make one of the stage, and stop at the first one after it."""
+        """Skip calls before the stage, make its own calls, and end the forward at the first call after it."""
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._settle()
@@ -174,7 +176,7 @@ class Play(Walk):
             if first >= self.part.start:
                 self.is_before = False
         if first >= self.part.stop and not self.is_before:
-            self._survey()  # while the variables of the model's code still hold what lives
+            self._survey()  # while the variables of the model's code still exist
             raise Done
         if last >= self.part.stop or self.is_before or path in self.part.hooked:
             given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
@@ -184,10 +186,10 @@ class Play(Walk):
             given = flatten((args, dict(kwargs)))[0] if first == last or self.part.is_dynamic else []
             has_holes = any(tensor.is_meta for tensor in given)
             if self._is_unit(path) or not has_holes:
-                with _Guarded(self) if has_holes else contextlib.nullcontext():  # in a list, they may not be looked at
+                with _Guarded(self) if has_holes else contextlib.nullcontext():  # the call may leave holes unused
                     result = self.whole(call, args, kwargs)
                 made = self.mark_outputs(result, path, ordinal)
-            else:  # a hole may only be handed on: what is called inside looks at its own arguments
+            else:  # holes may only be passed on; each inner call checks its own arguments
                 result = self.inside(path, ordinal, call, args, kwargs)
                 made = flatten(result)[0]
         if self.part.is_dynamic and not self.is_before:
@@ -195,17 +197,17 @@ class Play(Walk):
         return result
 
     def _is_unit(self, path: str) -> bool:
-        """Return whether a module is not cut any further: no module inside of it is watched."""
+        """Return whether a module is a unit: no module inside it is watched."""
         return not any(inner.startswith(f"{path}.") for inner in self.modules)
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Do a function on holes before the stage and on data in it; note what it reads."""
+        """Run a function, on holes before the stage and on data within it; record the data that it reads."""
         if self.pending:
             self._settle()
         if is_device_question(function) and args[0].is_meta:
             return self.device
         if self.is_before and function in _HOOKING:
-            return _NoHook()  # hooked where the gradient is
+            return _NoHook()  # the stage that computes the gradient sets the hook
         if is_look(function):
             return function(*args, **kwargs)
         if self.is_before:
@@ -221,28 +223,28 @@ class Play(Walk):
         return result
 
     def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse to compute with a hole: some kernels would take it for data.
+        """Check that no tensor is a hole; some kernels would use it as if it had data.
 
         Raises:
-            CaptureError: when a value is used that the stage did not receive.
+            CaptureError: if one is a hole, which means that the stage did not receive this value.
         """
         if self.device.type != "meta" and any(tensor.is_meta for tensor in tensors):
             raise CaptureError(
-                f"{line_of_stack()}: a value is used here that did not reach this stage: the model hands it on in a way"
-                " that replay does not see; cut it elsewhere, or give a list of stage modules"
+                f"{line_of_stack()}: a value is used here that did not reach this stage: the model passes it in a way"
+                " that replay cannot see; cut the model elsewhere, or pass a list of stage modules"
             )
 
     def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         return function in self.part.unimaginable or is_data_shaped(function, args)
 
     def _place(self) -> str:
-        """Return where data is read now: the how-manieth time in which frame."""
+        """Return the name of the current read of data: the frame, and the number of the read in it."""
         frame = self.frames[-1]
         frame.reads += 1
         return f"{frame.path}#{frame.ordinal}:{frame.reads}"
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Remember a hole until it can be filled, and a tensor of the stage if a later one wants it."""
+        """Remember a hole until it can be filled, and a tensor of this stage if a later stage needs it."""
         if self.is_before and tensor.is_meta:
             self.pending.append((tensor, mark))
         elif self.part.is_dynamic:
@@ -251,10 +253,10 @@ class Play(Walk):
             self.made[self.part.wanted[mark]] = tensor
 
     def _settle(self) -> None:
-        """Fill the holes that came to be since the last time, where something was received for them.
+        """Fill the holes made since the last call, if the stage received values for them.
 
-        Not at once: one that comes to be inside of an autograd function would lose its gradient when that returns, and
-        what torch.vmap holds cannot be filled before it returns.
+        Holes are not filled immediately. A tensor filled inside an autograd function would lose its gradient when the
+        function returns, and a tensor that torch.vmap refers to cannot be filled before vmap returns.
         """
         while self.pending and not self.depth_of_functions:
             hole, mark = self.pending.pop()
@@ -266,8 +268,8 @@ class Play(Walk):
             if tensor is not None and hole.is_meta and not tensor.is_meta:
                 if hole.shape != tensor.shape:
                     raise CaptureError(
-                        f"{line_of_stack()}: two stages took different ways through the model: one made a tensor of"
-                        f" shape {tuple(tensor.shape)} where the other expects {tuple(hole.shape)}"
+                        f"{line_of_stack()}: two stages took different branches of the model: one made a tensor of"
+                        f" shape {tuple(tensor.shape)}, but the other expects {tuple(hole.shape)}"
                     )
                 marks = self.marks_of(hole)
                 torch.utils.swap_tensors(hole, tensor.clone() if is_copied else _alias(tensor))  # type: ignore[no-untyped-call]
@@ -276,7 +278,7 @@ class Play(Walk):
                     self.alive[mark] = weakref.ref(hole)
 
     def _survey(self) -> None:
-        """Find the tensors that the model's code still holds, and write their marks into the notes."""
+        """Find the tensors to which the model's code still refers, and write their marks into the notes."""
         if not self.part.is_dynamic:
             return
         found: dict[int, torch.Tensor] = {}
@@ -290,7 +292,7 @@ class Play(Walk):
     # --- before the stage: holes -----------------------------------------------------------------------------------
 
     def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Do a torch function on holes: shapes, no data, no random numbers."""
+        """Run a torch function on holes, which computes shapes without data and without random numbers."""
         if is_read(function) or function in self.part.readers:
             return self._remember()
         if self._is_shaped_by_data(function, args):
@@ -302,17 +304,17 @@ class Play(Walk):
         if args and isinstance(result, torch.Tensor) and id(args[0]) in self.buffers and _changes_in_place(function):
             place, key = self.buffers[id(args[0])]
             self.borrowed.append((place, key, place[key]))
-            place[key] = result  # whoever reads the buffer from here on sees what was made of it for this micro-batch
+            place[key] = result  # later code reads the content for this micro-batch
             self.buffers[id(result)] = (place, key)
         return result
 
     def _remember(self, *, is_shape: bool = False) -> Any:  # noqa: ANN401
-        """Return what an earlier stage read here."""
+        """Return the data that an earlier stage read at this place."""
         place = self._place()
         if place not in self.notes.reads:
             raise CaptureError(
-                f"{line_of_stack()}: the model reads data here, which it did not when it was captured; capture it with"
-                " an example that takes this way"
+                f"{line_of_stack()}: the model reads data here, but did not when it was captured; capture it with an"
+                " example that takes this branch"
             )
         read = self.notes.reads[place]
         if not is_shape:
@@ -325,7 +327,7 @@ class Play(Walk):
     def _skip(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        """Return holes in place of what a call of an earlier stage returns."""
+        """Return holes for the results of a call that belongs to an earlier stage."""
         for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
         _before_hooks(self.modules[path], args, kwargs)
@@ -335,7 +337,7 @@ class Play(Walk):
             template = self._template(path, ordinal, len(noted))
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
-            # a module that fills a list does so each time; it leaves holes there, with which nothing can be computed
+            # a module that fills a list must run each time; it fills the list with holes
             if key not in self.known_shapes or path in self.part.filling:
                 self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
             noted, template = self.known_shapes[key]
@@ -360,9 +362,9 @@ class Play(Walk):
         *,
         given: list[torch.Tensor],
     ) -> Any:  # noqa: ANN401
-        """Learn what a call returns: by a rehearsal, or where that would need data, as it was seen when captured."""
+        """Find the shapes of a call's results by a run on holes; if that fails, take them from the recording."""
         try:
-            with without_model_hooks(self.modules[path]):  # they are called for what stands for the result
+            with without_model_hooks(self.modules[path]):  # `_after_hooks` calls them on the result
                 return self._rehearse(call, args, kwargs, given)
         except Exception:
             seen = self.part.seen_of.get((path, ordinal))
@@ -373,7 +375,7 @@ class Play(Walk):
     def _rehearse(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
     ) -> Any:  # noqa: ANN401
-        """Make a call on holes, once, to learn the shapes of what it returns."""
+        """Make a call on holes; return the descriptions of its results, and their template."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
         ordinals, num_borrowed = dict(self.ordinals), len(self.borrowed)
         learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
@@ -383,7 +385,7 @@ class Play(Walk):
         finally:
             self.frames, self.on_marked, self._is_whole = frames, learn, False  # type: ignore[method-assign]
             self.ordinals = ordinals
-            while len(self.borrowed) > num_borrowed:  # the stage may call this module, too, with the real buffers
+            while len(self.borrowed) > num_borrowed:  # the stage itself may call this module with data
                 place, key, own = self.borrowed.pop()
                 place[key] = own
         tensors, template = flatten(result)
@@ -394,7 +396,7 @@ _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_gr
 
 
 class _NoHook:
-    """What a hook that another stage sets leaves here."""
+    """The handle of a gradient hook that another stage sets."""
 
     def remove(self) -> None:
         """Do nothing."""
@@ -406,7 +408,7 @@ def _changes_in_place(function: Callable[..., Any]) -> bool:
 
 
 def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call the hooks that are part of the model on what a skipped module is given."""
+    """Call the forward pre-hooks that are part of the model on the arguments of a skipped module."""
     for number in model_hooks(module, "_forward_pre_hooks"):
         hook = module._forward_pre_hooks[number]
         if number in module._forward_pre_hooks_with_kwargs:
@@ -416,7 +418,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
-    """Call the forward hooks that are part of the model on what a skipped module returns; not those of the user."""
+    """Call the forward hooks that are part of the model, but not the user's, on the result of a skipped module."""
     of_model = model_hooks(module, "_forward_hooks")
     for number, hook in module._forward_hooks.items():
         if number not in of_model and not is_of_library(hook, module):
@@ -428,7 +430,7 @@ def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _at_batch(item: list[Any], batch_size: int) -> list[Any]:
-    """Return the description of a tensor for a batch size: each dimension is a `Size`."""
+    """Return the description of a tensor for a batch size, from a description with a `Size` for each dimension."""
     if item[0] == "in":
         return item
     shape = [size.at(batch_size) for size in item[0]]
@@ -437,5 +439,5 @@ def _at_batch(item: list[Any], batch_size: int) -> list[Any]:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor object over the same memory, with the same gradient."""
+    """Return another tensor with the same memory, through which gradients reach the given tensor."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()

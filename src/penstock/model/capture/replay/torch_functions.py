@@ -1,4 +1,4 @@
-"""Which torch functions read data, make tensors out of nothing, or only look at what kind a tensor is."""
+"""Torch functions: those that read data, create tensors, or only query properties such as the shape of a tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _reads() -> frozenset[Function]:
 
 @cache
 def _looks() -> frozenset[Function]:
-    """Return the functions that look at what a tensor is, not at what is in it."""
+    """Return the functions that query or set properties of a tensor and do not use its data."""
     names = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
              "nelement", "ndimension", "type", "get_device", "is_signed", "is_inference", "__len__", "__hash__",
              "storage_offset", "requires_grad_", "register_hook", "retain_grad", "is_same_size",
@@ -36,7 +36,7 @@ def _looks() -> frozenset[Function]:
 
 @cache
 def _tensor_properties() -> frozenset[Function]:
-    """Return the properties that are tensors themselves."""
+    """Return the getters of the properties whose values are tensors."""
     names = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
     return frozenset(getattr(torch.Tensor, name).__get__ for name in names)
 
@@ -57,36 +57,36 @@ def _data_shaped() -> frozenset[Function]:
 
 
 def is_read(function: Function) -> bool:
-    """Return whether a function brings data of a tensor into Python, where control flow may depend on it."""
+    """Return whether a function reads data of a tensor into Python, where control flow may depend on it."""
     return function in _reads()
 
 
 def is_plain_result(result: object) -> bool:
-    """Return whether a function that is no question has returned something plain: it must have read data."""
+    """Return whether a result is a plain value; a function that is not a query must have read data to return one."""
     return isinstance(result, (bool, int, float, complex, str, list)) and not any(
         isinstance(item, torch.Tensor) for item in (result if isinstance(result, list) else ())
     )
 
 
 def is_look(function: Function) -> bool:
-    """Return whether a function only asks what kind of tensor something is, as most properties do."""
+    """Return whether a function only queries or sets properties of a tensor, as most attributes do."""
     return function in _looks() or (
         getattr(function, "__name__", "") == "__get__" and function not in _tensor_properties()
     )
 
 
 def is_device_question(function: Function) -> bool:
-    """Return whether a function asks for a tensor's device."""
+    """Return whether a function queries the device of a tensor."""
     return bool(function == torch.Tensor.device.__get__)
 
 
 def makes_tensors(function: Function) -> bool:
-    """Return whether a function makes tensors out of nothing, on a device that it is told."""
+    """Return whether a function creates new tensors, on a device that is an argument."""
     return function in _makers()
 
 
 def is_data_shaped(function: Function, args: Sequence[Any]) -> bool:
-    """Return whether the shape of a result depends on data."""
+    """Return whether the shape of a function's result depends on data."""
     if function in _data_shaped():
         return True
     if function in (torch.repeat_interleave, torch.Tensor.repeat_interleave):

@@ -49,8 +49,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _values(case):
-    """Return the value of each axis of a case, as its number on that axis; one argument per axis."""
-    return tuple(sorted(case.callspec.indices.items()))
+    """Return the value of each axis of a case, by identity; each `parametrize` or fixture parameter is an axis."""
+    params = case.callspec.params
+    axes = [tuple(_names(marker)) for marker in case.iter_markers("parametrize")]
+    in_markers = {name for names in axes for name in names}
+    axes += [(name,) for name in params if name not in in_markers]
+    return tuple((names, tuple(id(params[name]) for name in names)) for names in sorted(axes))
+
+
+def _names(marker):
+    """Return the names that a `parametrize` gives values to."""
+    names = marker.args[0] if marker.args else marker.kwargs["argnames"]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
 
 def _sample(cases):

@@ -50,7 +50,7 @@ def everywhere(body=None, *, count=2):
     """Turn a body into a test that runs in threads, and in so many processes."""
     if body is None:
         return lambda function: everywhere(function, count=count)
-    places = ["threads", pytest.param("processes", marks=pytest.mark.xdist_group("processes"))]
+    places = ["threads", "processes"]
 
     @pytest.mark.parametrize("where", places)
     def test(where):

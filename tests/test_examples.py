@@ -47,7 +47,6 @@ def test_train_gpt(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["threads", "processes"])
-@pytest.mark.xdist_group("processes")
 def test_two_lanes_reach_the_validation_loss_of_a_plain_loop(tmp_path, launcher):
     """Seed by seed; in float64 what is left is rounding."""
     out = run("same_as_plain.py", "--seeds", 2, "--steps", 8, folder=tmp_path, launcher=launcher)
@@ -58,7 +57,6 @@ def test_two_lanes_reach_the_validation_loss_of_a_plain_loop(tmp_path, launcher)
         assert abs(float(difference)) < 1e-10
 
 
-@pytest.mark.xdist_group("processes")
 def test_train_gpt_has_the_same_losses_with_a_process_a_lane(tmp_path):
     words = ("train_gpt.py", "--steps", 5, "--characters", 40, "--html", "step.html")
     threads = run(*words, folder=tmp_path)

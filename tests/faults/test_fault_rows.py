@@ -34,7 +34,6 @@ def differing_process(field):
     return "no error"
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("field", "words"),
     [
@@ -95,7 +94,6 @@ def test_a_wrong_type_names_the_edge():
     check_turning(turning(lanes=2))
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_wrong_type_names_the_edge_in_all_processes(transport):
     first, second = processes.run(_turning_over, 2, transport)
@@ -130,7 +128,6 @@ def test_fewer_samples_than_micro_batches():
     small_batches()
 
 
-@pytest.mark.xdist_group("processes")
 def test_fewer_samples_than_micro_batches_in_processes():
     processes.run(small_batches, 2)
 
@@ -192,7 +189,6 @@ def test_what_may_cross_a_cut():
     cross()
 
 
-@pytest.mark.xdist_group("processes")
 def test_what_may_cross_a_cut_between_processes():
     processes.run(cross, 2)
 
@@ -268,7 +264,6 @@ def raising_process(text):
     return *told, time.monotonic() - begin
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(("lane", "action"), [(0, "B0"), (1, "F1"), (2, "F1")])
 def test_an_exception_has_its_cause_where_it_happened(lane, action):
     results = processes.run(raising_process, 3, f"raise@lane={lane},step=1,action={action}")

@@ -210,7 +210,6 @@ def struck_process(text):
     return losses
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(("kind", "code"), [("kill", -signal.SIGKILL), ("exit", 7)])
 def test_a_process_that_dies_at_an_action_is_named(kind, code):
     more = ",code=7" if kind == "exit" else ""
@@ -221,7 +220,6 @@ def test_a_process_that_dies_at_an_action_is_named(kind, code):
     assert seconds < 10
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_process_that_is_stopped_goes_on_when_it_is_let():
     started = processes.start(struck_process, 2, "stop@lane=1,step=2,action=F1")
     pid = started[1][0].pid

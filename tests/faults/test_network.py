@@ -112,7 +112,6 @@ def slow_process():
     return left, shares, quick.step_seconds, timeline.step_seconds
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_slow_link_is_no_hang_and_is_seen():
     for left, shares, quick, slow in processes.run(slow_process, 2):
         assert not left
@@ -160,7 +159,6 @@ def crossings(timeline):
     yield from ((sends[key], receives[key]) for key in sends)
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_clock_that_jumps_does_not_matter():
     for left, late in processes.run(jumping_process, 2):
         assert not left
@@ -211,7 +209,6 @@ def doubling_process(width, transport):
     return left, len(old)
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("width", [6, 4000], ids=["inline", "shared"])
 def test_messages_that_come_twice_or_late_are_not_taken(width):
     for left, count in processes.run(doubling_process, 2, width, "auto"):
@@ -349,7 +346,6 @@ def listeners():
     return found
 
 
-@pytest.mark.xdist_group("processes")
 def test_strangers_are_turned_away_and_the_run_goes_on():
     (_, left, open_to_all), (told, also_left, also_open) = processes.run(visited_process, 2)
     assert told == [b""] * 4  # no word to a stranger

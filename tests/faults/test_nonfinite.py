@@ -220,7 +220,6 @@ def locating_process(text):
     return bool(loss.isfinite()), str(place), is_same, good
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -142,7 +142,6 @@ def greedy_process():
     return told, left
 
 
-@pytest.mark.xdist_group("processes")
 def test_memory_that_runs_out_on_one_lane_is_told_on_all():
     for told, left in processes.run(greedy_process, 2):
         assert told.startswith("True memory ran out on lane 1, stage 1, micro-batch 0, at 1F0")
@@ -276,7 +275,6 @@ def test_a_training_ends_where_splitting_is_no_help_or_is_not_wanted(tmp_path):
     assert "memory ran out on lane 1" in told
 
 
-@pytest.mark.xdist_group("processes")
 def test_all_processes_split_together(tmp_path):
     first, second = processes.run(train_in_scarcity, 2, tmp_path / "run", 2)
     want, *_, wanted = train_in_scarcity(tmp_path / "meant", 16, lanes=2, splits_itself=True)
@@ -378,7 +376,6 @@ def refusing_process(folder):
     return "no error"
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_batch_that_one_process_refuses_is_told_in_all(tmp_path):
     for told in processes.run(refusing_process, 2, tmp_path / "run"):
         assert "the batch is not like the example" in told

@@ -90,7 +90,6 @@ def hanging_process(todo):
     return caught(pipe)
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("todo", "words", "stack"),
     [
@@ -151,7 +150,6 @@ def crowded_process(todo):
     return told, seconds, losses
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_lane_that_reads_again_goes_on_with_the_others():
     (told, _, ours), (same, _, theirs) = processes.run(crowded_process, 2, "sleeps")
     assert "lane 0 has waited 1.5 s to send to lane 1, which reads nothing" in told
@@ -160,7 +158,6 @@ def test_a_lane_that_reads_again_goes_on_with_the_others():
     assert len(ours) == 3
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(("todo", "words"), [("stops", "is stopped (SIGSTOP, or Ctrl-Z)"), ("spins_for_ever", "")])
 def test_a_lane_that_reads_nothing_is_named_by_who_sends_to_it(todo, words):
     """The sender waited for ever, past its timeout, and named nobody."""
@@ -200,7 +197,6 @@ def stopped_process():
     return caught(pipe)
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on():
     """It seems to wait for lane 0, and lane 0 waits for it: but lane 0 has sent what is waited for."""
     started = processes.start(stopped_process, 2)
@@ -218,7 +214,6 @@ def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on
             pipe.close()
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_process_that_is_stopped_while_it_measures_is_named(tmp_path):
     """The others waited 600 s for it, without a word."""
     path = config(tmp_path / "run.toml", model=f"{JOBS}:stopping_chain", model_args={"where": "measure"})
@@ -231,7 +226,6 @@ def test_a_process_that_is_stopped_while_it_measures_is_named(tmp_path):
     assert code == 0, told
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_process_that_is_stopped_before_all_have_met_is_named(tmp_path):
     """The others cannot know: the launcher says it."""
     path = config(tmp_path / "run.toml", model=f"{JOBS}:stopping_chain", model_args={"where": "make"})
@@ -275,14 +269,12 @@ def keeps_the_interpreter(seconds):
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_lane_that_measures_for_long_is_waited_for_and_talked_of():
     (quiet, one), (said, other) = processes.run(busy_process, 2, 5.0, "sleeps")
     assert (one, other, quiet) == ("no error", "no error", "")
     assert "lane 1 has waited 2 s for lane 0, which captures, measures and cuts the model\n" in said
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_lane_that_gives_no_sign_while_it_measures_is_named():
     (_, one), (_, other) = processes.run(busy_process, 2, 8.0, "keeps_the_interpreter")
     assert "lane 1 has waited" in other

@@ -11,8 +11,6 @@ import processes
 from faults import jobs, launched
 from training_runs import dropping, train
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 KILLED = f"ended with {-signal.SIGKILL}"
 
 

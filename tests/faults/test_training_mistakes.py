@@ -7,8 +7,6 @@ import pytest
 from faults import launched
 from faults.launched import JOBS, config, train
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 import processes
 from faults.launched import losses, newest
 from penstock.errors import HangError, UsageError
@@ -19,8 +17,6 @@ from penstock.runtime.wire.sockets import Store
 from penstock.training.resume.run_folder import RunFolder
 from pipelines import data
 from training_runs import Noted, make, sequence
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 _SECONDS = 60.0
 

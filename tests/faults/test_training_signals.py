@@ -9,8 +9,6 @@ import pytest
 from faults import launched
 from faults.launched import JOBS, are_gone, config, descendants, launch, train
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 LONG = {"steps": 100_000, "data_args": {"pause": 0.05}}
 
 

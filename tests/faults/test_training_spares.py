@@ -10,8 +10,6 @@ import pytest
 from faults import launched
 from penstock.launch.processes.spare_pool import Spares
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def start(tmp_path, **keys):
     """Start a training that waits a little for each batch, and is told to end."""

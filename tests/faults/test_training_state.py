@@ -5,7 +5,6 @@ import resource
 import signal
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,8 +14,6 @@ from faults.launched import losses
 from penstock.errors import NonFiniteError
 from pipelines import data
 from training_runs import make, sequence
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def small():

@@ -803,7 +803,6 @@ def train_in_process():
         return losses
 
 
-@pytest.mark.xdist_group("processes")
 def test_each_process_has_a_feed_of_its_own():
     wanted = pytest.approx(train_in_process(), rel=1e-12)
     assert processes.run(train_in_process, 2) == [wanted, wanted]

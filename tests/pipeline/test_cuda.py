@@ -50,7 +50,6 @@ def in_process(transport):
     return [fault for name in SCHEDULES for fault in faults_on_gpu(name, "hold", transport=transport)]
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_that_share_the_gpu(transport):
     """Values go through host memory: shared, or pinned for gloo, which cannot send CUDA tensors."""

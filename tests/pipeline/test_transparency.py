@@ -35,7 +35,6 @@ def in_processes(lanes, keep, transport):
     return [fault for name in SYNCHRONOUS for fault in faults_of(model, name, lanes, keep, transport=transport)]
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_processes(lanes, keep):
@@ -49,7 +48,6 @@ def knotty_in_processes(lanes, path, transport):
     ]
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("path", ["export", "replay"])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_with_skips_and_tied_weights(path, transport):
@@ -75,7 +73,6 @@ def big_values(transport):
     return found
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_with_big_values(transport):
     assert processes.run(big_values, 2, transport) == [[], []]

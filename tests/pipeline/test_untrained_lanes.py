@@ -14,8 +14,6 @@ from penstock.checkpoint import Checkpoints
 from penstock.pipeline.weights import is_stand_in
 from pipelines import WIDTH, data
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 STEPS = 3
 LANES = ["frozen first", "empty first", "empty last", "frozen last"]
 

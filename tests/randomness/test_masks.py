@@ -162,7 +162,6 @@ def test_parts_that_are_run_again_draw_the_same(path, wanted, monkeypatch):
     same(trained(path, keep="fit", memory_limit=2**30), wanted[path])
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("path", PATHS)
 def test_processes_draw_the_same(path, wanted):
     for losses, gradients in processes.run(in_process, 2, path):

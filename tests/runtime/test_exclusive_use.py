@@ -138,7 +138,6 @@ def forking_process():
     return told, left
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_forked_child_does_not_say_goodbye_for_its_parent():
     """The child of a lane told the other lanes that this one had left."""
     for (told, left_alone), left in processes.run(forking_process, 2):

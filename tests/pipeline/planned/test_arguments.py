@@ -145,7 +145,6 @@ def one_after_the_other():
     return losses
 
 
-@pytest.mark.xdist_group("processes")
 def test_pipelines_one_after_the_other_in_processes():
     first, second = processes.run(one_after_the_other, 2)
     assert first == second

@@ -119,7 +119,6 @@ def in_process(folder):
         return list(pipe.cuts)
 
 
-@pytest.mark.xdist_group("processes")
 def test_processes_take_the_plan_of_the_first(trained):
     plan = json.loads((trained / "plan.json").read_text())
     (trained / "plan.json").write_text(json.dumps(plan | {"cuts": [5]}))

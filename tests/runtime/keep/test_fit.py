@@ -119,7 +119,6 @@ def in_process(limit):
         return list(differences(pipe, pipe.step(x), wanted)), [len(runs) for runs in pipe.plan.recomputed]
 
 
-@pytest.mark.xdist_group("processes")
 def test_processes_recompute_the_same_nodes():
     limit = some_limit(Blocks(), torch.randn(BATCH, WIDTH, dtype=torch.float64), 0.7)
     (faults, runs), others = processes.run(in_process, 2, limit)

@@ -236,7 +236,6 @@ def failing_process(what):
     return text, seconds, left
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("what", ["raise", "raise in backward"])
 def test_an_exception_reaches_every_process(what):
     for text, seconds, left in processes.run(failing_process, 4, what):
@@ -266,7 +265,6 @@ def hanging_process():
         pipe.close()
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_process_that_hangs_is_named():
     texts = processes.run(hanging_process, 4)
     assert all("lane 2, which is at 2F2" in text for text in texts), texts
@@ -287,7 +285,6 @@ def dying_process():
         return str(error), time.monotonic() - begin
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_killed_process_ends_the_others_with_its_name():
     results = processes.run(dying_process, 4, may_fail=True)
     assert results[2] == "ended with -9"
@@ -308,7 +305,6 @@ def differing_process():
     return "no error"
 
 
-@pytest.mark.xdist_group("processes")
 def test_processes_that_were_given_different_pipelines_are_refused():
     for text in processes.run(differing_process, 2):
         assert "micro_batches: 2 (lane 0), 4 (lane 1)" in text
@@ -337,7 +333,6 @@ def refusing_process():
     return told, left
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_batch_that_one_process_refuses_is_refused_by_all():
     for told, left in processes.run(refusing_process, 2):
         assert "captured as torch.float64" in told[0]

@@ -15,8 +15,6 @@ from penstock.runtime.wire.batch_digests import Digest, differences
 from pipelines import data, expected, sequence
 from pipelines import differences as wrong_in
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def rows(*given, number=1):
     return Digest(given, number).rows()

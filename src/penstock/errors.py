@@ -87,8 +87,8 @@ class PartitionError(PenstockError, ValueError):
 class LaneError(PenstockError, RuntimeError):
     """An action of a lane failed; the message names lane, stage, micro-batch, action and the line in the model."""
 
-    was_told = False  # another process raised it, and has reported it to all other processes
-    was_refused = False  # another process refused to start the step
+    was_reported = False  # another process raised it, and has reported it to all other processes
+    was_not_started = False  # another process refused to start the step
 
 
 class HangError(LaneError):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.compile import passes as own_pass
-from penstock.compile.compile_lock import in_turn, inductor
+from penstock.compile.compile_lock import inductor, with_compile_lock
 from penstock.compile.options import Options, compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
@@ -39,7 +39,7 @@ def test_who_calls_waits_for_who_compiles(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", tracing.compile_fx)
     threads = [
         threading.Thread(target=lambda: found.update(made=inductor(None, (), options={"epilogue-fusion": True}))),
-        threading.Thread(target=lambda: found.update(ran=in_turn(tracing.run)(1))),
+        threading.Thread(target=lambda: found.update(ran=with_compile_lock(tracing.run)(1))),
     ]
     threads[0].start()
     assert tracing.has_begun.wait(30)
@@ -63,7 +63,7 @@ def test_who_was_refused_because_another_had_just_begun_calls_again(monkeypatch)
             raise RuntimeError(REFUSED)
         return "done"
 
-    assert in_turn(run)() == "done"
+    assert with_compile_lock(run)() == "done"
     assert len(calls) == 2
 
 
@@ -73,7 +73,7 @@ def test_other_errors_are_the_caller_s(text):
         raise RuntimeError(text)
 
     with pytest.raises(RuntimeError, match=text):
-        in_turn(run)()
+        with_compile_lock(run)()
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def flattened(output, target):
 def test_labels_on_a_gpu_are_counted_there(loss, is_flat, device, monkeypatch):
     """The host waited for the counts of every step; now losses are summed, and divided by a count on the device."""
     if device == "cpu":
-        monkeypatch.setattr(batch_module, "_must_be_waited_for", lambda tensor: True)
+        monkeypatch.setattr(batch_module, "_needs_sync", lambda tensor: True)
         monkeypatch.setattr(batch_module, "counts_of", None)  # what would wait
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().to(device)

@@ -11,7 +11,7 @@ import penstock
 import processes
 from faults import launched
 from penstock.checkpoint import Checkpoints
-from penstock.pipeline.weights import is_stand_in
+from penstock.pipeline.weights import is_placeholder
 from pipelines import WIDTH, data
 
 STEPS = 3
@@ -64,7 +64,7 @@ def trained(kind, is_filtered, folder, steps, restore):
             if not restore:
                 checkpoints.save(step, wait=True)
         named = {name: p.flatten().tolist() for name, p in pipe.named_parameters()}
-        extra = [p.numel() for p in pipe.parameters() if is_stand_in(p)]
+        extra = [p.numel() for p in pipe.parameters() if is_placeholder(p)]
         state = set(pipe.state_dict())
     return figures, named, extra, state
 
@@ -114,7 +114,7 @@ def scaled(kind):
         scaler.update()
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
-    extra = [p.numel() for p in pipe.parameters() if is_stand_in(p)]
+    extra = [p.numel() for p in pipe.parameters() if is_placeholder(p)]
     pipe.close()
     return scales, losses, extra, dist.get_rank()
 

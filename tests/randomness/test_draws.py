@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import UsageError
 from penstock.model.capture.capture import capture
 from penstock.randomness.draw_names import enter
-from penstock.randomness.draws import Seeded, mix
+from penstock.randomness.draws import SeededMode, mix
 from transparency import WIDTH, Layers, rows
 
 
@@ -128,12 +128,12 @@ def drawn(mode, model, x, seed=5):
 def test_a_micro_batch_draws_the_same_again_whatever_others_draw(name):
     make, data = MODELS[name]
     model, x = module(make), data().requires_grad_()
-    mode = Seeded(0, "cpu")
+    mode = SeededMode(0, "cpu")
     assert not mode.was_drawn
     once = drawn(mode, model, x)
     assert mode.was_drawn
     assert torch.equal(once, drawn(mode, model, x))
-    assert torch.equal(once, drawn(Seeded(0, "cpu"), model, x))
+    assert torch.equal(once, drawn(SeededMode(0, "cpu"), model, x))
     with torch.no_grad():
         assert torch.equal(once, drawn(mode, model, x))
     with torch.inference_mode():
@@ -146,7 +146,7 @@ def test_the_default_generator_stays_as_it_was(name):
     make, data = MODELS[name]
     model, x = module(make), data().requires_grad_()
     before = torch.get_rng_state()
-    drawn(Seeded(3, "cpu"), model, x)
+    drawn(SeededMode(3, "cpu"), model, x)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -156,7 +156,7 @@ def test_numbers_are_those_of_a_default_generator_with_that_seed(name):
     model, x = module(make), data().requires_grad_()
     torch.manual_seed(11)
     plain = first(model(x))
-    assert torch.equal(plain, drawn(Seeded(0, "cpu"), model, x, seed=11))
+    assert torch.equal(plain, drawn(SeededMode(0, "cpu"), model, x, seed=11))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -164,7 +164,7 @@ def test_gradients_use_the_numbers_of_the_forward(name):
     make, data = MODELS[name]
     model = module(make)
     results = []
-    for mode in (None, Seeded(11, "cpu")):
+    for mode in (None, SeededMode(11, "cpu")):
         x = data().requires_grad_()
         torch.manual_seed(11)
         y = first(model(x)) if mode is None else drawn(mode, model, x, seed=11)
@@ -174,7 +174,7 @@ def test_gradients_use_the_numbers_of_the_forward(name):
 
 def test_under_autocast():
     model, x = module(MODELS["encoder"][0]).float(), embedded().float()
-    mode = Seeded(0, "cpu")
+    mode = SeededMode(0, "cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         once = drawn(mode, model, x)
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_stages_of_any_path(path):
     model, x = InRegions(), rows()
     captured = capture(model, x, path=path, training=True)
     chain = captured.split([1])
-    mode = Seeded(0, "cpu")
+    mode = SeededMode(0, "cpu")
     once = drawn(mode, chain, x)
     assert torch.equal(once, drawn(mode, chain, x))
     for cut in range(2, len(captured.graph.nodes)):
@@ -210,7 +210,7 @@ def test_stages_of_any_path(path):
 def test_exported_programs():
     model, x = module(MODELS["encoder"][0]), embedded()
     exported = torch.export.export(model, (x,)).module()
-    mode = Seeded(0, "cpu")
+    mode = SeededMode(0, "cpu")
     assert torch.equal(drawn(mode, model, x), drawn(mode, exported, x))
 
 
@@ -223,7 +223,7 @@ def test_functions_given_to_operations_draw_too():
             return both(x)
 
     exported = torch.export.export(Conditional(), (rows(),)).module()
-    mode, before = Seeded(0, "cpu"), torch.get_rng_state()
+    mode, before = SeededMode(0, "cpu"), torch.get_rng_state()
     once = drawn(mode, exported, rows())
     assert mode.was_drawn
     assert torch.equal(once, drawn(mode, exported, rows()))
@@ -234,7 +234,7 @@ def test_functions_given_to_operations_draw_too():
 @pytest.mark.parametrize("train", [True, False])
 def test_native_dropout_returns_output_and_mask(p, train):
     x = rows().requires_grad_()
-    with Seeded(3, "cpu") as mode:
+    with SeededMode(3, "cpu") as mode:
         dropped, mask = torch.native_dropout(x, p, train)
     assert mode.was_drawn == train
     assert mask.dtype is torch.bool
@@ -254,7 +254,7 @@ def test_operations_that_know_only_the_default_generator():
 
     tags = (torch.Tag.nondeterministic_seeded,)
     op = torch.library.custom_op("penstock_test::noise", draw, mutates_args=(), tags=tags)
-    before, mode, x = torch.get_rng_state(), Seeded(0, "cpu"), torch.zeros(9)
+    before, mode, x = torch.get_rng_state(), SeededMode(0, "cpu"), torch.zeros(9)
     once = drawn(mode, op, x)
     assert mode.was_drawn
     assert torch.equal(once, drawn(mode, op, x))
@@ -269,7 +269,7 @@ def test_operations_that_know_only_the_default_generator():
 def test_a_generator_of_the_users_own_is_theirs():
     own = torch.Generator().manual_seed(4)
     expected = torch.rand(5, generator=torch.Generator().manual_seed(4))
-    with Seeded(0, "cpu") as mode:
+    with SeededMode(0, "cpu") as mode:
         assert torch.equal(expected, torch.rand(5, generator=own))
     assert not mode.was_drawn
 
@@ -277,10 +277,10 @@ def test_a_generator_of_the_users_own_is_theirs():
 def test_what_draws_nothing_is_told():
     x = embedded()
     for model in (nn.Dropout(0.4).eval(), nn.Dropout(0.0), nn.RReLU().eval(), nn.Linear(WIDTH, WIDTH).double()):
-        mode = Seeded(0, "cpu")
+        mode = SeededMode(0, "cpu")
         drawn(mode, model, x)
         assert not mode.was_drawn, model
-    with Seeded(0, "cpu") as mode:
+    with SeededMode(0, "cpu") as mode:
         F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
         torch.empty(3, device="meta").uniform_()
         torch.rand(3, device="meta")
@@ -288,7 +288,7 @@ def test_what_draws_nothing_is_told():
 
 
 def test_dropout_drops_as_many_as_it_should():
-    with Seeded(mix(0, 0, 0), "cpu"):
+    with SeededMode(mix(0, 0, 0), "cpu"):
         kept = (F.dropout(torch.ones(100_000), 0.3) > 0).float().mean()
     assert abs(kept - 0.7) < 0.005  # more than three standard deviations
 
@@ -296,7 +296,7 @@ def test_dropout_drops_as_many_as_it_should():
 def test_masks_of_micro_batches_differ_and_are_unrelated():
     masks = []
     for mb in range(8):
-        with Seeded(mix(1, 0, mb), "cpu"):
+        with SeededMode(mix(1, 0, mb), "cpu"):
             masks.append((F.dropout(torch.ones(10_000)) > 0).double())
     related = torch.corrcoef(torch.stack(masks)) - torch.eye(8)
     assert related.abs().max() < 0.05
@@ -313,11 +313,11 @@ def test_seeds_are_mixed_well():
 
 def test_threads_do_not_disturb_each_other():
     model, x = module(MODELS["encoder"][0]), embedded()
-    expected = [drawn(Seeded(0, "cpu"), model, x, seed=s) for s in range(3)]
+    expected = [drawn(SeededMode(0, "cpu"), model, x, seed=s) for s in range(3)]
     found = {}
 
     def work(seed):
-        mode = Seeded(0, "cpu")
+        mode = SeededMode(0, "cpu")
         found[seed] = [drawn(mode, model, x, seed=seed) for _ in range(10)]
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
@@ -333,7 +333,7 @@ def test_threads_do_not_disturb_each_other():
 def test_drawing_in_a_checkpoint_of_the_model_is_refused(reentrant):
     """Its second run, in the backward, would draw from the default generator: wrong gradients, and no word of it."""
     x = rows().requires_grad_()
-    with Seeded(0, "cpu") as mode:
+    with SeededMode(0, "cpu") as mode:
         checkpoint(lambda x: x.sin().cos(), x, use_reentrant=reentrant)
         with pytest.raises(UsageError, match="checkpoint"):
             checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=reentrant)
@@ -345,7 +345,7 @@ def test_drawing_in_a_checkpoint_of_the_model_is_refused(reentrant):
 def test_compiled_stages():
     model, x = module(MODELS["Dropout"][0]), rows().requires_grad_()
     compiled = torch.compile(model, backend="aot_eager")
-    mode, before = Seeded(0, "cpu"), torch.get_rng_state()
+    mode, before = SeededMode(0, "cpu"), torch.get_rng_state()
     once = drawn(mode, compiled, x)
     once.sum().backward()
     assert torch.equal(once, drawn(mode, compiled, x))
@@ -360,7 +360,7 @@ def test_compiled_stages():
 def test_on_cuda(name, dtype):
     make, data = MODELS[name]
     model, x = module(make).to("cuda", dtype), data().cuda().to(dtype).requires_grad_()
-    mode, before = Seeded(0, "cuda"), torch.cuda.get_rng_state()
+    mode, before = SeededMode(0, "cuda"), torch.cuda.get_rng_state()
     once = drawn(mode, model, x)
     first_gradient = torch.autograd.grad(once.float().sum(), x)[0]
     torch.rand(3, device="cuda")

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.checkpoint.misfit import MisfitError
 from penstock.checkpoint.state_as_json import from_plain, to_plain
 from penstock.errors import UsageError
-from penstock.pipeline.weights import is_stand_in
+from penstock.pipeline.weights import is_placeholder
 
 __all__ = ["OptimizerState", "Optimizers", "class_of", "lost_members", "merged"]
 
@@ -74,7 +74,7 @@ class Optimizers:
 
     def _names(self) -> dict[int, str]:
         names = {id(parameter): name for name, parameter in self._named()}
-        names |= {id(p): "" for p in self._parameters() if is_stand_in(p)}  # nothing is saved for them
+        names |= {id(p): "" for p in self._parameters() if is_placeholder(p)}  # nothing is saved for them
         owners: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
             for place, group in enumerate(optimizer.param_groups):

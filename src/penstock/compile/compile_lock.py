@@ -15,12 +15,12 @@ from typing import Any
 from torch import fx
 from torch._guards import TracingContext
 
-__all__ = ["in_turn", "inductor"]
+__all__ = ["inductor", "with_compile_lock"]
 
 _REFUSED = "using FX to symbolically trace"  # a part of torch's error message
 
 
-class _Turns:
+class _CompileLock:
     """The lock, and the number of compilations that have begun."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class _Turns:
         self.num_begun = 0
 
 
-_turns = _Turns()
+_turns = _CompileLock()
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _without_donations(graph: fx.GraphModule, inputs: Sequence[Any], **options: 
     return compile_fx_inner(graph, inputs, **options)
 
 
-def in_turn(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_compile_lock(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs compiled code while no other thread compiles."""
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given

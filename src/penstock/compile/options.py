@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import fx, nn
 
-from penstock.compile.compile_lock import in_turn, inductor
+from penstock.compile.compile_lock import inductor, with_compile_lock
 from penstock.devices.sanitizer import let_compile
 from penstock.errors import PenstockError, UsageError, nearest
 
@@ -111,7 +111,7 @@ def compiled(run: Run, options: Options | None, *, is_group: bool = False) -> Ru
     wanted = {**options, "fallback_random": True, "post_grad_custom_pre_pass": own}
     apart = _apart(run, options.number, look)
     made: Any = torch.compile(apart, dynamic=False, fullgraph=is_group, backend=inductor, options=wanted)
-    made = in_turn(_unwrapped(made, is_group=is_group))
+    made = with_compile_lock(_unwrapped(made, is_group=is_group))
     if isinstance(run, nn.Module):
         made._orig_mod = run  # as torch calls it
     return made  # type: ignore[no-any-return]
@@ -126,7 +126,7 @@ def _unwrapped(run: Callable[..., Any], *, is_group: bool) -> Callable[..., Any]
     from torch._dynamo import config
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
 
-    from penstock.randomness.placed_draws import DrawsError
+    from penstock.randomness.placed_draws import UnplacedDrawError
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as given
         if not _thread.is_set:
@@ -139,7 +139,7 @@ def _unwrapped(run: Callable[..., Any], *, is_group: bool) -> Callable[..., Any]
                 raise GroupError from error
             raise
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, DrawsError):
+            if isinstance(error.inner_exception, UnplacedDrawError):
                 raise GroupError from error
             if isinstance(error.inner_exception, PenstockError):
                 raise error.inner_exception from None

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from penstock.compile import added_products, column_sums
 from penstock.compile.column_sums import sums_as_products
 from penstock.randomness import placed_draws as placed
-from penstock.randomness.placed_draws import say_places
+from penstock.randomness.placed_draws import place_draws
 
 __all__ = ["OwnPass"]
 
@@ -63,7 +63,7 @@ class OwnPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph in place."""
-        say_places(graph, may_draw=self._may_draw)
+        place_draws(graph, may_draw=self._may_draw)
         sums_as_products(graph, self._devices)
         products_that_add(graph, self._devices)
         if self._behind is not None:

@@ -15,9 +15,9 @@ from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
-from penstock.runtime.loss_weights import Counted
-from penstock.runtime.losses import LossFunction, counts_of, needs_target, shares_of, warn_of_uneven_tokens
-from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_thing, sizes_of
+from penstock.runtime.loss_weights import CountRule
+from penstock.runtime.losses import LossFunction, counts_of, loss_factors, needs_target, warn_of_uneven_tokens
+from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_structure, sizes_of
 from penstock.runtime.step import Batch
 
 __all__ = ["BatchReader", "Ready"]
@@ -39,11 +39,11 @@ class Ready:
     samples: Sequence[int] | None = None  # if the user splits the batch: the samples in the loss of each micro-batch
 
 
-def _count(counted: Counted, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - same signature as a user's weight
+def _count(counted: CountRule, batch: object, target: object) -> Any:  # noqa: ANN401, ARG001 - same signature as a user's weight
     return counted.count(target)
 
 
-def _must_be_waited_for(tensor: torch.Tensor) -> bool:
+def _needs_sync(tensor: torch.Tensor) -> bool:
     """Return whether reading a tensor makes the host wait for a device."""
     return tensor.is_cuda
 
@@ -104,10 +104,10 @@ class BatchReader:
         targets: list[tuple[Any, ...]] = [
             (piece,)
             for thing in target or ()
-            for piece in cut_thing(self._checked(thing, call), call.batch_size, sizes, dim)
+            for piece in cut_structure(self._checked(thing, call), call.batch_size, sizes, dim)
         ] or [()] * len(sizes)
         if target is None:  # no loss is computed
-            return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
+            return Ready(pieces, targets, loss_factors(None, [float(size) for size in sizes]))
         if len(sizes) > 1 and (is_due or self._exactness.must_compare(pieces, targets)):
             self._exactness.learn(call, target, dim)
         total = self._total(pieces, targets, groups)
@@ -145,10 +145,10 @@ class BatchReader:
         sizes = [call.batch_size for call in calls]
         pieces = Batch([dict(zip(call.names, call.tensors, strict=True)) for call in calls], sizes)
         if target is None:
-            return Ready(pieces, targets, shares_of(None, [float(size) for size in sizes]))
+            return Ready(pieces, targets, loss_factors(None, [float(size) for size in sizes]))
         samples = samples_of(sizes, targets)
         if is_due and len(sizes) > 1:
-            self._exactness.learn_split(target, sum(samples), calls, targets)
+            self._exactness.compare_split_target(target, sum(samples), calls, targets)
         shares = self._shares(batch, replace(pieces, sizes=samples), targets, groups, batches=[own for own, _ in made])
         return Ready(pieces, targets, shares, self._target_dims(target, sum(samples)), samples=samples)
 
@@ -182,7 +182,9 @@ class BatchReader:
         if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.alternatives:
             return None
         weight = self._exactness.weight
-        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, Counted)):  # a single one has weight 1
+        if weight is not None and not (
+            self._num_mbs == 1 and isinstance(weight, CountRule)
+        ):  # a single one has weight 1
             return None
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
@@ -231,12 +233,12 @@ class BatchReader:
         it. So the losses are summed, and the sum is divided on the GPU.
         """
         weight = self._exactness.weight
-        if not isinstance(weight, Counted) or not self._exactness.is_summable or groups is not None:
+        if not isinstance(weight, CountRule) or not self._exactness.is_summable or groups is not None:
             return None
         if len(targets) < 2:
             return None
         labels = self._labels(weight, pieces, targets)
-        if not all(isinstance(label, torch.Tensor) and _must_be_waited_for(label) for label in labels):
+        if not all(isinstance(label, torch.Tensor) and _needs_sync(label) for label in labels):
             return None
         counts = [weight.count(label) for label in labels]
         if not all(isinstance(count, torch.Tensor) for count in counts):
@@ -244,7 +246,7 @@ class BatchReader:
         return torch.stack([count.double() for count in counts]).sum()
 
     @staticmethod
-    def _labels(weight: Counted, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _labels(weight: CountRule, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return, for each micro-batch, the input of the model or the target in which the weight counts."""
         if weight.name:
             return [inputs[weight.name] for inputs in pieces.inputs]
@@ -260,9 +262,9 @@ class BatchReader:
         if self._exactness.is_checked or weight is not None:
             self._left_to_watch = 0
         if not is_cut and (callable(weight) or self._left_to_watch):
-            batches = cut_thing(batch, sum(sizes), sizes, self._chain.example.batch_dim)
+            batches = cut_structure(batch, sum(sizes), sizes, self._chain.example.batch_dim)
         plain = [target[0] if target else None for target in targets]
-        if isinstance(weight, Counted):
+        if isinstance(weight, CountRule):
             if len(sizes) == 1:
                 return [1.0]
             plain = self._labels(weight, pieces, targets)
@@ -277,10 +279,10 @@ class BatchReader:
             return [1.0]
         counts = counts_of(weight, batches, plain, sizes)
         if groups is None:
-            return shares_of(weight, counts)
+            return loss_factors(weight, counts)
         shares = [0.0] * len(sizes)
         for group in groups:
             here = [mb for mb in group if mb < len(sizes)]
-            for mb, share in zip(here, shares_of(weight, [counts[mb] for mb in here]), strict=True):
+            for mb, share in zip(here, loss_factors(weight, [counts[mb] for mb in here]), strict=True):
                 shares[mb] = share
         return shares

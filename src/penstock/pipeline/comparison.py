@@ -139,7 +139,7 @@ def _run(pipe: Pipeline, reader: BatchReader, batch: object, target: tuple[Any, 
     ready = pipe._steps.read(batch, target, reader=reader)
     with pipe._in_mode(False):
         step = pipe._steps.begin(ready, Mode(False, True, pipe._cast()))
-        pipe._steps.rehearse(step, gathers=True)
+        pipe._steps.run_untracked(step, gathers=True)
         loss = pipe._steps.total(step, ready)
     return float(loss), _gradients(pipe)
 

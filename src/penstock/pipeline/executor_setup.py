@@ -20,7 +20,7 @@ from penstock.runtime.keep.offload import HostPool
 from penstock.runtime.lane_program import LaneProgram, make_program
 from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.runtime.stage_run import StageRun
-from penstock.runtime.weight_stash import Versions
+from penstock.runtime.weight_stash import WeightVersions
 from penstock.runtime.wire.transport import Transport
 from penstock.runtime.wiring import Wiring, wire
 from penstock.schedule.keep_policies import Keep
@@ -130,7 +130,7 @@ class ExecutorSetup:
         runs = {index: self._stage_run(stage, wiring, lane) for index, stage in stages.items()}
         versions = None
         if self.schedule.versions is not None:
-            versions = Versions(stages, self.optimizers, program.last_use)
+            versions = WeightVersions(stages, self.optimizers, program.last_use)
         return Executor(
             program, runs, self.transports[lane], self.rows[lane],
             program_of=program_of, versions=versions, streams=self.streams[lane],

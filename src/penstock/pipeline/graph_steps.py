@@ -81,7 +81,7 @@ class GraphSteps:
             raise UsageError("graphs: CUDA graphs need lanes on GPUs; leave graphs= out, or pass devices=")
         self.is_on = wanted is not False and on_gpu
         if self.is_on and (why := self._obstacle()):
-            self._give_up(why)
+            self._disable(why)
 
     def for_setup(self, setup: ExecutorSetup) -> GraphSteps:
         """Return an object with the same options for a new setup, and free all graphs."""
@@ -110,7 +110,7 @@ class GraphSteps:
         self._counts.clear()
         self._gradients = _Gradients()  # parameters frozen since then no longer get a gradient
 
-    def _give_up(self, why: str) -> None:
+    def _disable(self, why: str) -> None:
         self.is_on = False
         self.forget()
         if self._wanted is True:
@@ -180,7 +180,7 @@ class GraphSteps:
             why for why in self._lane_group.control.agree(step, "capture obstacle", self._capture_obstacle()) if why
         ]
         if told:
-            self._give_up(told[0])
+            self._disable(told[0])
             return
         executors = self._executors()
         total = sum(i.kind in COMPUTE for e in executors for i in e.program.instructions)
@@ -203,8 +203,8 @@ class GraphSteps:
                 run(trial, is_recorded=False)
             if self._graph_state() != self._state:
                 why = "the model replaces buffers or parameters by new tensors"
-            elif strays := self._gradients.strays(self.parameters()):
-                why = f"{strays} parameters got a gradient that they did not get in earlier steps"
+            elif num_stray := self._gradients.num_stray(self.parameters()):
+                why = f"{num_stray} parameters got a gradient that they did not get in earlier steps"
             told = [why for why in self._lane_group.control.agree(trial, "captured", why) if why]
             why, is_captured = told[0] if told else "", not told
         except LaneError as error:
@@ -220,7 +220,7 @@ class GraphSteps:
         if is_captured:
             self._tapes[key] = {lane: capture.finish() for lane, capture in captures.items()}
         else:
-            self._give_up(why)
+            self._disable(why)
 
     def _maker(self, lane: int) -> Maker:
         if lane not in self._makers:
@@ -283,7 +283,7 @@ class _Gradients:
         if empty:
             torch._foreach_zero_(empty)
 
-    def strays(self, parameters: Iterator[nn.Parameter]) -> int:
+    def num_stray(self, parameters: Iterator[nn.Parameter]) -> int:
         """Return how many parameters have a gradient outside this memory."""
         return sum(p.grad is not None and p.grad is not self._memory.get(id(p)) for p in parameters)
 

@@ -135,4 +135,4 @@ class Internals:
             if past is not None:
                 step.seed, step.factor = past.seed, past.factor
             prepare(step)
-            steps.rehearse(step, gathers=False)
+            steps.run_untracked(step, gathers=False)

@@ -32,9 +32,9 @@ from penstock.pipeline.model_interface import ModelInterface
 from penstock.pipeline.planned.arguments import (
     LossOver,
     check_loss_over,
+    check_model_options,
     check_seconds,
     check_switches,
-    check_words,
     warn_of_cache,
 )
 from penstock.pipeline.planned.placement import autocast_of, check_devices, choose_lanes, threads_per_lane
@@ -51,7 +51,7 @@ from penstock.runtime.losses import (
     LossFunction,
     Weight,
     check_loss,
-    without_backward,
+    with_refused_backward,
 )
 from penstock.runtime.micro_batches import join_results, join_rows
 from penstock.runtime.step import Mode
@@ -199,7 +199,7 @@ class Pipeline(ModelInterface):
         num_lanes = choose_lanes(lanes, devices, schedule)
         self.devices = check_devices(devices, num_lanes)
         check_loss(loss, weight)
-        check_words(module, keep, optimizer, memory_limit)
+        check_model_options(module, keep, optimizer, memory_limit)
         check_switches(graphs=graphs, autocast=autocast, scaler=scaler, deferred_batch_norm=deferred_batch_norm)
         options = options_of(compile)
         if split is None and isinstance(module, nn.Module):
@@ -307,7 +307,7 @@ class Pipeline(ModelInterface):
             ready = self._steps.read(batch, _given(target), adds_gradients=True)
             step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
             self._steps.train(step, batch)
-            loss = without_backward(self._steps.total(step, ready))
+            loss = with_refused_backward(self._steps.total(step, ready))
             return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
     @overload

@@ -42,7 +42,7 @@ class StateSnapshot:
         held: dict[int, _Holder] = {id(stage.held): stage.held for chain in pipe._chains for stage in chain.stages}
         loss = loss_module(pipe._steps.loss)
         if loss is not None:
-            held[id(loss)] = _OfModule(loss)
+            held[id(loss)] = _ModuleBuffers(loss)
         self._held = list(held.values())
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer and the copy of its values
         self._draws = RandomStates()
@@ -102,7 +102,7 @@ def preserved_state(pipe: Pipeline) -> Iterator[None]:
         before.restore()
 
 
-class _OfModule:
+class _ModuleBuffers:
     """The buffers of a module, with the interface of a stage's tensors."""
 
     def __init__(self, module: nn.Module) -> None:

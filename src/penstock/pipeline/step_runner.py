@@ -20,7 +20,7 @@ from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.weights import Weights
 from penstock.runtime.batch_loss import BatchLoss
 from penstock.runtime.lanes.lane_group import LaneGroup
-from penstock.runtime.losses import LossFunction, Summing, read_loss, total_loss, total_metrics
+from penstock.runtime.losses import LossFunction, SumReductionMode, read_loss, total_loss, total_metrics
 from penstock.runtime.step import Mode, Step
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepRunner"]
 
-_MAKES_SEED = 1 << 62
+_SEED_LIMIT = 1 << 62
 
 
 @dataclass
@@ -114,7 +114,7 @@ class StepRunner:
             )  # fmt: skip
         step.measures_memory = self.recording is not None and self.recording.measures_memory
         if mode.is_training:
-            step.seed = int(torch.randint(_MAKES_SEED, (1,)).item())
+            step.seed = int(torch.randint(_SEED_LIMIT, (1,)).item())
         if self.scaler is not None and mode.is_training and mode.has_backward:
             # scale() instead of get_scale(), because the scaler creates its state in the first call of scale()
             factor = self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.setup.devices[0]))
@@ -138,7 +138,7 @@ class StepRunner:
                 return None, {}
             if ready.shares[mb] == 0:  # the micro-batch has no weight; its loss, a mean over nothing, would be NaN
                 return sum((t.sum() * 0 for t in tensors if t.is_floating_point()), torch.zeros(())), {}
-            with nullcontext() if ready.total is None else Summing():
+            with nullcontext() if ready.total is None else SumReductionMode():
                 found: tuple[torch.Tensor, dict[str, torch.Tensor]] = loss_of(tensors, target)
                 return found
 
@@ -171,7 +171,7 @@ class StepRunner:
             self.past.note(batch, step)
             self._end(is_done=is_done)
 
-    def rehearse(self, step: Step, *, gathers: bool) -> None:
+    def run_untracked(self, step: Step, *, gathers: bool) -> None:
         """Run a training step without graphs, without a recording, and without an update of statistics.
 
         Args:

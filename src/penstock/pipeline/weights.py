@@ -17,7 +17,7 @@ from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.schedule.actions import Kind
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Weights", "is_stand_in"]
+__all__ = ["Weights", "is_placeholder"]
 
 _BUFFERS = 1 << 20  # the first exchange number of buffers; parameters and statistics have lower numbers
 
@@ -49,12 +49,12 @@ class Weights:
             for s in schedule.stages_of(lane)
         }
         self._place()
-        self._holders = self._find_holders(chains[0])
-        self._number_of = {name: number for number, name in enumerate(self._holders)}
+        self._lanes_holding = self._find_holders(chains[0])
+        self._number_of = {name: number for number, name in enumerate(self._lanes_holding)}
         self._unsummed: dict[str, torch.Tensor] = {}  # gradients from steps under no_sync, not summed yet
         self._is_synchronised = True
         # empty; with a scaler it has one element, whose gradient shows the scaler an overflow on another lane
-        self._stand_in = _make_stand_in(int(is_scaled), devices[lane_group.lanes[0]])
+        self._placeholder = _make_placeholder(int(is_scaled), devices[lane_group.lanes[0]])
         self.optimizers = self._make_optimizers(make_optimizer)
         self.groups = _update_groups(schedule)
         self._broadcast_values()
@@ -141,12 +141,12 @@ class Weights:
         If there are several processes, a lane without trainable parameters also yields an empty parameter, because
         torch cannot make an optimizer without parameters. It has no name, and no state dict contains it.
         """
-        trains = self._is_whole
+        trains = self._has_all_lanes
         for _, parameter in self.named_parameters():
             trains = trains or parameter.requires_grad
             yield parameter
         if not trains:
-            yield self._stand_in
+            yield self._placeholder
 
     # ---- state dict
 
@@ -174,7 +174,7 @@ class Weights:
             for name, tensor in named.items():
                 if all(tensor is not other for other in own.setdefault(name, [])):
                     own[name].append(tensor)
-        fault = self._misfit(state, own, strict=strict)
+        fault = self._faults_of(state, own, strict=strict)
         faults = [told for told in self._lane_group.control.gather(fault) if told]
         if faults:
             raise UsageError(f"the state does not fit the model; {' and '.join(dict.fromkeys(faults))}")
@@ -184,7 +184,9 @@ class Weights:
                     tensor.copy_(state[name])
         self._empty -= state.keys()
 
-    def _misfit(self, state: Mapping[str, torch.Tensor], own: Mapping[str, list[torch.Tensor]], *, strict: bool) -> str:
+    def _faults_of(
+        self, state: Mapping[str, torch.Tensor], own: Mapping[str, list[torch.Tensor]], *, strict: bool
+    ) -> str:
         """Return the faults of a state dict for the lanes in this process, as text; empty if it fits."""
         known = {name for stage in self._chain.stages for name in stage.held} | self._chain.aliases.keys()
         missing = [name for name in own if name not in state]
@@ -248,7 +250,7 @@ class Weights:
                 if not self._is_synchronised and new is not None:
                     self._unsummed[f"{place}:{name}"], new = new, None
                 parameter.grad = new if gradient is None else gradient if new is None else gradient + new
-        if is_scaled and not self._is_whole:  # in one process, the scaler sees all gradients
+        if is_scaled and not self._has_all_lanes:  # in one process, the scaler sees all gradients
             self._share_overflow()
 
     def _separate_copies(self) -> list[str]:
@@ -256,7 +258,7 @@ class Weights:
         mine = set(self._lane_group.lanes)
         return [
             name
-            for name, lanes in self._holders.items()
+            for name, lanes in self._lanes_holding.items()
             if mine & set(lanes) and (not set(lanes) <= mine or len(self._own(name)) > 1)
             if self._own(name)[0].requires_grad
         ]
@@ -264,7 +266,7 @@ class Weights:
     def _sum(self, names: Sequence[str]) -> None:
         mine = set(self._lane_group.lanes)
         for name in names:
-            own, lanes = self._own(name), self._holders[name]
+            own, lanes = self._own(name), self._lanes_holding[name]
             local = _total([p.grad for p in own], own[0].device)
             parts = [local]
             if not set(lanes) <= mine:
@@ -278,12 +280,12 @@ class Weights:
         """Show an overflow on one lane to all lanes, so that either all lanes skip the update or none does."""
         own = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
         is_finite = all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
-        self._stand_in.grad = (
-            None if own else torch.zeros_like(self._stand_in)
+        self._placeholder.grad = (
+            None if own else torch.zeros_like(self._placeholder)
         )  # the gradient that the scaler checks on this lane
         if all(self._lane_group.control.gather(is_finite)):
             return
-        for parameter in (*own, self._stand_in):
+        for parameter in (*own, self._placeholder):
             if parameter.grad is not None and parameter.grad.numel():
                 parameter.grad.fill_(float("inf"))
                 return
@@ -292,7 +294,7 @@ class Weights:
         """Copy the values of each shared parameter from its first lane to its other lanes."""
         mine = set(self._lane_group.lanes)
         with torch.no_grad():
-            for name, lanes in self._holders.items():
+            for name, lanes in self._lanes_holding.items():
                 if mine & set(lanes) and not set(lanes) <= mine:
                     own = self._own(name)
                     first = self._lane_group.values.exchange(self._number_of[name], [own[0].detach()], lanes)[0][0]
@@ -329,7 +331,7 @@ class Weights:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norms = self._own_norms(norm_type)
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
-        if self._is_whole:  # the norm stays on the device, so the host does not wait
+        if self._has_all_lanes:  # the norm stays on the device, so the host does not wait
             total: torch.Tensor = own
         else:
             total = torch.linalg.vector_norm(
@@ -351,7 +353,7 @@ class Weights:
         seen: set[str] = set()
         norms: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
-            first = min(self._holders.get(name, self._lane_group.lanes))
+            first = min(self._lanes_holding.get(name, self._lane_group.lanes))
             if parameter.grad is not None and first in self._lane_group.lanes and name not in seen:
                 seen.add(name)
                 gradient = parameter.grad
@@ -363,7 +365,7 @@ class Weights:
         return norms
 
     @property
-    def _is_whole(self) -> bool:
+    def _has_all_lanes(self) -> bool:
         """Whether all lanes run in this process."""
         return len(self._lane_group.lanes) == self._schedule.num_lanes
 
@@ -380,27 +382,27 @@ class Weights:
             raise UsageError(f"optimizer: {self._schedule.name} does not update weights within the step; leave it out")
         if make is None:
             return {}
-        if self._holders:
-            names = ", ".join(self._holders)
+        if self._lanes_holding:
+            names = ", ".join(self._lanes_holding)
             raise UsageError(
                 f"{self._schedule.name} updates each stage separately, so two stages cannot share a parameter: {names}"
             )
         return {
-            index: make([p for p in stage.parameters() if p.requires_grad] or [self._stand_in])
+            index: make([p for p in stage.parameters() if p.requires_grad] or [self._placeholder])
             for (_, index), stage in self._stages.items()
         }
 
 
-def _make_stand_in(size: int, device: torch.device) -> nn.Parameter:
+def _make_placeholder(size: int, device: torch.device) -> nn.Parameter:
     """Return a parameter for the optimizer of a lane without trainable parameters: torch refuses an empty list."""
     made = nn.Parameter(torch.zeros(size, device=device))
-    made.is_stand_in = True  # type: ignore[attr-defined]
+    made.is_placeholder = True  # type: ignore[attr-defined]
     return made
 
 
-def is_stand_in(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter was made by `_make_stand_in`, so that it is not a parameter of the model."""
-    return getattr(parameter, "is_stand_in", False)
+def is_placeholder(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter was made by `_make_placeholder`, so that it is not a parameter of the model."""
+    return getattr(parameter, "is_placeholder", False)
 
 
 def _update_groups(schedule: Schedule) -> list[list[int]] | None:

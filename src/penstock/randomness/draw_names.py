@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-__all__ = ["enter", "enter_all", "here", "seeded_python"]
+__all__ = ["enter", "here", "seeded_python", "set_draw_names"]
 
 
 class _Here(threading.local):
@@ -43,7 +43,7 @@ def enter(place: str) -> None:
     here.places = (place,)
 
 
-def enter_all(places: tuple[str, ...]) -> None:
+def set_draw_names(places: tuple[str, ...]) -> None:
     """Set the draw names from here on, for a compiled program that numbers its parts."""
     here.place, here.places = places[0], places
 

@@ -24,7 +24,7 @@ from penstock.errors import UsageError
 from penstock.randomness.draw_names import enter, here
 from penstock.randomness.placed_draws import ORIGINAL_OF, argument_names, is_on
 
-__all__ = ["Seeded", "mix"]
+__all__ = ["SeededMode", "mix"]
 
 _WORD = 2**64 - 1
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def _number_of(place: str) -> int:
     return int.from_bytes(blake2b(place.encode(), digest_size=8).digest(), "little")
 
 
-class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SeededMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which every random operation of this thread draws from the mode's own generators.
 
     Each draw name (`penstock.randomness.draw_names`) has one generator, which is seeded when the name is entered. CUDA
@@ -70,7 +70,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         was_drawn: whether a random operation has ever run in the mode.
 
-    >>> seeded = Seeded(7, "cpu")
+    >>> seeded = SeededMode(7, "cpu")
     >>> with seeded:
     ...     first = torch.nn.functional.dropout(torch.ones(64))
     >>> seeded.reseed(7)
@@ -131,12 +131,12 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.manual_seed(self._seed_of(self._place))
         return found
 
-    def draws_beside(self, device: torch.device) -> bool:
+    def draws_on_other_device(self, device: torch.device) -> bool:
         """Return whether random numbers were drawn on any device other than this one."""
         return any(found != _with_index(device) for found in self._devices)
 
     # TorchDispatchMode's own methods also set flags of the process; these become wrong if several threads use modes
-    def __enter__(self) -> Seeded:
+    def __enter__(self) -> SeededMode:
         self._has_gradients = torch.is_grad_enabled()
         _push_mode(self)
         return self
@@ -222,7 +222,7 @@ _CHECKPOINTED = (
     ' gradient_checkpointing_disable()), and let the pipeline recompute whole stages: keep="recompute"'
 )
 
-Rule = Callable[[Seeded, Operation, Args, Kwargs], object]
+Rule = Callable[[SeededMode, Operation, Args, Kwargs], object]
 
 
 @cache
@@ -249,7 +249,7 @@ def _rule_by_form(func: Operation) -> Rule:
     return _decompose if func._can_decompose() else _borrow_default
 
 
-def _at_place(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _at_place(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run a placed draw of compiled code."""
     place, turn, *given = args
     original = ORIGINAL_OF[func]
@@ -259,7 +259,7 @@ def _at_place(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> obje
         return rule(mode, original, tuple(given), kwargs)
 
 
-def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _give_generator(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation that takes a generator."""
     place = argument_names(func).index("generator")
     given = args[place] if place < len(args) else kwargs.get("generator")
@@ -272,7 +272,7 @@ def _give_generator(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
     return func(*args, **{**kwargs, "generator": generator})
 
 
-def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _call_overload(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation by its overload that takes a generator."""
     device = _device_of(args, kwargs)
     if device.type == "meta":
@@ -282,7 +282,7 @@ def _call_overload(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) ->
     return other(*args, **kwargs, generator=mode.draw_on(device))
 
 
-def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _native_dropout(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run a dropout that takes no generator: return the same result, and the mask that its backward takes."""
     value, p = args[0], args[1]
     if value.is_meta or not is_on(func, args, kwargs):
@@ -295,7 +295,7 @@ def _native_dropout(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
     return value.mul(mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _cudnn_rnn(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run a recurrent network of cuDNN with its own dropout state.
 
     By default, all networks of the process share one state in device memory.
@@ -310,7 +310,7 @@ def _cudnn_rnn(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> obj
     return func(**{**given, "dropout_state": state})
 
 
-def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _borrow_default(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation that takes no generator: temporarily put the mode's state into the default generator."""
     device = _device_of(args, kwargs)
     if device.type == "meta" or not is_on(func, args, kwargs):
@@ -337,14 +337,14 @@ def _borrow_default(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -
             default.graphsafe_set_state(before)
 
 
-def _decompose(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _decompose(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation as the smaller operations that it consists of."""
     with mode.again():
         # not func.decompose(): it has other code for some operations, and that of lstm omits the dropout
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _run_inside(mode: Seeded, func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _run_inside(mode: SeededMode, func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation that calls functions, such as torch.cond; these functions draw under the mode too."""
 
     def wrapped(value: Any) -> Any:  # noqa: ANN401

@@ -6,7 +6,7 @@ operation by an operation of Penstock. It takes the number of the part, and the 
 The names for these numbers are passed with each call, so stages that look alike share their compiled code.
 
 A program has several parts only if its own code calls `draw_at`, because the code is the key of torch's caches. Modules
-that are compiled together do not call it, so if they draw, they are compiled one by one (`DrawsError`).
+that are compiled together do not call it, so if they draw, they are compiled one by one (`UnplacedDrawError`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch._ops import HigherOrderOperator
 from torch.fx.traceback import annotate
 
 from penstock.errors import UsageError
-from penstock.randomness.draw_names import enter, enter_all, here
+from penstock.randomness.draw_names import enter, here, set_draw_names
 
-__all__ = ["ORIGINAL_OF", "DrawsError", "argument_names", "define", "draw_at", "is_on", "say_places"]
+__all__ = ["ORIGINAL_OF", "UnplacedDrawError", "argument_names", "define", "draw_at", "is_on", "place_draws"]
 
 _MARK = "penstock place"
 _NAMESPACE = "penstock_placed"
@@ -46,18 +46,18 @@ def draw_at(place: int, operation: Callable[..., Any], *args: Any, **kwargs: Any
     try:
         return operation(*args, **kwargs)
     finally:
-        enter_all(names)
+        set_draw_names(names)
 
 
-class DrawsError(Exception):
+class UnplacedDrawError(Exception):
     """An error for modules that draw and are compiled together; it would be unknown which of them draws."""
 
 
-def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
+def place_draws(graph: fx.Graph, *, may_draw: bool = True) -> None:
     """Replace the random operations of a graph by placed draws.
 
     Raises:
-        DrawsError: if there are random operations and `may_draw` is False.
+        UnplacedDrawError: if there are random operations and `may_draw` is False.
         UsageError: if the backward would draw again; it would draw other numbers, and gradients would be wrong.
     """
     is_backward = any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
@@ -69,7 +69,7 @@ def say_places(graph: fx.Graph, *, may_draw: bool = True) -> None:
         if placed is None or not is_on(node.target, node.args, node.kwargs):
             continue
         if not may_draw:
-            raise DrawsError
+            raise UnplacedDrawError
         if is_backward:
             raise UsageError(_DRAWN_AGAIN)
         place = node.meta.get("custom", {}).get(_MARK, 0)

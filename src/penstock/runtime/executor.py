@@ -17,7 +17,7 @@ from penstock.runtime.action_watch import Watch, new_tensors
 from penstock.runtime.lane_program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun, dtype_hint
 from penstock.runtime.step import Step
-from penstock.runtime.weight_stash import Versions
+from penstock.runtime.weight_stash import WeightVersions
 from penstock.runtime.wire.transport import Key, Stopped, Transport
 from penstock.schedule.actions import Kind
 from penstock.schedule.rules import Value
@@ -55,7 +55,7 @@ class Executor:
 
     def __init__(
         self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
-        *, program_of: Callable[[int], LaneProgram], streams: Streams, versions: Versions | None = None,
+        *, program_of: Callable[[int], LaneProgram], streams: Streams, versions: WeightVersions | None = None,
     ) -> None:  # fmt: skip
         self.program_of = program_of
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport

@@ -16,16 +16,16 @@ from penstock.model.structure import flatten
 
 __all__ = [
     "IGNORED",
-    "Counted",
+    "CountRule",
     "FoundWeight",
     "candidates",
     "gradient_tolerance",
-    "known_weight",
     "loss_tolerance",
-    "rounding_tolerance",
     "settings_of",
     "shares_with",
     "tolerance",
+    "total_gradient_tolerance",
+    "weight_of_torch_loss",
 ]
 
 IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
@@ -35,7 +35,7 @@ _AVERAGING = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "NLLLo
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class CountRule:
     """A rule that counts the values over which a loss averages, in one tensor of its target or of the batch.
 
     Attributes:
@@ -58,11 +58,11 @@ class Counted:
     def count(self, target: Any) -> Any:  # noqa: ANN401 - any target; a number, or a tensor of one
         """Return the count that the loss averages over.
 
-        >>> Counted().count(torch.tensor([[1, 2, -100]])).item()
+        >>> CountRule().count(torch.tensor([[1, 2, -100]])).item()
         2
-        >>> Counted(is_shifted=True).count(torch.tensor([[1, 2, -100]])).item()
+        >>> CountRule(is_shifted=True).count(torch.tensor([[1, 2, -100]])).item()
         1
-        >>> Counted(place=1, how="sum").count((torch.zeros(3), torch.tensor([1.0, 0.0, 0.5]))).item()
+        >>> CountRule(place=1, how="sum").count((torch.zeros(3), torch.tensor([1.0, 0.0, 0.5]))).item()
         1.5
         """
         tensors = [target] if isinstance(target, torch.Tensor) else flatten(target, apart=True)[0]
@@ -99,14 +99,16 @@ class Counted:
         return f"the labels of {where} that are not {self.ignored}{shifted}"
 
 
-FoundWeight = Counted | Literal["sum"] | None
+FoundWeight = CountRule | Literal["sum"] | None
 
 
-def known_weight(loss: object) -> tuple[bool, FoundWeight]:
+def weight_of_torch_loss(loss: object) -> tuple[bool, FoundWeight]:
     """Return whether a loss is one of torch's own, and the count that it averages over; None means samples.
 
-    >>> known_weight(nn.MSELoss()), known_weight(nn.L1Loss(reduction="sum")), known_weight(lambda a, b: a)
-    ((True, None), (True, 'sum'), (False, None))
+    >>> weight_of_torch_loss(nn.MSELoss()), weight_of_torch_loss(nn.L1Loss(reduction="sum"))
+    ((True, None), (True, 'sum'))
+    >>> weight_of_torch_loss(lambda output, target: output.sum())
+    (False, None)
     """
     settings: dict[str, Any] = {}
     if isinstance(loss, functools.partial) and not loss.args:
@@ -126,7 +128,7 @@ def known_weight(loss: object) -> tuple[bool, FoundWeight]:
         return True, None
     ignored = settings.get("ignore_index")
     weight = settings.get("weight")
-    return True, Counted(ignored=IGNORED if ignored is None else int(ignored), class_weight=weight)
+    return True, CountRule(ignored=IGNORED if ignored is None else int(ignored), class_weight=weight)
 
 
 def settings_of(loss: object) -> tuple[object, ...]:
@@ -157,14 +159,14 @@ def candidates(
     places = [(name, 0) for name in names]
     places += [("", place) for place, tensor in enumerate(target[:_MOST_PLACES]) if tensor.dtype in whole]
     for (name, place), (ignored, weight) in itertools.product(places, distinct):
-        yield Counted(name, place, ignored=ignored, class_weight=weight)
-        yield Counted(name, place, ignored=ignored, is_shifted=True, class_weight=weight)
+        yield CountRule(name, place, ignored=ignored, class_weight=weight)
+        yield CountRule(name, place, ignored=ignored, is_shifted=True, class_weight=weight)
     yield "sum"
     for place, tensor in enumerate(target[:_MOST_PLACES]):
-        yield Counted("", place, "nonzero")
-        yield Counted("", place, "sum")
+        yield CountRule("", place, "nonzero")
+        yield CountRule("", place, "sum")
         if tensor.is_floating_point():
-            yield Counted("", place, "finite")
+            yield CountRule("", place, "finite")
 
 
 def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]) -> list[float] | None:
@@ -172,7 +174,7 @@ def shares_with(weight: FoundWeight, sizes: Sequence[int], labels: Sequence[Any]
     if weight == "sum":
         return [1.0] * len(sizes)
     counts = [float(size) for size in sizes]
-    if isinstance(weight, Counted):
+    if isinstance(weight, CountRule):
         counts = [float(weight.count(label)) for label in labels]
     total = sum(counts)
     return [count / total for count in counts] if 0 < total < math.inf and min(counts) >= 0 else None
@@ -193,6 +195,6 @@ def gradient_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 2e-1)
 
 
-def rounding_tolerance(dtype: torch.dtype) -> float:
+def total_gradient_tolerance(dtype: torch.dtype) -> float:
     """Return the same, relative to the norm of all gradients."""
     return {torch.float64: 1e-8, torch.float32: 2e-6}.get(dtype, 2e-2)

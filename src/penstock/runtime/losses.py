@@ -13,18 +13,18 @@ from penstock.errors import UsageError, warn_user
 from penstock.model.structure import flatten
 
 __all__ = [
-    "Summing",
+    "SumReductionMode",
     "Weight",
     "check_loss",
     "counts_of",
     "find_loss",
+    "loss_factors",
     "needs_target",
     "read_loss",
-    "shares_of",
     "total_loss",
     "total_metrics",
     "warn_of_uneven_tokens",
-    "without_backward",
+    "with_refused_backward",
 ]
 
 LossFunction = Callable[..., Any]
@@ -111,10 +111,10 @@ def total_metrics(
     return total
 
 
-class Summing(TorchFunctionMode):
+class SumReductionMode(TorchFunctionMode):
     """A mode that computes means over classes as sums, which can be divided later by a count that is on the device.
 
-    >>> with Summing():
+    >>> with SumReductionMode():
     ...     torch.nn.functional.cross_entropy(torch.zeros(3, 2), torch.tensor([0, 1, -100])).item()
     1.3862943649291992
     """
@@ -154,7 +154,7 @@ def total_loss(
     return (together * weights).sum()
 
 
-def without_backward(loss: torch.Tensor) -> torch.Tensor:
+def with_refused_backward(loss: torch.Tensor) -> torch.Tensor:
     """Return a loss whose backward has already run: its `backward` raises. It can be saved like any tensor."""
     loss.backward = _refuse_backward  # type: ignore[method-assign]
     loss.__getstate__ = _no_state  # type: ignore[method-assign]  # otherwise pickle would save `backward`
@@ -228,10 +228,10 @@ def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], si
     return counts
 
 
-def shares_of(weight: Weight, counts: Sequence[float]) -> list[float]:
+def loss_factors(weight: Weight, counts: Sequence[float]) -> list[float]:
     """Return the factor of each micro-batch's loss; the sum of the losses times their factors is the loss of the batch.
 
-    >>> shares_of(None, [3.0, 1.0]), shares_of("sum", [3.0, 1.0]), shares_of(None, [0.0])
+    >>> loss_factors(None, [3.0, 1.0]), loss_factors("sum", [3.0, 1.0]), loss_factors(None, [0.0])
     ([0.75, 0.25], [1.0, 1.0], [0.0])
     """
     total = sum(counts)

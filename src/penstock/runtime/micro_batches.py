@@ -11,7 +11,16 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.step import Batch
 
-__all__ = ["batch_dim_of", "cut_batch", "cut_thing", "join_dim_of", "join_results", "join_rows", "move_to", "sizes_of"]
+__all__ = [
+    "batch_dim_of",
+    "cut_batch",
+    "cut_structure",
+    "join_dim_of",
+    "join_results",
+    "join_rows",
+    "move_to",
+    "sizes_of",
+]
 
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
@@ -33,7 +42,7 @@ def cut_batch(call: Call, sizes: Sequence[int]) -> Batch:
     return Batch([{name: pieces[mb] for name, pieces in columns.items()} for mb in range(len(sizes))], sizes)
 
 
-def cut_thing(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+def cut_structure(thing: object, batch_size: int, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     """Cut a target, or another structure of tensors, into one part per micro-batch.
 
     The batch dimension of a tensor is `dim`, if it has the batch size there, otherwise the first. A tensor without a

@@ -12,7 +12,7 @@ import torch
 from penstock.errors import UsageError
 from penstock.model.stages import Stage
 from penstock.randomness.draw_names import enter, here
-from penstock.randomness.draws import Seeded, mix
+from penstock.randomness.draws import SeededMode, mix
 from penstock.runtime.backward.gradient_accumulation import GradientAccumulation, accumulated_together
 from penstock.runtime.backward.split_backward import DeferredWeightGradients, Pending
 from penstock.runtime.backward.weight_queue import num_holders
@@ -109,7 +109,7 @@ class StageRun:
         self._num_named = {edge.source: len(edge.names) for edge in self.into}
         self._lock, self._statistics, self._host = lock or nullcontext(), statistics, host
         self._recomputed: Recomputed | None = stage.runner
-        self._random: Seeded | None = None
+        self._random: SeededMode | None = None
         self._is_drawing = False
         self.has_drawn = False
         self._has_watched = False  # whether draws were watched for a whole step
@@ -236,7 +236,7 @@ class StageRun:
     @contextmanager
     def _drawing(self, step: Step, mb: int, statistics: AbstractContextManager[Any]) -> Iterator[None]:
         if self._random is None:
-            self._random = Seeded(0, self.device)
+            self._random = SeededMode(0, self.device)
         seed = mix(step.seed, mb)
         self._random.reseed(seed)
         enter(f"stage {self.index}")  # programs set more precise names
@@ -284,7 +284,7 @@ class StageRun:
                 found.append(record.leaves[feed.source][feed.place])
         return found
 
-    def made_for(self, record: Record, edge: Edge) -> Values:
+    def outputs_for(self, record: Record, edge: Edge) -> Values:
         """Return the outputs for an edge, with their graph."""
         values = [record.made[place] for place in edge.places]
         return [*values, *record.made[len(self.stage.outputs) :]] if edge.has_rest else values
@@ -294,8 +294,8 @@ class StageRun:
 
         A forward that will be recomputed has no graph, so it marks all floating-point and complex values.
         """
-        may_want = recomputes and (self.index > 0 or any(p.requires_grad for p in self.stage.parameters()))
-        return [_outgoing_value(value, may_want=may_want) for value in self.made_for(record, edge)]
+        may_need_gradient = recomputes and (self.index > 0 or any(p.requires_grad for p in self.stage.parameters()))
+        return [_outgoing_value(value, may_need_gradient=may_need_gradient) for value in self.outputs_for(record, edge)]
 
     # ---- backward
 
@@ -304,7 +304,7 @@ class StageRun:
         outputs: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
         for edge in self.out_of:
-            for value, gradient in zip(self.made_for(record, edge), gradients[edge.target], strict=True):
+            for value, gradient in zip(self.outputs_for(record, edge), gradients[edge.target], strict=True):
                 if gradient is not None and value.requires_grad:
                     outputs.append(value)
                     seeds.append(gradient.to(value.dtype) if gradient.dtype != value.dtype else gradient)
@@ -358,7 +358,7 @@ class StageRun:
     @property
     def draws_on_host(self) -> bool:
         """Whether forwards drew random numbers on any device other than that of the stage."""
-        return self._random is not None and self._random.draws_beside(self.device)
+        return self._random is not None and self._random.draws_on_other_device(self.device)
 
     # ---- buffers
 
@@ -409,10 +409,10 @@ def _seed(step: Step, mb: int, loss: torch.Tensor) -> torch.Tensor:
     return step.seeds[mb].to(loss.dtype)
 
 
-def _outgoing_value(value: Any, *, may_want: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
+def _outgoing_value(value: Any, *, may_need_gradient: bool) -> Any:  # noqa: ANN401 - a tensor, or a plain number
     if not isinstance(value, torch.Tensor):
         return value
-    wants = value.requires_grad or (may_want and (value.is_floating_point() or value.is_complex()))
+    wants = value.requires_grad or (may_need_gradient and (value.is_floating_point() or value.is_complex()))
     return value.detach().requires_grad_(wants)
 
 

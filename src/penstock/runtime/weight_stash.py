@@ -13,10 +13,10 @@ import torch
 
 from penstock.model.stages import Stage
 
-__all__ = ["Versions"]
+__all__ = ["WeightVersions"]
 
 
-class Versions:
+class WeightVersions:
     """The versions of the weights of a lane's stages.
 
     Args:

@@ -14,7 +14,7 @@ __all__ = ["Edge", "Feed", "Wiring", "wire"]
 _GIVEN = "input:"  # the names of the model's inputs begin with it
 
 
-class Ends(Protocol):
+class StageInterface(Protocol):
     """The inputs and outputs of a stage, by name."""
 
     @property
@@ -87,7 +87,7 @@ class Wiring:
         return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
 
 
-def wire(stages: Sequence[Ends], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
+def wire(stages: Sequence[StageInterface], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
     """Return the wiring of some stages.
 
     Args:

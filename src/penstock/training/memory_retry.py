@@ -65,7 +65,7 @@ class MemoryRetry:
             self._report(faults, number, message)
 
     def _can_retry(self, error: LaneError) -> bool:
-        if error.was_refused:  # the process that refused has left and given the reason
+        if error.was_not_started:  # the process that refused has left and given the reason
             return False
         # all processes must decide the same, even if only some see it as out of memory
         return all(self._pipe.internals.gather(is_out_of_memory(error))) and split_finer(self._pipe)

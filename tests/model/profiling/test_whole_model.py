@@ -74,7 +74,7 @@ def test_a_model_that_cannot_be_run_in_one_piece_does_without(monkeypatch):
 )
 def test_nodes_take_together_what_the_model_takes(taken, scales):
     forward, inputs, weights = np.array([1.0, 2.0]), np.array([1.0, 1.0]), np.array([4.0, 0.0])
-    found = measuring._put_right([forward, inputs, weights], taken)
+    found = measuring._scale_to_whole([forward, inputs, weights], taken)
     for column, before, scale in zip(found, (forward, inputs, weights), (scales[0], scales[1], scales[1]), strict=True):
         assert np.allclose(column, before * scale)
 

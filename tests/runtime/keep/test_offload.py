@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from penstock.model.capture.capture import capture
 from penstock.model.profiling.analytic import analytic
 from penstock.model.small_models.named_models import load
-from penstock.randomness.draws import Seeded
+from penstock.randomness.draws import SeededMode
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.keep import offload
 from penstock.runtime.keep.offload import HostPool, Saved, StorageSet, saved_bytes
@@ -405,7 +405,7 @@ def test_under_the_modes_of_a_forward():
     for saved in (None, Saved()):
         model.zero_grad(set_to_none=True)
         statistics = DeferredStatistics(model)
-        with saved.collecting() if saved else contextlib.nullcontext(), statistics, Seeded(3, "cpu"):
+        with saved.collecting() if saved else contextlib.nullcontext(), statistics, SeededMode(3, "cpu"):
             y = model(rows())
         if saved:
             saved.offload()

@@ -26,7 +26,7 @@ __all__ = ["Agent", "LeaveNow"]
 
 _PATIENCE_SECONDS = 2.0  # for the others after one process failed: they notice at once, unless they hang
 _INTERVAL_SECONDS = 0.05
-_STOPPED_LOOKS, _LOOK_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported
+_STOPPED_LOOKS, _POLL_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported
 _SPARE_SECONDS = 10.0  # then the training has started, and the imports of spare processes do not disturb it
 
 
@@ -112,7 +112,7 @@ class Agent(LocalElasticAgent):
 
     def _look_for_stopped(self, worker_group: WorkerGroup) -> None:
         """Report a stopped process: the others may wait for it, and cannot find out before the rendezvous."""
-        if time.monotonic() < self._looked_at + _LOOK_SECONDS:
+        if time.monotonic() < self._looked_at + _POLL_SECONDS:
             return
         self._looked_at = time.monotonic()
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

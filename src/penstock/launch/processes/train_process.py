@@ -119,7 +119,7 @@ def _report(error: BaseException, code: int) -> None:
     """Report the error, only in the process where it happened; with a traceback only if user code raised."""
     from penstock.errors import LaneError, PenstockError
 
-    if getattr(error, "was_told", False):
+    if getattr(error, "was_reported", False):
         return
     if isinstance(error, KeyboardInterrupt):
         _say("Stopped by a second Ctrl-C: progress since the last checkpoint is lost.")
@@ -146,7 +146,7 @@ def _note(given: LoadedConfig, error: BaseException, code: int, trainer: Trainer
     from penstock.training.resume.run_folder import RunFolder
 
     folder = RunFolder(given.config.folder, is_first=False)
-    if getattr(error, "was_told", False) or (trainer is None and not folder.path.is_dir()):
+    if getattr(error, "was_reported", False) or (trainer is None and not folder.path.is_dir()):
         return
     try:
         folder.append(

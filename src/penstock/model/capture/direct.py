@@ -34,7 +34,7 @@ from penstock.randomness.draw_names import enter
 
 __all__ = ["Direct", "sequence_of"]
 
-_AT_ONCE = 8  # modules per compiled group; groups with the same types of modules share their compiled code
+_GROUP_SIZE = 8  # modules per compiled group; groups with the same types of modules share their compiled code
 
 
 def sequence_of(model: nn.Module) -> list[str] | None:
@@ -58,7 +58,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in HOOKS) or module._compiled_call_impl is not None
 
 
-class _Between:
+class _ModuleArguments:
     """The arguments that a module gets from the one before: a template, and the tensors that fill it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool = False) -> None:
@@ -89,13 +89,13 @@ class Direct:
         self.model, self.call, self.training, self.paths, self.spreads = model, call, training, paths, spreads
         self.path = "direct"
         self.reason = "a list of stage modules" if spreads else "the model is a sequence of modules"
-        self._places_of: dict[bool, list[_Between]] = {}
+        self._places_of: dict[bool, list[_ModuleArguments]] = {}
         self._original_devices = OriginalDevices(model)
         places, others = self._places(training), self._run(call.resized(call.batch_size + 1))
         self.graph = self._graph(places, others)
         self._forget()
 
-    def _places(self, training: bool) -> list[_Between]:
+    def _places(self, training: bool) -> list[_ModuleArguments]:
         if training not in self._places_of:
             with in_mode(self.model, training=training), self._original_devices.restored():
                 self._places_of[training] = self._run(self.call)
@@ -108,13 +108,13 @@ class Direct:
             for place in places:
                 place.forget()
 
-    def _run(self, call: Call) -> list[_Between]:
+    def _run(self, call: Call) -> list[_ModuleArguments]:
         """Run all modules once; return the arguments of each module, and the result of the last one."""
         states = RandomStates()
         shell = make_shell(self.model)
         buffers = [(buffer, buffer.clone()) for buffer in shell.buffers() if not buffer.is_meta]
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
-        place = _Between(*call.arguments(inputs), apart=True)
+        place = _ModuleArguments(*call.arguments(inputs), apart=True)
         places = [place]
         try:
             with torch.enable_grad():
@@ -125,7 +125,7 @@ class Direct:
                     args, kwargs = place.arguments(inside)
                     result = shell.get_submodule(path)(*args, **kwargs)
                     place.is_changed = [t._version != v for t, v in zip(inside, versions, strict=True)]
-                    place = _Between(*self._next(result))
+                    place = _ModuleArguments(*self._next(result))
                     place.is_plain &= isinstance(result, torch.Tensor)  # a tuple with one tensor is not plain
                     place.cut()
                     places.append(place)
@@ -138,7 +138,7 @@ class Direct:
     def _next(self, result: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (tuple(result) if self.spreads and isinstance(result, tuple) else (result,)), {}
 
-    def _graph(self, places: list[_Between], others: list[_Between]) -> Graph:
+    def _graph(self, places: list[_ModuleArguments], others: list[_ModuleArguments]) -> Graph:
         parameters, first_of = read_parameters(self.model)
         values = [
             _value(f"input:{self.call.names[i]}", -1, *pair, self.call) for i, pair in _pairs(places[0], others[0])
@@ -232,7 +232,7 @@ class DirectProgram:
 
     reassigned: tuple[str, ...] = ()
 
-    def __init__(self, direct: Direct, nodes: range, places: list[_Between]) -> None:
+    def __init__(self, direct: Direct, nodes: range, places: list[_ModuleArguments]) -> None:
         self._direct, self._place, self._end = direct, places[nodes.start], places[nodes.stop]
         shell = make_shell(direct.model)
         # a tensor that a module changes in place may be a view of an input of the stage
@@ -252,16 +252,16 @@ class DirectProgram:
         ]
         self.held_names = tuple(dict.fromkeys(name for _, _, name in self._places))
         # whether there is a single positional argument, as between the modules of an nn.Sequential
-        self._is_plain_behind = [places[index + 1].is_plain for index in nodes]
+        self._has_plain_output = [places[index + 1].is_plain for index in nodes]
         self._is_plain_first = self._place.is_plain
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the modules in groups, so that it can fuse kernels of neighbouring modules."""
         grouped: list[list[int]] = [[]]
-        for index, is_plain in enumerate(self._is_plain_behind):
+        for index, is_plain in enumerate(self._has_plain_output):
             grouped[-1].append(index)
             is_alone = not self._is_plain_first and len(grouped) == 1
-            if not is_plain or is_alone or len(grouped[-1]) == _AT_ONCE:
+            if not is_plain or is_alone or len(grouped[-1]) == _GROUP_SIZE:
                 grouped.append([])
         self._parts = [self._part([self._parts[index] for index in group], options) for group in grouped if group]
 
@@ -317,7 +317,7 @@ def _linked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
 
 
-def _pairs(a: _Between, b: _Between) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+def _pairs(a: _ModuleArguments, b: _ModuleArguments) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
     if len(a.tensors) != len(b.tensors):
         raise CaptureError("a module returned different numbers of tensors for different batch sizes")
     return list(enumerate(zip(a.tensors, b.tensors, strict=True)))

@@ -161,7 +161,7 @@ class Exported:
                 why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
             if not why:
                 if form.is_replayed:
-                    warn_user(_replayed_now(call, whys))
+                    warn_user(_replay_warning(call, whys))
                 return
             whys.append(why)
             self._forms.pop()
@@ -243,7 +243,7 @@ class Exported:
         return list(programs), results
 
 
-def _replayed_now(call: Call, whys: Sequence[str]) -> str:
+def _replay_warning(call: Call, whys: Sequence[str]) -> str:
     shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
     return (
         f"a batch has other shapes than the example ({shapes}), and torch.export cannot trace it: "

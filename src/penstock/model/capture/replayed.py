@@ -50,7 +50,7 @@ class Replayed:
                 other = _second(self.model, self.call)
             self._recording_of[training] = recording
             if other is not None and _ways(other) != _ways(recording):  # for example, code that loops over samples
-                recording.is_read = True
+                recording.reads_data = True
             recording.seen_of = _seen_of(recording, other, self.call.batch_size)
             self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
         return self._graph_of[training]
@@ -59,7 +59,7 @@ class Replayed:
     def is_dynamic(self) -> bool:
         """Whether control flow or shapes depend on data, random numbers or the batch size, so that runs may differ."""
         self._graph(self.training)
-        return self._recording_of[self.training].is_read
+        return self._recording_of[self.training].reads_data
 
     def split(self, cuts: Sequence[int]) -> Chain:
         """Return the stages between the cuts."""

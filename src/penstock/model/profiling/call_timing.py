@@ -79,7 +79,7 @@ class _CudaClock:
     The device first sleeps, so that the host runs ahead and the device does not wait between calls.
     """
 
-    _CYCLES_A_SECOND = 2e9  # approximate; too long a sleep does not affect the result
+    _CYCLES_PER_SECOND = 2e9  # approximate; too long a sleep does not affect the result
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +91,7 @@ class _CudaClock:
             start, end = cuda.timed_events()
             kind_of(self._device).synchronize(self._device)
             if ahead_seconds:
-                cuda.sleep(int(ahead_seconds * self._CYCLES_A_SECOND))
+                cuda.sleep(int(ahead_seconds * self._CYCLES_PER_SECOND))
             start.record()
             begin = time.perf_counter()
             for _ in range(count):

@@ -78,7 +78,7 @@ def measure(
     per_node = result.sums(forward, np.array(backward) * (1 - share), np.array(backward) * share)
     if _is_on_cpu(captured, stopwatch.device):
         whole = whole_seconds(captured, batch_size=batch_size, saved_bytes=float(per_node[3].sum()))
-        per_node[:3] = _put_right(per_node[:3], whole)
+        per_node[:3] = _scale_to_whole(per_node[:3], whole)
     return Profile(
         graph=captured.graph,
         batch_size=captured.graph.batch_size if batch_size is None else batch_size,
@@ -175,7 +175,7 @@ def _is_on_cpu(captured: Captured, device: torch.device | None) -> bool:
     return device == here and all(tensor.device == here for tensor in tensors)
 
 
-def _put_right(columns: list[_Floats], whole: tuple[float, float] | None) -> list[_Floats]:
+def _scale_to_whole(columns: list[_Floats], whole: tuple[float, float] | None) -> list[_Floats]:
     """Return the times of all nodes, scaled so that their sums are the times of the whole model."""
     forward, *backward = columns
     if whole is None:

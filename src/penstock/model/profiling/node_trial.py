@@ -31,12 +31,12 @@ class Backward:
 
     def gradient(self, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of some inputs or parameters; the graph is kept for the next call."""
-        wanted = [*of, *_needed_too(self.outputs)]
+        wanted = [*of, *_inputs_against_crash(self.outputs)]
         found = torch.autograd.grad(self.outputs, wanted, self.grads, retain_graph=True, allow_unused=True)
         return found[: len(of)]
 
 
-def _needed_too(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _inputs_against_crash(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return inputs whose gradients must be computed too.
 
     torch's group norm of channels-last tensors crashes if only the gradients of its weights are computed.

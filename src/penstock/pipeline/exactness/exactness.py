@@ -46,15 +46,15 @@ from penstock.pipeline.exactness.loss_samples import (
 from penstock.pipeline.exactness.scoring import (
     CHANGES,
     Distance,
+    NotComparableError,
     Run,
     Scored,
-    UnknownError,
-    best_of,
     call_fails,
     distance_of,
-    gradients_off,
+    fitting_weights,
     is_own_sum,
     largest_difference,
+    largest_gradient_difference,
     parts_of,
     perturbed,
     preserved_model,
@@ -65,14 +65,14 @@ from penstock.pipeline.splitting.custom_split import Split, samples_of, split_ba
 from penstock.pipeline.splitting.packed_images import PackedSplit
 from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import (
-    Counted,
+    CountRule,
     candidates,
-    known_weight,
     settings_of,
     shares_with,
+    weight_of_torch_loss,
 )
-from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, shares_of
-from penstock.runtime.micro_batches import cut_thing, join_results, join_rows
+from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, loss_factors
+from penstock.runtime.micro_batches import cut_structure, join_results, join_rows
 from penstock.runtime.step import Batch
 
 __all__ = ["Exactness", "OnlyWholeError"]
@@ -102,7 +102,7 @@ class Exactness:
     Attributes:
         weight: the quantity that the loss averages over, as far as it is known.
         is_settled: whether nothing is left to find out.
-        is_summable: whether the loss under `Summing` is the plain loss times the count that it averages over.
+        is_summable: whether the loss under `SumReductionMode` is the plain loss times the count that it averages over.
         device: the device on which the loss will run.
     """
 
@@ -110,10 +110,10 @@ class Exactness:
         self, loss: LossFunction | None, weight: Weight, *, over_batch: bool = False, is_compiled: bool = False
     ) -> None:
         self._loss, self._given, self._over_batch, self._is_compiled = loss, weight, over_batch, is_compiled
-        self.weight: Weight | Counted = weight
+        self.weight: Weight | CountRule = weight
         self.is_settled = True
         if weight is None and not over_batch:
-            self.is_settled, self.weight = known_weight(loss)
+            self.is_settled, self.weight = weight_of_torch_loss(loss)
         self._is_known = self.is_settled and weight is None and not over_batch  # a loss of torch
         self._settings = settings_of(loss) if self._is_known else ()
         self.is_summable = self._is_known and loss is not None and not is_compiled
@@ -122,9 +122,9 @@ class Exactness:
         self._split_sizes: list[int] = []  # the batch sizes of the user's micro-batches
         self._runs: list[Run] = []  # of the whole, and of its parts
         self._exact: list[Any] | None = None  # the weights under which all targets so far were exact
-        self._num_learnt = 0
-        self._doubt = ""  # why the first target could not be compared
-        self._next_look = 1
+        self._num_targets = 0
+        self._failure_reason = ""  # why the first target could not be compared
+        self._next_compared = 1
         self._is_probed = False
         self._moved: list[Run] = []  # the runs on the device of the loss, while a target is compared
         self._num_fruitless = 0  # comparisons in a row that excluded no weight
@@ -153,8 +153,8 @@ class Exactness:
                 if split is None:
                     self._look(chain, call, model)
                 else:
-                    self._look_at_split(chain, example, split)
-        except UnknownError:
+                    self._compare_split(chain, example, split)
+        except NotComparableError:
             self._runs = []
         finally:
             states.restore()
@@ -176,13 +176,13 @@ class Exactness:
             whole = run_call(chain, few)
         except UsageError as error:
             if few.batch_size == call.batch_size or call_fails(chain, call):
-                raise UnknownError from error  # the model itself fails, so the step will report it
+                raise NotComparableError from error  # the model itself fails, so the step will report it
             raise self._refusal(model, call, f"the example cut to {few.batch_size} samples fails: {error}") from error
         try:
             parts = [run_call(chain, part) for part in parts_of(few, self._sizes)]
         except UsageError as error:
             if min(self._sizes) == 1:  # many models refuse a batch of one sample
-                raise UnknownError from error
+                raise NotComparableError from error
             raise self._refusal(model, call, f"a part of the example fails: {error}") from error
         joined = join_results([part.tensors for part in parts], self._sizes, call.batch_dim)
         self._check_shapes(whole.tensors, joined)
@@ -230,7 +230,7 @@ class Exactness:
             "this; micro_batches=1 calls the model once per step"
         )
 
-    def _look_at_split(self, chain: Chain, example: object, split: Split) -> None:
+    def _compare_split(self, chain: Chain, example: object, split: Split) -> None:
         """Compare the whole example with the micro-batches that the user's split makes of it."""
         args, kwargs = arguments_of(example)
         whole = chain.read(*args, **kwargs)
@@ -238,7 +238,7 @@ class Exactness:
         parts = [chain.read(*args, **kwargs) for args, kwargs in pieces]
         self._sizes = self._split_sizes = [part.batch_size for part in parts]
         if len(parts) < 2:
-            raise UnknownError
+            raise NotComparableError
         if self._loss is None:
             self._find_inner_weight(chain, [(whole, parts)], label_names(whole, is_split=True))
             return
@@ -279,7 +279,7 @@ class Exactness:
                 with perturbed(chain) if is_perturbed else contextlib.nullcontext():
                     runs = [run_call(chain, one) for one in (call, *parts)]
                 losses = [find_loss(run.output, None, ()) for run in runs]
-            except (UsageError, UnknownError):
+            except (UsageError, NotComparableError):
                 continue
             if not all(loss.isfinite() for loss in losses):
                 continue
@@ -290,7 +290,7 @@ class Exactness:
                 )
                 for choice in choices
             }
-            now = best_of(found, (losses[0].dtype, losses[0].dtype))
+            now = fitting_weights(found, (losses[0].dtype, losses[0].dtype))
             if not now and (exact is None or (is_perturbed and is_fitting)):
                 raise self._coupled(losses)
             is_fitting = bool(now)
@@ -319,7 +319,7 @@ class Exactness:
             if shares is None:
                 return
             with perturbed(chain) if is_perturbed else contextlib.nullcontext():
-                worst = gradients_off(chain, call, parts, shares)
+                worst = largest_gradient_difference(chain, call, parts, shares)
             if not worst:  # rounding may send a sample to another expert in one run, but not in both
                 return
         raise OnlyWholeError(
@@ -340,10 +340,10 @@ class Exactness:
         if callable(choice):
             batches = [as_batch(part) for part in parts]
             try:
-                return shares_of(choice, counts_of(choice, batches, plain, self._sizes))
+                return loss_factors(choice, counts_of(choice, batches, plain, self._sizes))
             except UsageError:
                 return None
-        if isinstance(choice, Counted) and choice.name:
+        if isinstance(choice, CountRule) and choice.name:
             plain = [part.tensors[part.names.index(choice.name)] for part in parts]
         return shares_with(choice, self._sizes, plain)
 
@@ -368,16 +368,16 @@ class Exactness:
                 "loss: its reduction, weight or ignore_index was replaced after the pipeline was made, but the "
                 "pipeline has already read it. Change a weight in place (loss.weight.copy_), or make a new pipeline"
             )
-        if self._doubt:
+        if self._failure_reason:
             warn_user(
-                f"the loss could not be compared with that of micro-batches: {self._doubt}. If it is not a mean "
-                "over samples, pass weight=, the quantity that it averages over; check=False turns this check off"
+                f"the loss could not be compared with that of micro-batches: {self._failure_reason}. If it is not a "
+                "mean over samples, pass weight=, the quantity that it averages over; check=False turns this check off"
             )
-            self._doubt = ""
+            self._failure_reason = ""
         if self.is_settled or not self._runs or self._loss is None:
             return False
-        self._num_learnt += 1
-        return self._num_learnt >= self._next_look
+        self._num_targets += 1
+        return self._num_targets >= self._next_compared
 
     def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
         """Find the quantity that the user's loss averages over, from a target.
@@ -412,17 +412,17 @@ class Exactness:
             parts_with: a function that returns the parts of some samples of the batch; it returns () if it cannot.
             telling: more choices of samples, which are made after the usual ones have been compared.
         """
-        if self._num_learnt >= self._next_look:
-            self._next_look = min(2 * self._next_look, self._next_look + _MOST_STEPS)
+        if self._num_targets >= self._next_compared:
+            self._next_compared = min(2 * self._next_compared, self._next_compared + _MOST_STEPS)
         device, reason = self.device or _HOST, ""
         self._moved = [run.on(device) for run in self._runs]
         num_left = len(self._exact or ())
         for chosen in itertools.chain(choices_of_rows(size, sum(self._sizes)), telling):
             few = [moved_to(rows_of(thing, size, chosen, dim), device) for thing in target]
             parts = parts_with(chosen)
-            for changed in ignoring(few) if self._num_learnt == 1 else [few]:
+            for changed in ignoring(few) if self._num_targets == 1 else [few]:
                 reason = self._narrow(tuple(changed), self._pieces(changed, dim), parts, dim) or reason
-            if self._exact and not self._is_known and self._num_learnt == 1:
+            if self._exact and not self._is_known and self._num_targets == 1:
                 self._narrow_by_special_values(few, parts, dim)
             if self.alternatives:
                 self._narrow_by_artificial_labels(few, parts, dim)
@@ -432,11 +432,11 @@ class Exactness:
         self._conclude(reason)
         self._num_fruitless = self._num_fruitless + 1 if len(self._exact or ()) == num_left else 0
         is_on_gpu = any(tensor.is_cuda for tensor in flatten(target)[0])
-        if is_on_gpu and self._num_learnt >= _MOST_ON_GPU and not self.alternatives:
+        if is_on_gpu and self._num_targets >= _MOST_ON_GPU and not self.alternatives:
             self.is_settled, self._runs = True, []
 
     def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
-        columns = [cut_thing(thing, sum(self._sizes), self._sizes, dim) for thing in target]
+        columns = [cut_structure(thing, sum(self._sizes), self._sizes, dim) for thing in target]
         return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
 
     # ---- weights that no target has distinguished yet
@@ -459,7 +459,7 @@ class Exactness:
 
         def shares(choice: Any) -> list[float] | None:  # noqa: ANN401
             labels = [target[0] if target else None for target in targets]
-            if isinstance(choice, Counted) and choice.name:
+            if isinstance(choice, CountRule) and choice.name:
                 labels = [inputs[choice.name] for inputs in pieces.inputs]
             return shares_with(choice, pieces.sizes, labels)
 
@@ -477,10 +477,10 @@ class Exactness:
         if not self.alternatives or size > _MOST_COUNTED:
             return
         alone = parts_of(call, [1] * size)
-        columns = [cut_thing(thing, size, [1] * size, dim) for thing in target]
+        columns = [cut_structure(thing, size, [1] * size, dim) for thing in target]
         targets = list(zip(*columns, strict=True)) or [()] * size
         for choice in self._exact or ():
-            if not isinstance(choice, Counted) or not (choice.name or target):
+            if not isinstance(choice, CountRule) or not (choice.name or target):
                 continue
             plain = [
                 part.tensors[part.names.index(choice.name)] if choice.name else own[0]
@@ -524,7 +524,7 @@ class Exactness:
                     f"amount that a micro-batch's loss averages over. {_CHECK_OFF}"
                 ) from error
 
-    def learn_split(
+    def compare_split_target(
         self, target: tuple[Any, ...], size: int, parts: Sequence[Call], pieces: Sequence[tuple[Any, ...]]
     ) -> None:
         """Find the quantity from the target of a batch that the user has split.
@@ -551,8 +551,8 @@ class Exactness:
         if self._is_known:  # a known loss is compared at most once, and keeps its weight
             self.is_settled, self._runs = True, []
             return
-        if self._exact is None and self._num_learnt == 1:
-            self._doubt = reason
+        if self._exact is None and self._num_targets == 1:
+            self._failure_reason = reason
         if self._exact:
             self.weight = None if self._over_batch else self._exact[0]
 
@@ -581,7 +581,7 @@ class Exactness:
         losses = [one.loss for one in scored]
         if self._over_batch:
             off = {"batch": distance_of([1.0], scored, dim=dim, sizes=[sum(self._sizes)])}
-            if not best_of(off, scored[0].dtypes):
+            if not fitting_weights(off, scored[0].dtypes):
                 raise UsageError(_OVER_BATCH)
             self._exact = ["batch"]
             return ""
@@ -594,14 +594,14 @@ class Exactness:
             choice: distance_of(self._shares(choice, parts, pieces), scored, dim=dim, sizes=self._sizes)
             for choice in choices
         }
-        now = best_of(off, scored[0].dtypes)
+        now = fitting_weights(off, scored[0].dtypes)
         if not now:
             raise self._coupled(losses, broadcast_of(runs[0], target) if self._is_known else "")
         if not self._is_known and not self._is_probed:
             self._is_probed = True
             self._probe({choice: self._shares(choice, parts, pieces) for choice in now}, runs, targets, dim)
         self._exact = now
-        if isinstance(now[0], Counted) and not now[0].name and not self._is_compiled and not self._is_known:
+        if isinstance(now[0], CountRule) and not now[0].name and not self._is_compiled and not self._is_known:
             self.is_summable = is_own_sum(self._loss, runs, targets, now[0])
         return ""
 

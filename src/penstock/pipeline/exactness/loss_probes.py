@@ -47,7 +47,7 @@ def probes(
     if sum(tensor.numel() for tensor in whole.tensors) > _MOST_ELEMENTS:
         return
     end = time.monotonic() + _SECONDS
-    for speeds in _speeds(sum(sizes)):
+    for speeds in _step_sizes(sum(sizes)):
         now = runs
         start = 0.0
         for _ in range(_STEPS):
@@ -59,18 +59,18 @@ def probes(
             start = start or abs(float(scored[0].loss))
             if time.monotonic() > end or abs(float(scored[0].loss)) <= _SMALLEST * start:
                 break
-            now = _descended(now, scored[0], speeds, sizes, dim)
+            now = _after_descent(now, scored[0], speeds, sizes, dim)
         if time.monotonic() > end:
             return
 
 
-def _speeds(count: int) -> Iterator[list[float]]:
+def _step_sizes(count: int) -> Iterator[list[float]]:
     """Yield the relative step size of each sample: first 0 and 1 in turn, then a different size for each."""
     yield [float(number % 2) for number in range(count)]
     yield [(number + 1) / count for number in range(count)]
 
 
-def _descended(
+def _after_descent(
     runs: Sequence[Run], scored: Scored, speeds: Sequence[float], sizes: Sequence[int], dim: int
 ) -> list[Run]:
     """Return the outputs after one step down the gradient.

@@ -19,8 +19,14 @@ from penstock.model.preserve.tensor_values import restore_values
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.deterministic import Deterministic
-from penstock.runtime.loss_weights import Counted, gradient_tolerance, loss_tolerance, rounding_tolerance, tolerance
-from penstock.runtime.losses import LossFunction, Summing, find_loss, read_loss
+from penstock.runtime.loss_weights import (
+    CountRule,
+    gradient_tolerance,
+    loss_tolerance,
+    tolerance,
+    total_gradient_tolerance,
+)
+from penstock.runtime.losses import LossFunction, SumReductionMode, find_loss, read_loss
 from penstock.runtime.micro_batches import join_dim_of
 
 _MOST_PERTURBED = 1 << 16  # elements of a perturbed parameter
@@ -32,15 +38,15 @@ CHANGES = "it changes with each call"
 __all__ = [
     "CHANGES",
     "Distance",
+    "NotComparableError",
     "Run",
     "Scored",
-    "UnknownError",
-    "best_of",
     "call_fails",
     "distance_of",
-    "gradients_off",
+    "fitting_weights",
     "is_own_sum",
     "largest_difference",
+    "largest_gradient_difference",
     "parts_of",
     "perturbed",
     "preserved_model",
@@ -89,7 +95,7 @@ class Scored:
         return self.loss.dtype, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=self.loss.dtype)
 
 
-class UnknownError(Exception):
+class NotComparableError(Exception):
     """Raised if nothing can be compared: the model draws random numbers that cannot be replaced, or fails itself."""
 
 
@@ -173,18 +179,18 @@ def score_losses(
 
 
 def is_own_sum(
-    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], counted: Counted
+    loss: LossFunction, outputs: Sequence[Run], targets: Sequence[tuple[Any, ...]], counted: CountRule
 ) -> bool:
-    """Return whether a loss under `Summing` is the plain loss times the count that it averages over.
+    """Return whether a loss under `SumReductionMode` is the plain loss times the count that it averages over.
 
-    The answer is False for a loss that also returns metrics, since `Summing` could change these.
+    The answer is False for a loss that also returns metrics, since `SumReductionMode` could change these.
     """
     for run, target in zip(outputs, targets, strict=True):
         count = float(counted.count(target[0])) if target else 0.0
         if not count:  # an empty mean
             continue
         means = score_losses(loss, [run], [target], Deterministic())
-        with Summing():
+        with SumReductionMode():
             sums = score_losses(loss, [run], [target], Deterministic())
         if isinstance(means, str) or isinstance(sums, str):
             return False
@@ -266,7 +272,7 @@ def _distance(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, size
     return float((whole - joined).norm() / whole.norm().clamp(min=1e-30))
 
 
-def best_of(off: Mapping[Any, Distance], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+def fitting_weights(off: Mapping[Any, Distance], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
     """Return the weights under which the parts add up, as far as rounding can distinguish them, in their order.
 
     The losses of a fresh model are nearly the same for all samples, so wrong weights come close too. A weight is
@@ -288,7 +294,7 @@ def run_call(chain: Chain, call: Call) -> Run:
 
     Raises:
         UsageError: if it fails.
-        UnknownError: if it draws random numbers that cannot be replaced.
+        NotComparableError: if it draws random numbers that cannot be replaced.
     """
     deterministic = Deterministic()
     try:
@@ -297,12 +303,12 @@ def run_call(chain: Chain, call: Call) -> Run:
     except Exception as error:
         raise UsageError(f"{type(error).__name__}: {error}"[:400]) from error
     if deterministic.is_random:
-        raise UnknownError
+        raise NotComparableError
     tensors, template = flatten(output)
     return Run([tensor.detach() for tensor in tensors], template)
 
 
-def gradients_off(chain: Chain, call: Call, parts: Sequence[Call], shares: Sequence[float]) -> str:
+def largest_gradient_difference(chain: Chain, call: Call, parts: Sequence[Call], shares: Sequence[float]) -> str:
     """Return the name and the difference of the gradient that differs most between a call and its weighted parts.
 
     The result is empty if all agree. Small parameters come first; of large models, only as many are compared as
@@ -319,13 +325,13 @@ def gradients_off(chain: Chain, call: Call, parts: Sequence[Call], shares: Seque
             if share:
                 for own, other in zip(whole, _loss_gradients(chain, part, wanted)[1], strict=True):
                     own[1].sub_(other[1], alpha=share)
-    except (UsageError, UnknownError, RuntimeError):  # then only the losses are compared
+    except (UsageError, NotComparableError, RuntimeError):  # then only the losses are compared
         return ""
     total = sum(size**2 for size, _ in whole) ** 0.5
     worst, said = 1.0, ""
     for parameter, (size, difference) in zip(wanted, whole, strict=True):
         coarse = max(parameter.dtype, dtype, key=lambda one: torch.finfo(one).eps)
-        of_own, of_all = gradient_tolerance(coarse), rounding_tolerance(coarse)
+        of_own, of_all = gradient_tolerance(coarse), total_gradient_tolerance(coarse)
         off = float(difference.norm()) / max(of_own * size, of_all * total, 1e-30)
         if off > worst:
             worst, said = off, f"{held[parameter]}, by {float(difference.norm()) / max(size, 1e-30):.2g} of its norm"
@@ -342,7 +348,7 @@ def _loss_gradients(
         loss = find_loss(output, None, ())
         found = torch.autograd.grad(loss, list(wanted), allow_unused=True)
     if deterministic.is_random:
-        raise UnknownError
+        raise NotComparableError
     dense = [
         torch.zeros_like(parameter)
         if gradient is None

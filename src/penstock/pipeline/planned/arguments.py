@@ -13,12 +13,12 @@ from penstock.schedule.actions import Kind
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["LossOver", "check_loss_over", "check_seconds", "check_switches", "check_words", "warn_of_cache"]
+__all__ = ["LossOver", "check_loss_over", "check_model_options", "check_seconds", "check_switches", "warn_of_cache"]
 
 LossOver = Literal["micro_batch", "batch"]
 
 
-def check_words(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
+def check_model_options(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
     """Check the model, the keep policy and the optimizer.
 
     Raises:

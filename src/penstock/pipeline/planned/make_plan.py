@@ -13,7 +13,7 @@ from penstock.deciding.cut_request import Progress
 from penstock.deciding.defaults import KEEP, default_schedule
 from penstock.deciding.plan import Plan
 from penstock.model.example import BatchLayout
-from penstock.pipeline.planned.arguments import LossOver, check_words
+from penstock.pipeline.planned.arguments import LossOver, check_model_options
 from penstock.pipeline.planned.placement import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.planned.planned_model import Model, Request, module_of, plan_model
 from penstock.pipeline.splitting.custom_split import Split
@@ -98,7 +98,7 @@ def plan(
     """
     module, captured = module_of(model)
     schedule = default_schedule(loss_over) if schedule is None else schedule
-    check_words(module, keep, None, memory_limit)
+    check_model_options(module, keep, None, memory_limit)
     num_lanes = choose_lanes(lanes, devices, schedule, is_run=False)
     places = check_devices(devices, num_lanes)
     if split is None and isinstance(module, nn.Module):

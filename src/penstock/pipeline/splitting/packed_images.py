@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.runtime.micro_batches import cut_thing, sizes_of
+from penstock.runtime.micro_batches import cut_structure, sizes_of
 
 __all__ = ["PackedSplit", "found_split"]
 
@@ -81,10 +81,12 @@ class PackedSplit:
         for name, thing in batch.items():
             if name in pieces[0]:
                 continue
-            is_turned = isinstance(thing, torch.Tensor) and name == "position_ids" and thing.dim() == 3
-            for piece, part in zip(pieces, cut_thing(thing, num_samples, sizes, int(is_turned)), strict=True):
+            has_batch_in_dim_1 = isinstance(thing, torch.Tensor) and name == "position_ids" and thing.dim() == 3
+            for piece, part in zip(
+                pieces, cut_structure(thing, num_samples, sizes, int(has_batch_in_dim_1)), strict=True
+            ):
                 piece[name] = part
-        targets = [None] * len(sizes) if target is None else cut_thing(target, num_samples, sizes, 0)
+        targets = [None] * len(sizes) if target is None else cut_structure(target, num_samples, sizes, 0)
         ordered = [{name: piece[name] for name in batch if name in piece} for piece in pieces]
         return list(zip(ordered, targets, strict=True))
 
@@ -172,16 +174,16 @@ def _images_of_samples(batch: Mapping[str, Any], pack: Pack, num_samples: int) -
     if isinstance(ids, torch.Tensor) and pack.token is not None:
         tokens = (ids == pack.token).flatten(1).sum(1).tolist()
         if sum(tokens) and sum(patches) % sum(tokens) == 0:  # the model merges this number of patches into one token
-            return _dealt([count // (sum(patches) // sum(tokens)) for count in patches], tokens)
+            return _images_per_sample([count // (sum(patches) // sum(tokens)) for count in patches], tokens)
     return [1] * num_samples if len(patches) == num_samples else None
 
 
-def _dealt(of_images: Sequence[int], of_samples: Sequence[int]) -> list[int] | None:
+def _images_per_sample(of_images: Sequence[int], of_samples: Sequence[int]) -> list[int] | None:
     """Return the number of images of each sample, from the numbers of tokens; None if these do not match.
 
-    >>> _dealt([4, 2, 2, 4], [4, 0, 8])
+    >>> _images_per_sample([4, 2, 2, 4], [4, 0, 8])
     [1, 0, 3]
-    >>> _dealt([4, 4], [6, 2])
+    >>> _images_per_sample([4, 4], [6, 2])
     """
     counts, images = [], list(of_images)
     for tokens in of_samples:

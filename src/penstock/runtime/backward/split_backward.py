@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import UsageError
-from penstock.runtime.backward.weight_calls import SPELLINGS, Call, read_call
+from penstock.runtime.backward.weight_calls import SIGNATURES, Call, read_call
 from penstock.runtime.backward.weight_ops import Operands, Operation
 from penstock.runtime.backward.weight_queue import Pending
 from penstock.runtime.backward.weight_sources import Weight, is_plain
@@ -94,7 +94,7 @@ class DeferredWeightGradients(TorchFunctionMode):
         if not isinstance(function, FunctionType) or not all(map(is_plain, tensors)):
             return function(*args, **kwargs)
         # The function checks for an active mode, and would pass itself to this mode again: make the check return False.
-        names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _answer_no)}
+        names = {**function.__globals__, **dict.fromkeys(_MODE_CHECKS, _return_false)}
         copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
         copied.__kwdefaults__ = function.__kwdefaults__
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -170,14 +170,14 @@ def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
 
 
-def _answer_no(*_: object) -> bool:
+def _return_false(*_: object) -> bool:
     return False
 
 
-_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_MODE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(SPELLINGS, DeferredWeightGradients._run),
+    **dict.fromkeys(SIGNATURES, DeferredWeightGradients._run),
     functional.multi_head_attention_forward: DeferredWeightGradients._look_inside,
     torch.autograd.grad: DeferredWeightGradients._differentiate,
 }

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.runtime.backward.weight_ops import Convolution, Einsum, Embedding, Grouped, Linear, Operation, Product
+from penstock.runtime.backward.weight_ops import (
+    Convolution,
+    Einsum,
+    Embedding,
+    GroupedProduct,
+    Linear,
+    Operation,
+    Product,
+)
 from penstock.runtime.backward.weight_sources import Weight, find_weight, is_plain
 
-__all__ = ["SPELLINGS", "Call", "read_call"]
+__all__ = ["SIGNATURES", "Call", "read_call"]
 
 Arguments = Mapping[str, Any]
 
@@ -27,7 +35,7 @@ class Call(NamedTuple):
     bias: Tensor | None = None
 
 
-class Spelling(NamedTuple):
+class Signature(NamedTuple):
     """A function with a weight: the names of its arguments, and the function that reads them."""
 
     names: tuple[str, ...]
@@ -36,7 +44,7 @@ class Spelling(NamedTuple):
 
 def read_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
     """Return a call whose weight gradient can be deferred, or None if the function must run unchanged."""
-    names, read = SPELLINGS[function]
+    names, read = SIGNATURES[function]
     given: dict[str, Any] = dict(zip(names, args, strict=False))
     if kwargs:
         given.update(kwargs)
@@ -134,7 +142,7 @@ def _grouped(given: Arguments) -> Call | None:
         return None
     is_by_rows = x.ndim == 2 and weight.tensor.ndim == 3
     has_more = given.get("bias") is not None or given.get("out_dtype") is not None
-    return _call(Grouped(offsets), x, weight) if is_by_rows and not has_more else None
+    return _call(GroupedProduct(offsets), x, weight) if is_by_rows and not has_more else None
 
 
 def _einsum(given: Arguments) -> Call | None:
@@ -175,7 +183,7 @@ def _read_equation(equation: str, x: Tensor, weight: Tensor, is_left: bool) -> E
     return Einsum(of_x, of_weight, output, is_left)
 
 
-def _spellings() -> Iterator[tuple[object, Spelling]]:
+def _spellings() -> Iterator[tuple[object, Signature]]:
     aten = torch.ops.aten
     yield from _spelled(_linear, "input weight bias", functional.linear, aten.linear)
     for name in ("matmul", "mm", "bmm"):
@@ -201,9 +209,9 @@ def _spellings() -> Iterator[tuple[object, Spelling]]:
 
 def _spelled(
     read: Callable[[Arguments], Call | None], names: str, *functions: Callable[..., Any]
-) -> Iterator[tuple[object, Spelling]]:
+) -> Iterator[tuple[object, Signature]]:
     """Yield each function, and each operator overload with the same arguments, together with their spelling."""
-    spelling = Spelling(tuple(names.split()), read)
+    spelling = Signature(tuple(names.split()), read)
     for function in functions:
         yield function, spelling
         for overload in ("default", "padding", "input"):
@@ -211,4 +219,4 @@ def _spelled(
                 yield getattr(function, overload), spelling
 
 
-SPELLINGS: Mapping[object, Spelling] = MappingProxyType(dict(_spellings()))
+SIGNATURES: Mapping[object, Signature] = MappingProxyType(dict(_spellings()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Convolution", "Einsum", "Embedding", "Grouped", "Linear", "Operands", "Operation", "Product"]
+__all__ = ["Convolution", "Einsum", "Embedding", "GroupedProduct", "Linear", "Operands", "Operation", "Product"]
 
 
 class Operands(NamedTuple):
@@ -169,7 +169,7 @@ class Embedding(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped(Operation):
+class GroupedProduct(Operation):
     """One matrix product per group of rows, as in a mixture of experts; `offsets` holds the end of each group."""
 
     is_cast: ClassVar[bool] = False

@@ -84,10 +84,10 @@ class Pending:
             torch.autograd.backward(weight.tensor, made, retain_graph=True)
             return
         if len(self._entries) == self._num_checked:
-            torch.autograd.Variable._execution_engine.queue_callback(self._set_apart)
+            torch.autograd.Variable._execution_engine.queue_callback(self._copy_shared)
         self._entries.append(entry)
 
-    def _set_apart(self) -> None:
+    def _copy_shared(self) -> None:
         """At the end of I, copy gradients whose memory is shared with tensors outside of the queue.
 
         Autograd lets a parameter's `.grad` share memory with a gradient that it passed through views. The next

@@ -101,7 +101,7 @@ class ProcessControl:
         self._transport.start(step.number, sum(step.batch.sizes))
         self._transport.check()
 
-    def look_at_batch(self, step: Step) -> None:
+    def begin_comparison(self, step: Step) -> None:
         """Begin to compare the step's batch with those of the other processes."""
         self._batches.look(step)
 
@@ -119,9 +119,9 @@ class ProcessControl:
             yield
         except BaseException as error:
             # after a refusal all processes are at the same step, because none of them ran it
-            self._has_failed = self._has_failed or not getattr(error, "was_refused", False)
+            self._has_failed = self._has_failed or not getattr(error, "was_not_started", False)
             self._batches.forget_latest()  # the process that refused has none
-            if not getattr(error, "was_told", False):
+            if not getattr(error, "was_reported", False):
                 self._transport.abort(error)
             raise
 

@@ -16,7 +16,7 @@ __all__ = ["SIGNAL", "stack_file", "stack_of_process", "stack_of_thread", "state
 
 # a signal that nothing else uses; its handler runs no Python, so a process that never releases the GIL answers too
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
-_SECONDS, _LOOK_SECONDS = 1.0, 0.02
+_SECONDS, _POLL_SECONDS = 1.0, 0.02
 _MOST_FRAMES = 30
 
 _STATES = {
@@ -64,7 +64,7 @@ def stack_of_process(process: int, file: int) -> str:
         os.kill(process, SIGNAL)
         end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             size = path.stat().st_size
             if size > before and size == seen:
                 break

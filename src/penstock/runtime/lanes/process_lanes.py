@@ -91,7 +91,7 @@ class ProcessLanes:
         self.control.begin(step)
         with self.control.coordinated():
             self.control.start(step)
-            self.control.look_at_batch(step)
+            self.control.begin_comparison(step)
             with ordered_step(self.streams):
                 executor.run(step, None if spans is None else spans[0])
 

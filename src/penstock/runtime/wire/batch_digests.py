@@ -15,7 +15,7 @@ from penstock.model.structure import flatten
 
 __all__ = ["Digest", "differences"]
 
-_MOST_WHOLE = 1 << 14  # values; only a sample of a larger tensor is read
+_MAX_WHOLE_VALUES = 1 << 14  # values; only a sample of a larger tensor is read
 _SAMPLE = 1 << 12
 _GOLDEN = (math.sqrt(5) - 1) / 2  # a stride of this share of a tensor spreads the sample evenly
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: any type is read as one of these
@@ -102,7 +102,7 @@ def _sample(tensor: torch.Tensor, number: int) -> torch.Tensor | None:
     if words is None:
         return None
     plain, count = plain.view(words), plain.numel()
-    if count <= _MOST_WHOLE:
+    if count <= _MAX_WHOLE_VALUES:
         return plain
     stride = int(count * _GOLDEN)
     while math.gcd(stride, count) > 1:

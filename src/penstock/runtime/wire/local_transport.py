@@ -13,7 +13,7 @@ from penstock.runtime.wire.transport import Key, Payload, Stopped
 
 __all__ = ["LocalTransport", "Mailboxes"]
 
-_LOOK_SECONDS = 0.2  # how often a waiting lane checks whether it was stopped
+_POLL_SECONDS = 0.2  # how often a waiting lane checks whether it was stopped
 
 
 Message = tuple[Payload, Event | None]  # the values, and the event after the work that makes them
@@ -77,7 +77,7 @@ class LocalTransport:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise self._boxes.on_hang(self.lane, from_lane, key)
-                self._take(min(left, _LOOK_SECONDS))
+                self._take(min(left, _POLL_SECONDS))
         payload, ready = here.pop(key)
         return self.streams.bring(payload, ready, into)
 

@@ -30,10 +30,10 @@ LAST_BEAT = b"."
 HEAD_OF_DESCRIPTION = struct.Struct("<I")  # the number of the description
 
 _INLINE_BYTES = 1 << 14  # smaller values travel with their head
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _LISTEN_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 2.0
-_MOST_AWAKE_SECONDS = 2.0  # at most, between two checks: a process that was stopped did not wait meanwhile
+_GOODBYE_SECONDS = 2.0
+_MAX_COUNTED_SECONDS = 2.0  # at most, between two checks: a process that was stopped did not wait meanwhile
 _REMEMBERED_STEPS = 64
 
 
@@ -115,7 +115,7 @@ class ProcessTransport:
         if size <= _INLINE_BYTES:
             head = Head(self._step, self._num_samples, key, number, INLINE, size)
             self._post(to_lane, DATA, head.pack() + description.to_bytes(payload))
-        elif size < self._carrier.beside_bytes:
+        elif size < self._carrier.threaded_bytes:
             self._carry(message)
         else:  # one thread sends all of these, so that they stay in order
             if self._sender is None:
@@ -211,16 +211,16 @@ class ProcessTransport:
 
     def _wait(self, is_there: Callable[[], bool], from_lane: int, what: str) -> None:
         last = time.monotonic()
-        end, patience, awake = last + self.timeout_seconds, _LOOK_SECONDS, 0.0
+        end, patience, awake = last + self.timeout_seconds, _POLL_SECONDS, 0.0
         while not is_there():
             self._check()
             now = time.monotonic()
             if self.on_wait is not None:
-                awake, last = awake + min(now - last, _MOST_AWAKE_SECONDS), now
+                awake, last = awake + min(now - last, _MAX_COUNTED_SECONDS), now
                 self.on_wait(from_lane, awake)
-            if patience == _LOOK_SECONDS and not self.links.peers[from_lane].is_open:
+            if patience == _POLL_SECONDS and not self.links.peers[from_lane].is_open:
                 # it may have left because of a failure; a report of that failure may still arrive here
-                end, patience = min(end, now + _LAST_WORDS_SECONDS), _LAST_WORDS_SECONDS / 20
+                end, patience = min(end, now + _GOODBYE_SECONDS), _GOODBYE_SECONDS / 20
             if now >= end:
                 if self.links.peers[from_lane].is_open:
                     raise self._on_hang(from_lane, what)
@@ -238,11 +238,11 @@ class ProcessTransport:
             self._failure = None
             kind = {"HangError": HangError, "LostError": LostError}.get(name, LaneError)
             error = kind(message if step == self._step else f"in step {step}, which this lane had finished: {message}")
-            error.was_told = True
+            error.was_reported = True
             raise error
         if self._step in self._refusals:
             refused = LaneError(self._refusals.pop(self._step))
-            refused.was_told = refused.was_refused = True
+            refused.was_reported = refused.was_not_started = True
             raise refused
         gone = self.links.lost
         if gone:
@@ -269,7 +269,7 @@ class ProcessTransport:
                 self._news.notify_all()
 
     def _take(self, frame: Frame) -> None:
-        _TAKERS[frame.type](self, frame.peer, frame.body)
+        _HANDLERS[frame.type](self, frame.peer, frame.body)
 
     def _take_data(self, peer: int, body: bytes) -> None:
         head = Head.unpack(body)
@@ -331,12 +331,12 @@ class ProcessTransport:
         for other, peer in self.links.peers.items():
             with contextlib.suppress(LostError):
                 if peer.is_open and peer.unsent:
-                    self.links.drain(other, _LAST_WORDS_SECONDS)
+                    self.links.drain(other, _GOODBYE_SECONDS)
         self.links.close()
         self._carrier.close()
 
 
-_TAKERS: dict[int, Callable[[ProcessTransport, int, bytes], None]] = {
+_HANDLERS: dict[int, Callable[[ProcessTransport, int, bytes], None]] = {
     DATA: ProcessTransport._take_data,
     DESCRIPTION: ProcessTransport._take_description,
     INTRODUCTION: ProcessTransport._take_introduction,

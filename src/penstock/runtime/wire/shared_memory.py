@@ -127,7 +127,7 @@ def _lease(num_bytes: int) -> Any:  # noqa: ANN401 - ctypes has no name for this
 class SharedMemory:
     """A value carrier that uses segments: the sender copies the values once, the receiver never."""
 
-    beside_bytes = 1 << 18
+    threaded_bytes = 1 << 18
     needs_reader = False
 
     def __init__(self) -> None:

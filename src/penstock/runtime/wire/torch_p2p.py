@@ -22,7 +22,7 @@ from penstock.runtime.wire.value_carrier import Announce, Introduce
 __all__ = ["TorchP2P"]
 
 _ANNOUNCEMENT = struct.Struct("<I")  # the tag
-_BY_TORCH = 0  # the number in the head, which this carrier does not use
+_UNUSED_NUMBER = 0  # the number in the head, which this carrier does not use
 _TAGS = 1 << 30
 _MOST_ON_WAY = 4  # unfinished sends; if there are more, the sending thread waits for the oldest
 
@@ -35,7 +35,7 @@ class TorchP2P:
         device: the device of the lane.
     """
 
-    beside_bytes = 0
+    threaded_bytes = 0
     needs_reader = True
 
     def __init__(self, backend: str, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class TorchP2P:
         The announcement goes first, so that the receiver posts its receive.
         """
         self._count = tag = (self._count + 1) % _TAGS
-        announce(_BY_TORCH, _ANNOUNCEMENT.pack(tag))
+        announce(_UNUSED_NUMBER, _ANNOUNCEMENT.pack(tag))
         room = self._as_one(description, payload)
         work = dist.isend(room, dst=to_lane, group=self._group, tag=tag)
         self._on_way.append((work, room))

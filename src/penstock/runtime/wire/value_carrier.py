@@ -20,11 +20,11 @@ class ValueCarrier(Protocol):
     """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`.
 
     Attributes:
-        beside_bytes: the size from which a separate thread sends the values while the lane computes.
+        threaded_bytes: the size from which a separate thread sends the values while the lane computes.
         needs_reader: whether receives are posted while the lane computes, so that a thread must read announcements.
     """
 
-    beside_bytes: int
+    threaded_bytes: int
     needs_reader: bool
 
     def send(

@@ -112,14 +112,14 @@ class Repeated(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.part, self.between, self.head = Counted(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.part, self.between, self.head = CountRule(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.double()
 
     def forward(self, x):
         return self.head(self.part(torch.tanh(self.between(self.part(x)))))
 
 
-class Counted(nn.Module):
+class CountRule(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

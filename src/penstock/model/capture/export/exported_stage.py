@@ -15,10 +15,10 @@ from penstock.model.capture.export.traced_graph import ExportGraph
 from penstock.model.capture.export.traced_operations import draws
 from penstock.model.source import SOURCE, line_of_trace
 from penstock.model.stages import HeldTensors
-from penstock.randomness.draw_names import enter, enter_all
+from penstock.randomness.draw_names import enter, set_draw_names
 from penstock.randomness.placed_draws import draw_at
 
-__all__ = ["ExportProgram", "cut_program", "renew"]
+__all__ = ["ExportProgram", "cut_program", "replace_buffer"]
 
 
 class ExportProgram:
@@ -70,12 +70,12 @@ class ExportProgram:
             self._move(device)
         run = self.module.forward if self._compiled is None else self._compiled
         if self._places:
-            enter_all(self._places)
+            set_draw_names(self._places)
         made: tuple[Any, ...] = run(*tensors, *values, batch_size)
         if self.reassigned:
             count = len(self.outputs)
             for name, tensor in zip(self.reassigned, made[count:], strict=True):
-                renew(held, name, tensor)
+                replace_buffer(held, name, tensor)
             return made[:count]
         return made
 
@@ -90,17 +90,17 @@ class ExportProgram:
                 module.recompile()
 
 
-def renew(held: HeldTensors, name: str, tensor: torch.Tensor) -> None:
+def replace_buffer(held: HeldTensors, name: str, tensor: torch.Tensor) -> None:
     """Replace a buffer by the tensor that the model assigned to it."""
     held.set(name, tensor.detach())  # not copied into the old tensor, which the backward may need
 
 
 def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
     """Return the program of the stage that runs these nodes."""
-    return _Cutter(exported, nodes, is_last=is_last).cut(device)
+    return _StageBuilder(exported, nodes, is_last=is_last).cut(device)
 
 
-class _Cutter:
+class _StageBuilder:
     def __init__(self, exported: ExportGraph, nodes: range, *, is_last: bool) -> None:
         self.exported, self.nodes, self.is_last = exported, nodes, is_last
         self.source = exported.graph

@@ -26,7 +26,7 @@ __all__ = [
     "written_by",
 ]
 
-_FORGOTTEN = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 # these operations may return their argument itself, although their schema does not declare this
 _MAY_ALIAS = (
     "reshape",
@@ -71,7 +71,7 @@ def is_number(node: fx.Node) -> bool:
 
 def is_check(node: fx.Node) -> bool:
     """Return whether a node only checks an assumption that torch made."""
-    return any(word in str(node.target) for word in _FORGOTTEN)
+    return any(word in str(node.target) for word in _ASSERTIONS)
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -51,7 +51,7 @@ class Traced:
 OpenDims = Sequence[frozenset[int]]
 
 
-class _RefusedError(Exception):
+class _TraceRefusedError(Exception):
     """The trace would run, but would not behave as the model does; the text gives the reason."""
 
 
@@ -72,20 +72,20 @@ class _Reduced(nn.Module):
         empty_before = _empty_attributes(self.model)
         result = self.model(*args, **kwargs)
         if random_states.have_others_changed():
-            raise _RefusedError("forward draws random numbers that are not torch's")
+            raise _TraceRefusedError("forward draws random numbers that are not torch's")
         now = _tensor_attributes(self.model)
         before = {name: tensor for name, tensor in tensors_before.items() if name not in self.put}
         replaced = sorted(name for name, tensor in before.items() if now.get(name) != tensor)
         if replaced:
-            raise _RefusedError(f"forward assigns another tensor to {', '.join(replaced[:3])}")
+            raise _TraceRefusedError(f"forward assigns another tensor to {', '.join(replaced[:3])}")
         changed = sorted(_differences(attributes, _plain_attributes(self.model)))
         if changed:
-            raise _RefusedError(f"forward changes {', '.join(changed[:3])}")
+            raise _TraceRefusedError(f"forward changes {', '.join(changed[:3])}")
         after = dict(self.model.named_buffers())
         reassigned = [name for name, buffer in after.items() if buffers.get(name) is not buffer]
         outputs, template = flatten(result, drop=is_cache)
         if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
-            raise _RefusedError("forward returns a number that depends on the batch")
+            raise _TraceRefusedError("forward returns a number that depends on the batch")
         kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
         self._remember(kept={name: (tuple(map(hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
@@ -108,13 +108,13 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
     reduced = _Reduced(model, call, seen.update)
     try:
         with (
-            unsanitized(), _quiet(), no_own_gradients(), caches_off(model), _symbolic_len(),
+            unsanitized(), _quiet(), refuse_lost_behaviour(), caches_off(model), _symbolic_len(),
             new_tensors_on_meta(model, call),
         ):  # fmt: skip
             program = _export(reduced, call, open_dims)
             if seen["kept"]:
                 _check_kept(reduced, call, seen["kept"])
-    except _RefusedError as refusal:
+    except _TraceRefusedError as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
         where = line_of(error) or "within torch"
@@ -144,7 +144,7 @@ def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.ex
     unusual, another = _unusual_sizes(reduced, call)
     try:
         program = export(unusual, torch.export.Dim("batch"))
-        if _may_hold(program, unusual):  # from the batch size, or a multiple by coincidence
+        if _may_contain_batch_size(program, unusual):  # from the batch size, or a multiple by coincidence
             _check_equal(program, export(another, torch.export.Dim("batch")))
         return program
     except Exception as error:
@@ -156,7 +156,7 @@ def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.ex
         return program
 
 
-def _may_hold(program: torch.export.ExportedProgram, unusual: int) -> bool:
+def _may_contain_batch_size(program: torch.export.ExportedProgram, unusual: int) -> bool:
     """Return whether a trace contains a multiple of the batch size with which it was made."""
     if any(number and abs(number) < 2**31 and number % unusual == 0 for _, number in _numbers(program)):
         return True
@@ -167,20 +167,20 @@ def _check_equal(program: torch.export.ExportedProgram, again: torch.export.Expo
     """Compare two traces that were made with different batch sizes.
 
     Raises:
-        _RefusedError: if they differ, which means that the batch size is written into them.
+        _TraceRefusedError: if they differ, which means that the batch size is written into them.
     """
     if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
-        raise _RefusedError("forward runs different operations for different batch sizes") from None
+        raise _TraceRefusedError("forward runs different operations for different batch sizes") from None
     constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}
     for name, tensor in constants.items():
         other = again.constants.get(name)
         if not isinstance(other, torch.Tensor) or tensor.shape != other.shape:
-            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+            raise _TraceRefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
         if not tensor.is_meta and not torch.equal(tensor, other):
-            raise _RefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
+            raise _TraceRefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
     for (node, number), (_, other_number) in zip(_numbers(program), _numbers(again), strict=True):
         if number != other_number:
-            raise _RefusedError(f"the batch size is written into the trace {_where(node)}") from None
+            raise _TraceRefusedError(f"the batch size is written into the trace {_where(node)}") from None
 
 
 def _has_multiple(tensor: torch.Tensor, unusual: int) -> bool:
@@ -311,7 +311,7 @@ def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]])
             read = [id(tensor) for tensor in put.values()]
     kept_on = [name for name, tensor in put.items() if id(tensor) in read]
     if kept_on:
-        raise _RefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} between calls")
+        raise _TraceRefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} between calls")
 
 
 def _empty_attributes(model: nn.Module) -> set[str]:
@@ -370,21 +370,21 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_own_gradients() -> Iterator[None]:
+def refuse_lost_behaviour() -> Iterator[None]:
     """Refuse code that a trace drops: custom autograd functions, gradient hooks, and inference mode."""
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
         if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
             return original.__get__(None, cls)(*args, **kwargs)
-        raise _RefusedError(f"{cls.__name__} is an autograd function with a custom backward")
+        raise _TraceRefusedError(f"{cls.__name__} is an autograd function with a custom backward")
 
     def refuse_hook(*_: object, **__: object) -> object:
-        raise _RefusedError(f"forward registers a gradient hook at {line_of_stack()}")
+        raise _TraceRefusedError(f"forward registers a gradient hook at {line_of_stack()}")
 
     def refuse_inference(mode: torch.inference_mode) -> None:
         if not is_called_by_torch():
-            raise _RefusedError(f"forward uses inference mode at {line_of_stack()}")
+            raise _TraceRefusedError(f"forward uses inference mode at {line_of_stack()}")
         enter(mode)
 
     register, enter = torch.Tensor.register_hook, torch.inference_mode.__enter__

@@ -14,8 +14,8 @@ from torch import nn
 from penstock.model.capture.export.tracing import is_cache
 from penstock.model.capture.replay.forward_walk import Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import containers_of, make_shell
-from penstock.model.capture.replay.placeholder_tensors import describe, is_imaginable
-from penstock.model.capture.replay.torch_functions import is_data_shaped, is_look, is_plain_result, is_read
+from penstock.model.capture.replay.placeholder_tensors import describe, works_on_holes
+from penstock.model.capture.replay.torch_functions import is_data_shaped, is_plain_result, is_query, reads_data
 from penstock.model.example import Call
 from penstock.model.parameters import held_tensors, new_tensors_on_meta
 from penstock.model.preserve.model_state import preserve_state
@@ -106,7 +106,7 @@ class Recording:
         units: the units, in order.
         seen: all tensors between them.
         range_of: for each module call, the first and the last unit in it.
-        is_read: whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn;
+        reads_data: whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn;
             with other data, the model may then take other branches.
         reads_where: the first line of the model that read data.
         template: the template of the model's result.
@@ -130,7 +130,7 @@ class Recording:
     units: list[Unit]
     seen: list[Seen]
     range_of: dict[tuple[str, int], tuple[int, int]]
-    is_read: bool
+    reads_data: bool
     reads_where: str
     template: object
     outputs: list[int]
@@ -158,7 +158,7 @@ def record(model: nn.Module, call: Call) -> Recording:
     """
     states = RandomStates()
     best = _record_once(model, call)
-    if not best.is_read:
+    if not best.reads_data:
         return best
     others = []
     for _ in range(_TRIES if model.training else 0):
@@ -172,7 +172,7 @@ def record(model: nn.Module, call: Call) -> Recording:
         with in_mode(model, training=False):
             others.append(_record_once(model, call))
     most = max([best, *others], key=lambda recording: len(recording.units))
-    most.is_read, most.reads_where = True, best.reads_where
+    most.reads_data, most.reads_where = True, best.reads_where
     most.draws_python_random = any(recording.draws_python_random for recording in [best, *others])
     return most
 
@@ -211,9 +211,9 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
     finally:
         is_random = states.have_others_changed()
         states.restore()
-    if recorder.hollow - whole:  # these modules call no submodule, so they are units
-        return _record_once(model, call, whole | frozenset(recorder.hollow))
-    recorder.is_read |= is_random
+    if recorder.leaf_paths - whole:  # these modules call no submodule, so they are units
+        return _record_once(model, call, whole | frozenset(recorder.leaf_paths))
+    recorder.reads_data |= is_random
     recorder.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
     recording = recorder.recording(result)
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
@@ -301,10 +301,10 @@ class _Recorder(Walk):
         self.seen: list[Seen] = []
         self.index_of: dict[int, int] = {}
         self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
-        self.is_read, self.reads_where = False, ""
+        self.reads_data, self.reads_where = False, ""
         self.held_at: dict[int, set[int]] = {}
         self.open_at: list[int] = []  # for each running call, the number of units before it
-        self.hollow: set[str] = set()
+        self.leaf_paths: set[str] = set()
         self.uncuttable: set[int] = set()
         self.unimaginable: set[Callable[..., Any]] = set()
         self.readers: set[Callable[..., Any]] = set()
@@ -372,7 +372,7 @@ class _Recorder(Walk):
                 self.open_at.pop()
             self._note_filled(path, containers)
             if len(self.units) == first and path:
-                self.hollow.add(path)
+                self.leaf_paths.add(path)
             elif len(self.units) > first:
                 self.range_of[path, ordinal] = (first, len(self.units) - 1)
                 calls = {inner: count - before.get(inner, 0) for inner, count in self.ordinals.items()}
@@ -397,19 +397,19 @@ class _Recorder(Walk):
         return result
 
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        if is_look(function):
+        if is_query(function):
             return function(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
             self._use(tensor)
         versions = [tensor._version for tensor in given]
         result = function(*args, **kwargs)
-        if is_read(function) or is_data_shaped(function, args):
+        if reads_data(function) or is_data_shaped(function, args):
             self._note_read()
         elif is_plain_result(result):
             self.readers.add(function)
             self._note_read()
-        elif not is_imaginable(function, args, kwargs, result):
+        elif not works_on_holes(function, args, kwargs, result):
             self.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
@@ -431,7 +431,7 @@ class _Recorder(Walk):
         from penstock.model.source import line_of_stack
 
         self.reads_where = self.reads_where or line_of_stack()
-        self.is_read = True
+        self.reads_data = True
 
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
@@ -494,7 +494,7 @@ class _Recorder(Walk):
             self.units,
             self.seen,
             self.range_of,
-            self.is_read,
+            self.reads_data,
             self.reads_where,
             template,
             outputs,

@@ -36,7 +36,7 @@ class Done(BaseException):
     """The signal that a stage is done; later stages run the rest of the forward."""
 
 
-class _Around:
+class _DrawPlace:
     """The module call to which the current code belongs; names the places that draw random numbers.
 
     Code between two calls of submodules lies on a single stage for every choice of cuts. So its name is the module call
@@ -134,7 +134,7 @@ class Walk(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[Frame] = []
-        self.around = _Around("")
+        self.around = _DrawPlace("")
         self.ordinals: dict[str, int] = {}
         self._is_off = False
         self._is_whole = False
@@ -203,7 +203,7 @@ class Walk(TorchFunctionMode):
         ordinal = self.ordinals.get(path, 0)
         self.ordinals[path] = ordinal + 1  # also counted inside whole calls: all stages count alike
         outer = self.around
-        self.around = _Around(f"{path}#{ordinal}")
+        self.around = _DrawPlace(f"{path}#{ordinal}")
         enter(self.around.place)
         try:
             if self._is_whole:

@@ -10,7 +10,7 @@ import torch
 from penstock.model.capture.replay.forward_walk import tensors_in
 from penstock.model.capture.replay.torch_functions import makes_tensors
 
-__all__ = ["describe", "described", "hole_like", "imagine", "is_imaginable"]
+__all__ = ["describe", "described", "hole_like", "run_on_holes", "works_on_holes"]
 
 _META = torch.device("meta")
 
@@ -20,7 +20,7 @@ def hole_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def imagine(
+def run_on_holes(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> Any:  # noqa: ANN401
     """Run a torch function on holes, which computes shapes without data and without random numbers."""
@@ -34,12 +34,12 @@ def imagine(
     return _fresh(function(*args, **named))
 
 
-def is_imaginable(
+def works_on_holes(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
 ) -> bool:
     """Return whether a function works on holes, and its result has the same shapes and dtypes as with data."""
     try:
-        imagined = imagine(function, args, kwargs, torch.device("cpu"))
+        imagined = run_on_holes(function, args, kwargs, torch.device("cpu"))
     except Exception:
         return False
     shapes = [(tuple(t.shape), t.dtype) for t in tensors_in(imagined)]

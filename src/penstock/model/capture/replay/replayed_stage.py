@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.compile.options import Options
 from penstock.errors import CaptureError, UsageError
-from penstock.model.capture.export.exported_stage import renew
+from penstock.model.capture.export.exported_stage import replace_buffer
 from penstock.model.capture.export.tracing import is_cache
 from penstock.model.capture.replay.call_recorder import Recording
 from penstock.model.capture.replay.control_notes import Notes
@@ -55,7 +55,7 @@ def make_part(
         template_of=recording.template_of,
         wanted=wanted,
         copied=frozenset(copied),
-        is_dynamic=recording.is_read,
+        is_dynamic=recording.reads_data,
         seen_of=recording.seen_of,
         hooked=recording.hooked,
         calls_in=recording.calls_in,
@@ -172,7 +172,7 @@ class ReplayProgram:
             if last < start:
                 for inner in paths[path].modules():
                     if id(inner) not in kept:
-                        _without_hooks(inner)
+                        _remove_user_hooks(inner)
 
     @property
     def draws_python_random(self) -> bool:
@@ -212,7 +212,7 @@ class ReplayProgram:
                 result = play.run(self.shell, self._watched, self.call.arguments, inputs)
             made = self._results(play, result, {id(held.get(name)) for name in self.held_names})
         finally:
-            self._tidy(before, held)
+            self._restore_modules(before, held)
         return made
 
     def as_sent(self, notes: torch.Tensor, made: Sequence[Any]) -> tuple[Any, ...]:
@@ -239,7 +239,9 @@ class ReplayProgram:
             return (play.notes.to_tensor(), *(_apart(tensor, held) for tensor in play.living))
         return tuple(_apart(play.made[name], held) for name in self.outputs)
 
-    def _tidy(self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: HeldTensors) -> None:
+    def _restore_modules(
+        self, before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]], held: HeldTensors
+    ) -> None:
         """Store new tensors of the stage's own buffers, and undo the changes of modules by code before the stage."""
         owned = {(id(module), key): name for module, kind, key, name in self._places if kind == "_buffers"}
         for module, buffers, attributes in before:
@@ -256,7 +258,7 @@ class ReplayProgram:
             refill(cache, content)
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
-                renew(held, name, cast(torch.Tensor, module._buffers[key]))
+                replace_buffer(held, name, cast(torch.Tensor, module._buffers[key]))
 
 
 def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
@@ -264,7 +266,7 @@ def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
     return tensor.clone() if id(tensor) in held else tensor
 
 
-def _without_hooks(module: nn.Module) -> None:
+def _remove_user_hooks(module: nn.Module) -> None:
     """Remove the user's hooks from a module, except those that are part of the model."""
     for key in HOOKS:
         of_model = model_hooks(module, key)

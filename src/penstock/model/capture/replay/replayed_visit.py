@@ -13,7 +13,7 @@ from torch.func import functional_call
 from penstock.errors import CaptureError
 from penstock.model.capture.replay.forward_walk import Walk, tensors_in
 from penstock.model.capture.replay.module_shell import make_shell
-from penstock.model.capture.replay.torch_functions import is_data_shaped, is_look, is_read
+from penstock.model.capture.replay.torch_functions import is_data_shaped, is_query, reads_data
 from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.parameters import held_tensors
@@ -120,8 +120,8 @@ class _VisitWalk(Walk):
             not inputs
             or is_mapped
             or is_in_place
-            or is_look(function)
-            or is_read(function)
+            or is_query(function)
+            or reads_data(function)
             or is_data_shaped(function, args)
         ):
             return function(*args, **kwargs)

@@ -23,13 +23,13 @@ from penstock.errors import CaptureError
 from penstock.model.capture.replay.control_notes import Notes
 from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import model_hooks, without_model_hooks
-from penstock.model.capture.replay.placeholder_tensors import describe, described, imagine
+from penstock.model.capture.replay.placeholder_tensors import describe, described, run_on_holes
 from penstock.model.capture.replay.torch_functions import (
     is_data_shaped,
     is_device_question,
-    is_look,
     is_plain_result,
-    is_read,
+    is_query,
+    reads_data,
 )
 from penstock.model.module_hooks import is_of_library
 from penstock.model.source import line_of_stack
@@ -104,7 +104,7 @@ class _Guarded(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         if is_device_question(function) and args[0].is_meta:
             return self._play.device
-        if not is_look(function):
+        if not is_query(function):
             self._play.check_filled(tensors_in((args, kwargs or {})))
         return function(*args, **(kwargs or {}))
 
@@ -121,7 +121,7 @@ class Play(Walk):
         self.known_shapes, self.batch_size = known_shapes, batch_size
         self.modules: Mapping[str, nn.Module] = {}
         self.buffers: dict[int, tuple[dict[str, Any], str]] = {}
-        self.borrowed: list[tuple[dict[str, Any], str, Any]] = []
+        self.replaced_buffers: list[tuple[dict[str, Any], str, Any]] = []
         self.is_before = part.start > 0
         self.sent_of: dict[Mark, torch.Tensor] = {
             (path, ordinal, number): tensor
@@ -154,12 +154,12 @@ class Play(Walk):
         try:
             with self.watching(modules):
                 result = shell(*args, **kwargs)
-            self._settle()
-            self._survey()
+            self._fill_holes()
+            self._note_live_tensors()
         except Done:
             return None
         finally:
-            for place, key, own in reversed(self.borrowed):
+            for place, key, own in reversed(self.replaced_buffers):
                 place[key] = own
             torch.set_grad_enabled(is_grad_enabled)  # the forward may have ended while it had changed this
         return result
@@ -170,13 +170,13 @@ class Play(Walk):
         """Skip calls before the stage, make its own calls, and end the forward at the first call after it."""
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
-            self._settle()
+            self._fill_holes()
             if last < self.part.start and path not in self.part.hooked:
                 return self._skip(path, ordinal, call, args, kwargs)
             if first >= self.part.start:
                 self.is_before = False
         if first >= self.part.stop and not self.is_before:
-            self._survey()  # while the variables of the model's code still exist
+            self._note_live_tensors()  # while the variables of the model's code still exist
             raise Done
         if last >= self.part.stop or self.is_before or path in self.part.hooked:
             given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
@@ -203,19 +203,19 @@ class Play(Walk):
     def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run a function, on holes before the stage and on data within it; record the data that it reads."""
         if self.pending:
-            self._settle()
+            self._fill_holes()
         if is_device_question(function) and args[0].is_meta:
             return self.device
         if self.is_before and function in _HOOKING:
             return _NoHook()  # the stage that computes the gradient sets the hook
-        if is_look(function):
+        if is_query(function):
             return function(*args, **kwargs)
         if self.is_before:
             return self._imagine(function, args, kwargs)
         self.check_filled(tensors_in((args, kwargs)))
         result = function(*args, **kwargs)
         if self.part.is_dynamic:
-            if is_read(function) or is_plain_result(result):
+            if reads_data(function) or is_plain_result(result):
                 self.notes.reads[self._place()] = result
             elif self._is_shaped_by_data(function, args):
                 self.notes.reads[self._place()] = [describe(tensor, []) for tensor in tensors_in(result)]
@@ -252,7 +252,7 @@ class Play(Walk):
         elif not self.is_before and mark in self.part.wanted:
             self.made[self.part.wanted[mark]] = tensor
 
-    def _settle(self) -> None:
+    def _fill_holes(self) -> None:
         """Fill the holes made since the last call, if the stage received values for them.
 
         Holes are not filled immediately. A tensor filled inside an autograd function would lose its gradient when the
@@ -277,7 +277,7 @@ class Play(Walk):
                 if self.part.is_dynamic:
                     self.alive[mark] = weakref.ref(hole)
 
-    def _survey(self) -> None:
+    def _note_live_tensors(self) -> None:
         """Find the tensors to which the model's code still refers, and write their marks into the notes."""
         if not self.part.is_dynamic:
             return
@@ -293,17 +293,17 @@ class Play(Walk):
 
     def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run a torch function on holes, which computes shapes without data and without random numbers."""
-        if is_read(function) or function in self.part.readers:
+        if reads_data(function) or function in self.part.readers:
             return self._remember()
         if self._is_shaped_by_data(function, args):
             return self._remember(is_shape=True)
-        result = imagine(function, args, kwargs, self.device)
+        result = run_on_holes(function, args, kwargs, self.device)
         if is_plain_result(result):
             return self._remember()
         self.mark_results(result)
         if args and isinstance(result, torch.Tensor) and id(args[0]) in self.buffers and _changes_in_place(function):
             place, key = self.buffers[id(args[0])]
-            self.borrowed.append((place, key, place[key]))
+            self.replaced_buffers.append((place, key, place[key]))
             place[key] = result  # later code reads the content for this micro-batch
             self.buffers[id(result)] = (place, key)
         return result
@@ -377,7 +377,7 @@ class Play(Walk):
     ) -> Any:  # noqa: ANN401
         """Make a call on holes; return the descriptions of its results, and their template."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
-        ordinals, num_borrowed = dict(self.ordinals), len(self.borrowed)
+        ordinals, num_borrowed = dict(self.ordinals), len(self.replaced_buffers)
         learn, self.on_marked = self.on_marked, lambda tensor, mark: None  # type: ignore[method-assign]
         try:
             with self.switched(on=True):
@@ -385,8 +385,8 @@ class Play(Walk):
         finally:
             self.frames, self.on_marked, self._is_whole = frames, learn, False  # type: ignore[method-assign]
             self.ordinals = ordinals
-            while len(self.borrowed) > num_borrowed:  # the stage itself may call this module with data
-                place, key, own = self.borrowed.pop()
+            while len(self.replaced_buffers) > num_borrowed:  # the stage itself may call this module with data
+                place, key, own = self.replaced_buffers.pop()
                 place[key] = own
         tensors, template = flatten(result)
         return [describe(tensor, given) for tensor in tensors], template

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_data_shaped", "is_device_question", "is_look", "is_plain_result", "is_read", "makes_tensors"]
+__all__ = ["is_data_shaped", "is_device_question", "is_plain_result", "is_query", "makes_tensors", "reads_data"]
 
 Function = Callable[..., Any]
 
@@ -56,7 +56,7 @@ def _data_shaped() -> frozenset[Function]:
     return frozenset(found)
 
 
-def is_read(function: Function) -> bool:
+def reads_data(function: Function) -> bool:
     """Return whether a function reads data of a tensor into Python, where control flow may depend on it."""
     return function in _reads()
 
@@ -68,7 +68,7 @@ def is_plain_result(result: object) -> bool:
     )
 
 
-def is_look(function: Function) -> bool:
+def is_query(function: Function) -> bool:
     """Return whether a function only queries or sets properties of a tensor, as most attributes do."""
     return function in _looks() or (
         getattr(function, "__name__", "") == "__get__" and function not in _tensor_properties()

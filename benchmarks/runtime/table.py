@@ -70,11 +70,11 @@ def spread(values: list[float], unit: str = "") -> str:
     return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g}){unit}"
 
 
-def ratio(above: list[float], below: list[float], *, in_turn: bool = True) -> str:
+def ratio(above: list[float], below: list[float], *, with_compile_lock: bool = True) -> str:
     """Return the ratio: within rounds if both were timed in turn, otherwise of the medians."""
     if not above or not below:
         return "–"
-    if not in_turn:
+    if not with_compile_lock:
         return f"{statistics.median(above) / statistics.median(below):.3g}"
     return spread([a / b for a, b in zip(above, below, strict=True)])
 
@@ -152,7 +152,7 @@ def _compute(case: Named) -> list[list[str]]:
     cells = [row.schedule, spread(plain), f"{row.own_seconds:.3f}"]
     for name in ("ours", "floor", "peer", "peer, same order", "deepspeed"):
         times = _times(case, name)
-        share = ratio([over * t for t in plain], times, in_turn=name not in ELSEWHERE)
+        share = ratio([over * t for t in plain], times, with_compile_lock=name not in ELSEWHERE)
         cells.append(f"{statistics.median(times):.3g}: {share}" if times else "–")
     return [[*cells, ratio(_times(case, "ours"), _times(case, "peer"))]]
 
@@ -166,7 +166,7 @@ def _actions(case: Named) -> list[list[str]]:
         lanes = int(row.where.split()[0])
         wall = [1e6 * seconds / row.num_actions * lanes for seconds in row.times]
         over = [
-            ratio(row.cpu_times, case[other].cpu_times, in_turn=False) if other in case else "–"
+            ratio(row.cpu_times, case[other].cpu_times, with_compile_lock=False) if other in case else "–"
             for other in ("floor", "peer")
         ]
         lines.append([name, row.schedule, str(row.micro_batches), spread(micro), spread(wall), *over])

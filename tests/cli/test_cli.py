@@ -120,7 +120,7 @@ def test_list_describes_every_schedule():
         (["--schedule", "interleaved_1f1b", "--stages-per-lane", "0"], "stages_per_lane: 0"),
         (["--forward", "nan"], "forward: nan must be finite"),
         (["--forward", "-1"], "forward: -1.0 must be finite and not negative"),
-        (["--forward", "1,2"], "each of 4 stages"),
+        (["--forward", "1,2"], "one per stage (4 stages)"),
         (["--forward", "one"], "--forward: 'one' is not a number"),
         (["--transfer", "inf"], "transfer: inf must be finite"),
         (["--keep", "hodl"], "Did you mean 'hold'"),

@@ -244,7 +244,7 @@ def test_wrong_arguments_get_one_message_with_all_that_is_wrong():
         ({"device": "cpu", "ahead": True}, "ahead"),
         ({"device": "cpu", "ahead": 1.5}, "ahead"),
         ({"device": "gpu"}, "device: 'gpu' cannot be used"),
-        ({"device": "meta"}, "device: nothing runs on meta"),
+        ({"device": "meta"}, "device: the meta device cannot run anything"),
     ],
 )
 def test_wrong_options(options, message):

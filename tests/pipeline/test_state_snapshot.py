@@ -79,10 +79,10 @@ def test_all_is_as_it_was():
         pipe.step(x, target)
         before = StateSnapshot(pipe)
         for _ in range(2):  # kept again, where memory is there already
-            before.keep()
+            before.take()
             wanted = state(pipe, loss)
             pipe.step(x, target)
-            before.put_back()
+            before.restore()
             found = state(pipe, loss)
             assert found[0].keys() == wanted[0].keys()
             for name, value in wanted[0].items():
@@ -99,9 +99,9 @@ def test_a_buffer_is_the_same_object_afterwards():
         held = pipe.internals.chains[0].stages[0].held
         own = {name: held.get(name) for name in held if "sparse" not in name and "jagged" not in name}
         before = StateSnapshot(pipe)
-        before.keep()
+        before.take()
         pipe.step(x, target)
-        before.put_back()
+        before.restore()
         assert all(held.get(name) is tensor for name, tensor in own.items())
 
 

@@ -312,7 +312,7 @@ def test_a_schedule_that_lacks_actions_is_refused():
 
 
 def test_costs_must_fit_the_schedule():
-    with pytest.raises(CostError, match=r"each of 4 stages; given: forward: 3"):
+    with pytest.raises(CostError, match=r"one per stage \(4 stages\); given: forward: 3"):
         simulate(schedules.build("1f1b", lanes=4, micro_batches=4), Costs(forward=[1, 2, 3]))
     with pytest.raises(CostError, match="lanes: 2"):
         simulate(schedules.build("1f1b", lanes=2, micro_batches=4), cluster=Cluster(speed=[1, 2, 3]))

@@ -117,7 +117,7 @@ def test_numpys_whole_numbers_are_whole_numbers():
 
 
 def test_costs_must_be_as_many_as_stages():
-    with pytest.raises(CostError, match="each of 4 stages"):
+    with pytest.raises(CostError, match=r"one per stage \(4 stages\)"):
         build("1f1b", lanes=4, micro_batches=2, costs=Costs(forward=[1, 2]))
     with pytest.raises(CostError, match=r"pass a penstock\.Costs"):
         build("1f1b", lanes=4, micro_batches=2, costs=5)

@@ -1015,7 +1015,7 @@ def test_explain():
         ({"branches": 0}, "branches: 0 is neither 'auto' nor a number from 1 to 8"),
         ({"branches": True}, "branches: True"),
         ({"branches": "two"}, "branches: 'two'"),
-        ({"device": "meta"}, "nothing runs on meta"),
+        ({"device": "meta"}, "the meta device cannot run anything"),
         ({"device": "cuda:99"}, "cannot be used"),
         ({"model": len}, "model: expected an nn.Module"),
         ({"example": 3}, "example: give a tensor"),

@@ -161,11 +161,11 @@ def test_what_is_not_added_together():
     assert accumulation.eligible([first, second, third]) == [first, second, third]
     third.register_post_accumulate_grad_hook(lambda parameter: None)
     made = (second * torch.ones(3, requires_grad=True)).sum() + first.square().mean()
-    accumulation.look(made, own=[second])
+    accumulation.observe(made, own=[second])
     assert [p is second for p in accumulation.eligible([first, second, third])] == [True]
-    accumulation.look(torch.ones(()), own=[])
+    accumulation.observe(torch.ones(()), own=[])
     given = torch.ones(3, requires_grad=True)  # what came from the stage before
-    accumulation.look((second * given).sum(), own=[second])
+    accumulation.observe((second * given).sum(), own=[second])
     held = weakref.ref(given)
     del given, made
     assert held() is None

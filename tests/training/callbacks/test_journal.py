@@ -46,7 +46,7 @@ def pretended(folder, **more):
     """Return what callbacks ask of a trainer, without one."""
     schedule = penstock.schedules.build("1f1b", lanes=2, micro_batches=4)
     pipe = SimpleNamespace(schedule=schedule, cuts=(3,), devices=[torch.device("cpu")] * 2)
-    given = {"is_first": True, "step": 0, "reading": None, "asked": SimpleNamespace(steps=10)} | more
+    given = {"is_first": True, "step": 0, "reading": None, "options": SimpleNamespace(steps=10)} | more
     return SimpleNamespace(pipe=pipe, folder=SimpleNamespace(path=Path(folder)), **given)
 
 
@@ -270,7 +270,7 @@ def test_a_folder_of_another_models_run_says_what_to_do(tmp_path):
 
 def test_a_message_of_megabytes_is_shortened_where_it_is_said(capsys):
     """An exception with a message of 3 MB made 12 MB of output."""
-    running._tell(ValueError("begin" + "x" * 3_000_000 + "end"), 1)
+    running._report(ValueError("begin" + "x" * 3_000_000 + "end"), 1)
     said = capsys.readouterr().err
     assert len(said) < 21_000
     assert "ValueError: begin" in said

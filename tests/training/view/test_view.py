@@ -66,7 +66,7 @@ def reading(step=1, *, steps=10, lanes=2, loss=2.5, tokens=640, seconds=0.1, lin
 def pretended(folder, lanes=(0, 1), device="cpu", **more):
     """Return what a view asks of a trainer, without one."""
     schedule = penstock.schedules.build("1f1b", lanes=2, micro_batches=4)
-    given = {"is_first": True, "step": 0, "reading": None, "asked": SimpleNamespace(steps=10)} | more
+    given = {"is_first": True, "step": 0, "reading": None, "options": SimpleNamespace(steps=10)} | more
     folder = SimpleNamespace(path=Path(folder))
     plan = SimpleNamespace(source="")
     pipe = SimpleNamespace(schedule=schedule, lanes=lanes, devices=[torch.device(device)] * 2, plan=plan)

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SAY := @printf '\033[1m%s\033[0m\n'
 
-.PHONY: help demo test test-all lint types tests browser docs images format clean
+.PHONY: help demo test quick test-all lint types tests browser docs images format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,7 +18,13 @@ demo: $(VENV)/.installed ## the main job: train a small GPT over two lanes, and 
 test: lint types tests ## all checks: lint, types, tests
 	$(SAY) "All checks passed."
 
-test-all: test ## all checks and thousands of random models (hours)
+quick: lint $(VENV)/.installed-dev ## lint, and the tests that a change is most likely to break (two minutes)
+	$(SAY) "Quick tests"
+	@$(BIN)/pytest -n auto --dist loadgroup -q --quick
+
+test-all: lint types browser ## all checks with the full grids, and thousands of random models (hours)
+	$(SAY) "Tests, full grids"
+	@$(BIN)/pytest -n auto --dist loadgroup -q --full --durations=40
 	$(SAY) "Random models"
 	@$(BIN)/python tests/fuzzing/run.py --cases 5000
 
@@ -33,7 +39,7 @@ types: $(VENV)/.installed-dev ## check the types with mypy (strict)
 
 tests: $(VENV)/.installed-dev browser ## run the tests on all cores
 	$(SAY) "Tests"
-	@$(BIN)/pytest -n auto --dist loadgroup -q
+	@$(BIN)/pytest -n auto --dist loadgroup -q --durations=40
 
 browser: ## find or install Chromium, for the tests of the timeline page
 	@scripts/need_browser

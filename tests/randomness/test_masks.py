@@ -248,14 +248,20 @@ def nearly_same(found, wanted):
         torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("path", ["export", "direct"])
+@pytest.mark.parametrize(
+    ("path", "case"),
+    [
+        ("export", "3 lanes"), ("direct", "elsewhere"),
+        pytest.param("export", "elsewhere", marks=pytest.mark.full),
+        pytest.param("direct", "3 lanes", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_compiled_stages_draw_the_same_wherever_they_are_cut(path, monkeypatch):
-    """Inductor drew the seeds of a whole stage at once, so that masks followed the cuts."""
+def test_compiled_stages_draw_the_same_wherever_they_are_cut(path, case, monkeypatch):
+    """Inductor drew the seeds of a whole stage at once, so the masks depended on the cuts."""
     monkeypatch.setattr(__name__ + ".modules", few_modules)
     wanted = trained(path, lanes=1, compile=True)
-    for case in COMPILED.values():
-        nearly_same(trained(path, compile=True, **case), wanted)
+    nearly_same(trained(path, compile=True, **COMPILED[case]), wanted)
 
 
 def few_modules(path):
@@ -306,14 +312,14 @@ def test_compiled_checkpoints_that_draw_are_refused(monkeypatch):
 
 @COMPILES
 def test_batches_of_many_lengths_stay_compiled():
-    """Torch gives up after eight shapes, and what ran as it was drew for nobody knows whom."""
+    """Torch gives up after eight shapes; uncompiled code then drew random numbers under unknown names."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(3))).double()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(2))).double()
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     with penstock.Pipeline(
-        model, example=x, loss=nn.MSELoss(), lanes=2, micro_batches=2, cuts=[2], compile=True, capture_path="export"
+        model, example=x, loss=nn.MSELoss(), lanes=1, micro_batches=2, compile=True, capture_path="export"
     ) as pipe:
-        for size in range(2, 24, 2):
+        for size in range(2, 20, 2):
             x = torch.randn(size, WIDTH, dtype=torch.float64)
             assert pipe.step(x, x).isfinite()
 

@@ -268,7 +268,7 @@ def fake_ortools(tmp_path, monkeypatch):
 
 def test_a_missing_solver_says_what_to_install(fake_ortools):
     fake_ortools("raise ModuleNotFoundError('No module named ortools')")
-    with pytest.raises(SolverError, match=r"pip install ortools"):
+    with pytest.raises(SolverError, match=r"pip install 'penstock\[exact\]'"):
         solve_exactly(make(range(2), 2), hint=None)
 
 

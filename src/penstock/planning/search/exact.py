@@ -90,7 +90,7 @@ def _solve(shop: Shop, time_limit_seconds: float) -> Answer:
             "use fewer micro-batches or workers, since it may have run out of memory"
         ) from error
     if answer["status"] == "missing":
-        raise SolverError(f"the exact solver needs OR-Tools: pip install ortools ({answer['message']})")
+        raise SolverError(f"the exact solver needs OR-Tools: pip install 'penstock[exact]' ({answer['message']})")
     if answer["status"] == "invalid":
         raise SolverError(f"the exact solver rejects the model: {answer['message']}")
     return answer

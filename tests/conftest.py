@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what only `--full` runs: tests marked full, and most cases of large grids.
 
     Of a grid with three axes or more, those cases run that show every pair of values of any two axes once. Of a grid
-    with two axes, those that show every value once.
+    with two axes, those that show every value once. Of a test marked `sample(n)`, n cases run, evenly spread.
     """
     if config.getoption("--full") or config.option.keyword or any("::" in arg for arg in config.args):
         return
@@ -41,9 +41,12 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(item, "callspec") and not item.get_closest_marker("whole"):
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
-        if len(cases) > _WHOLE:
+        chosen = range(len(cases))
+        if marker := cases[0].get_closest_marker("sample"):
+            chosen = _spread(len(cases), *marker.args)
+        elif len(cases) > _WHOLE:
             chosen = _sample([_values(case) for case in cases])
-            left_out |= {id(case) for at, case in enumerate(cases) if at not in chosen}
+        left_out |= {id(case) for at, case in enumerate(cases) if at not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 
@@ -61,6 +64,16 @@ def _names(marker):
     """Return the names that a `parametrize` gives values to."""
     names = marker.args[0] if marker.args else marker.kwargs["argnames"]
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def _spread(count, wanted):
+    """Return the numbers of the cases to run, from the first to the last, evenly spread.
+
+    >>> sorted(_spread(9, 3)), sorted(_spread(2, 3)), sorted(_spread(4, 1))
+    ([0, 4, 8], [0, 1], [0])
+    """
+    steps = max(1, wanted - 1)
+    return {at * (count - 1) // steps for at in range(min(wanted, count))} if wanted < count else set(range(count))
 
 
 def _sample(cases):

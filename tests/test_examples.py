@@ -46,6 +46,7 @@ def test_train_gpt(tmp_path):
     assert "\nThe wheel does not care how much" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["threads", "processes"])
 def test_two_lanes_reach_the_validation_loss_of_a_plain_loop(tmp_path, launcher):
     """Seed by seed; in float64 what is left is rounding."""

@@ -21,6 +21,7 @@ def _train(folder, begin, end, restore, schedule, model):
     return losses_of(folder, begin, end, save=not restore, restore=restore, schedule=schedule, model=model, lanes=None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["knotty", "odd"])
 def test_processes_and_threads_take_up_what_the_others_saved(tmp_path, model):
     wanted = losses_of(tmp_path / "unused", 0, END, model=model)[HALF:]

@@ -30,6 +30,7 @@ def saved(tmp_path_factory):
     return get
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "optimizer"), [("knotty", "adamw"), ("knotty", "sgd"), ("odd", "adamw"), ("odd", "sgd")]
 )

@@ -7,21 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from penstock.cli.main import app
-from penstock.errors import PenstockError
+from commands import penstock
 from penstock.schedules import load_csv, names
-
-
-def penstock(*words):
-    """Run the command in this process; errors of ours come back as the message and code that run() makes of them."""
-    result = CliRunner().invoke(app, list(words))
-    if isinstance(result.exception, PenstockError):
-        return 2, "", f"Error: {result.exception}"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_simulate_prints_a_table_and_a_chart():

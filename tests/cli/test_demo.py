@@ -6,23 +6,16 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import penstock
 from penstock.cli.demo_training import BATCH_SIZE, LENGTH, PROMPT, Settings, open_training
-from penstock.cli.main import app
 from penstock.cli.plain_step import compare_with_plain
-from penstock.errors import PenstockError
 from penstock.launch.build.small_gpt import load_text
 from terminals import in_terminal, plain
 
 
 def demo(*words):
-    result = CliRunner().invoke(app, ["demo", *map(str, words)])
-    if isinstance(result.exception, PenstockError):
-        return 2, "", str(result.exception)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return penstock("demo", *words)
 
 
 def test_it_trains_and_says_so_line_by_line(tmp_path):
@@ -47,6 +40,7 @@ def test_it_trains_and_says_so_line_by_line(tmp_path):
     assert str(tmp_path / "new" / "folder" / "timelines.html") in out.replace("\n", "")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b", "pipedream_2bw"])
 def test_it_trains_with_other_schedules(schedule, tmp_path):
     code, out, _ = demo("--steps", 6, "--schedule", schedule, "--micro-batches", 4, "--json", "--folder", tmp_path)
@@ -90,10 +84,7 @@ def test_the_plain_step_does_the_work_of_the_pipelines_step(schedule, has_update
 
 
 def test_a_schedule_of_ones_own_brings_its_lanes_and_micro_batches(tmp_path):
-    CliRunner().invoke(
-        app,
-        ["simulate", "--schedule", "gpipe", "--lanes", "3", "--micro-batches", "5", "--csv", str(tmp_path / "s.csv")],
-    )
+    penstock("simulate", "--schedule", "gpipe", "--lanes", 3, "--micro-batches", 5, "--csv", tmp_path / "s.csv")
     code, out, _ = demo("--steps", 2, "--schedule", tmp_path / "s.csv", "--json", "--folder", tmp_path)
     assert code == 0
     assert (json.loads(out)["lanes"], json.loads(out)["micro_batches"]) == (3, 5)

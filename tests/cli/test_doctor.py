@@ -9,10 +9,8 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from penstock.cli.main import app
-from penstock.errors import PenstockError
+import commands
 
 TRAINING = """
 import sys
@@ -61,13 +59,7 @@ def alone(monkeypatch):
 
 
 def penstock(*words):
-    """Run the command in this process; errors of ours come back as the message and code that run() makes of them."""
-    result = CliRunner().invoke(app, ["doctor", *map(str, words)])
-    if isinstance(result.exception, PenstockError):
-        return 2, "", f"Error: {result.exception}"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return commands.penstock("doctor", *words)
 
 
 def test_it_tells_the_line_and_stops_the_script(script):

@@ -5,16 +5,7 @@ import json
 import pytest
 
 import penstock
-
-
-def penstock_says(*words):
-    import subprocess
-    import sys
-
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *map(str, words)], capture_output=True, text=True, check=False, timeout=240
-    )
-
+from commands import penstock as run
 
 MODEL = """
 import torch
@@ -36,17 +27,15 @@ def model(tmp_path):
 
 def test_plan_shows_and_writes(tmp_path, model):
     out, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    said = penstock_says(
-        "plan", model, "--lanes", 2, "--micro-batches", 4, "--analytic", "h100", "--out", out, "--html", page
-    )
-    assert said.returncode == 0, said.stderr
+    said = run("plan", model, "--lanes", 2, "--micro-batches", 4, "--analytic", "h100", "--out", out, "--html", page)
+    assert said.code == 0, said.err
     plan = penstock.Plan.from_json(out)
     assert (plan.lanes, plan.micro_batches, plan.cuts) == (2, 4, (4,))
-    assert "predicted step" in said.stdout
-    assert str(out) in said.stdout + said.stderr
+    assert "predicted step" in said.out
+    assert str(out) in said.out + said.err
     assert "<html" in page.read_text()[:500].lower()
-    told = penstock_says("plan", model, "--lanes", 2, "--micro-batches", 4, "--analytic", "h100", "--json")
-    assert penstock.Plan.from_json(json.dumps(json.loads(told.stdout))) == plan
+    told = run("plan", model, "--lanes", 2, "--micro-batches", 4, "--analytic", "h100", "--json")
+    assert penstock.Plan.from_json(json.dumps(json.loads(told.out))) == plan
 
 
 @pytest.mark.parametrize(
@@ -61,10 +50,10 @@ def test_plan_shows_and_writes(tmp_path, model):
     ],
 )
 def test_wrong_input_gets_one_message(model, words, message):
-    said = penstock_says("plan", model, *words)
-    assert said.returncode == 2, said.stdout
-    assert message in said.stderr
-    assert "Traceback" not in said.stderr
+    said = run("plan", model, *words)
+    assert said.code == 2, said.out
+    assert message in said.err
+    assert "Traceback" not in said.err
 
 
 def test_train_runs_a_plan(tmp_path):
@@ -75,18 +64,13 @@ def test_train_runs_a_plan(tmp_path):
         + "\n\ndef model():\n    return build()[0]\n\n\n"
         + "def data():\n    return [(torch.ones(8, 8), torch.zeros(8, 8))] * 4\n"
     )
-    assert (
-        penstock_says(
-            "plan", f"{own}:build", "--lanes", 2, "--cuts", "3", "--micro-batches", 4, "--out", plan
-        ).returncode
-        == 0
-    )
+    assert run("plan", f"{own}:build", "--lanes", 2, "--cuts", "3", "--micro-batches", 4, "--out", plan).code == 0
     run.write_text(
         f'model = "{own}:model"\ndata = "{own}:data"\nloss = "mse_loss"\nsteps = 3\nfolder = "{tmp_path / "run"}"\n'
     )
-    said = penstock_says("train", run, "--plan", plan, "--json")
-    assert said.returncode == 0, said.stderr
+    said = run("train", run, "--plan", plan, "--json")
+    assert said.code == 0, said.err
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["cuts"] == [3]
-    said = penstock_says("train", run, "--plan", plan, "--schedule", "gpipe", "--folder", tmp_path / "other")
-    assert said.returncode == 2
-    assert "the plan has '1f1b'" in said.stderr
+    said = run("train", run, "--plan", plan, "--schedule", "gpipe", "--folder", tmp_path / "other")
+    assert said.code == 2
+    assert "the plan has '1f1b'" in said.err

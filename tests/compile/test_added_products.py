@@ -91,6 +91,7 @@ def faults(model, *, loss=nn.functional.mse_loss, steps=3, copied=lambda model: 
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
 def test_schedules(adds, schedule):
     torch.manual_seed(0)
@@ -98,6 +99,7 @@ def test_schedules(adds, schedule):
     assert bool(adds) == (schedule != "zb_h1")  # whose weight gradients are put off
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("path", ["direct", "export"])
 @pytest.mark.parametrize("model", [Branches, Tied])
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -339,6 +341,7 @@ ODD = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("odd", ODD, ids=["half", "turned", "flat", "equilibrium", "checkpoint", "ordered", "named"])
 def test_models_that_do_more(adds, odd):
     torch.manual_seed(0)

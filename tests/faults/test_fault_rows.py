@@ -34,6 +34,7 @@ def differing_process(field):
     return "no error"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("field", "words"),
     [
@@ -264,6 +265,7 @@ def raising_process(text):
     return *told, time.monotonic() - begin
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("lane", "action"), [(0, "B0"), (1, "F1"), (2, "F1")])
 def test_an_exception_has_its_cause_where_it_happened(lane, action):
     results = processes.run(raising_process, 3, f"raise@lane={lane},step=1,action={action}")

@@ -39,6 +39,7 @@ def undisturbed(folder, schedule, steps):
     return launched.losses(folder), launched.weights(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "actions"),
     [

@@ -8,6 +8,7 @@ from faults import launched
 from faults.launched import JOBS, config, train
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 @pytest.mark.parametrize(
     ("keys", "words"),
@@ -63,6 +64,7 @@ def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
 # ---- data that never comes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("how", ["hanging_data", "hanging_workers"])
 def test_a_data_loader_that_hangs_is_named(tmp_path, nproc, how):
@@ -83,6 +85,7 @@ def test_a_data_loader_that_hangs_is_named(tmp_path, nproc, how):
         assert code == 75
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["in Python", "in C"])
 def test_a_data_loader_that_hangs_on_one_lane_is_named_by_all(tmp_path, how):
     """In Python it is interrupted; in code that nothing interrupts its process ends."""

@@ -73,6 +73,7 @@ def test_a_spare_that_is_lost_itself_is_not_missed(tmp_path):
         assert run.wait() == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keys", [{"spares": False}, {"max_restarts": 0}])
 def test_there_are_none_where_none_are_wanted(tmp_path, keys):
     with start(tmp_path, **keys) as run:
@@ -113,6 +114,7 @@ class Other(nn.Sequential):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["another model", "damaged"])
 def test_a_kept_plan_that_does_not_fit_is_made_anew(tmp_path, what):
     """The model is another one by now, or the file was damaged: a restart goes on all the same."""

@@ -174,6 +174,7 @@ def test_lengths_change_with_other_options(options):
             check_step(pipe, model, data(length))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.filterwarnings("ignore:.*loss_type")
 def test_lengths_of_models_of_transformers_change(name):

@@ -174,6 +174,7 @@ def labels(*ignored, value):
 WEIGHTS = torch.tensor([0.2, 0.03, 0.9, 1.9, 0.01]).double()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("loss", "target"),
     [

@@ -21,6 +21,7 @@ def test_threads(name, keep):
     assert not [fault for lanes in (1, 2, 3, 4) for fault in faults_of(model, name, lanes, keep)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("path", ["export", "replay"])
 def test_threads_with_skips_and_tied_weights(path, keep):
@@ -35,6 +36,7 @@ def in_processes(lanes, keep, transport):
     return [fault for name in SYNCHRONOUS for fault in faults_of(model, name, lanes, keep, transport=transport)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_processes(lanes, keep):
@@ -48,6 +50,7 @@ def knotty_in_processes(lanes, path, transport):
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", ["export", "replay"])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_with_skips_and_tied_weights(path, transport):

@@ -456,6 +456,7 @@ def test_who_leaves_after_an_exception_has_said_why():
 # ---- crashes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "lanes"), [("llama", 2), ("qwen2", 2), ("mistral", 2), ("bert", 3)])
 def test_transformers(name, lanes):
     """Small models of transformers, as they are: rotary embeddings, masks, caches, and a loss over tokens."""

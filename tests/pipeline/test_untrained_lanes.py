@@ -69,6 +69,7 @@ def trained(kind, is_filtered, folder, steps, restore):
     return figures, named, extra, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("kind", LANES)
 def test_an_optimizer_of_a_lane_that_trains_nothing(kind, is_filtered, tmp_path):

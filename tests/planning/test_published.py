@@ -24,6 +24,7 @@ def test_interleaved_has_the_corrected_bubble():
     assert round(simulate(schedule, costs_of(TABLE_5[0], 3)).span_bubble, 4) == 0.1090
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_5[:8], ids=name_of)
 @pytest.mark.parametrize(("name", "units"), [("zb_1p", 1), ("zb_2p", 2)])
@@ -33,6 +34,7 @@ def test_searched_schedules_are_at_or_below_the_published_bubble_at_the_same_mem
     assert peak <= units * int(row["lanes"]) * (1 + 1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_8[:4], ids=name_of)
 def test_zb_v_is_at_or_below_the_published_bubble_at_the_same_memory(row):

@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_numbers_do_not_depend_on_the_cuts(path, case, wanted):
@@ -162,6 +163,7 @@ def test_parts_that_are_run_again_draw_the_same(path, wanted, monkeypatch):
     same(trained(path, keep="fit", memory_limit=2**30), wanted[path])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", PATHS)
 def test_processes_draw_the_same(path, wanted):
     for losses, gradients in processes.run(in_process, 2, path):
@@ -214,6 +216,7 @@ def on_graphs(monkeypatch, path, **options):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{}, {"lanes": 4}, {"keep": "recompute"}], ids=str)
 @pytest.mark.parametrize("path", ["export", "direct"])
 def test_replays_of_graphs_draw_the_same(path, options, monkeypatch):

@@ -372,6 +372,7 @@ class Replaced(nn.Module):
         return torch.tanh(self.norm(self.linear(x)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "1f1b"])
 def test_every_micro_batch_counts_once_where_two_lanes_share_a_stage(path, schedule):

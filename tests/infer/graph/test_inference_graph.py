@@ -239,6 +239,7 @@ def wanted_of(model, given):
 # ---- the same as the model
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_the_model_s(name, device):
     model, plain = made(name, device), made(name, device)
@@ -628,6 +629,7 @@ def test_compiled_parts_are_the_model(name):
 
 @pytest.mark.slow
 @quiet
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["towers", "conv", "in place", "clip", "counting"])
 def test_compiled_it_is_the_model(name, device):
     model, plain = made(name, device), made(name, device)

@@ -40,6 +40,7 @@ def _one_thread(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PLAIN + PUBLIC)
@@ -53,6 +54,7 @@ def test_stages_of_public_architectures_compute_what_the_model_computes(name):
     assert not wrong
 
 
+@pytest.mark.sample(3)
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["lstm_time_first", "resnet50", "gpt2", "switch_transformers", "timesfm", "gemma3"])

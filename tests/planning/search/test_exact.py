@@ -114,6 +114,7 @@ def test_what_is_pending_counts_too(pending, expected):
     assert proof.draft.step_seconds == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("limit", [math.inf, 2.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_two_lanes_are_as_good_as_brute_force(seed, limit):

@@ -83,6 +83,7 @@ def plain(model, x, target):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("keep", ["hold", "recompute", "except_last"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_training_equals_the_plain_model(schedule, keep):

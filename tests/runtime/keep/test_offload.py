@@ -246,6 +246,7 @@ def no_collection():
         gc.enable()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("is_backward", [True, False])
 def test_nothing_is_left_behind(how, is_backward):

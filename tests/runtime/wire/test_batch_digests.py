@@ -94,6 +94,7 @@ def late_process(lanes, *args):
     return differing_process(*args)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [(0,), (0, 1)])
 @pytest.mark.parametrize("at", [2, 50])
 def test_digests_that_are_told_at_the_end_of_a_call(lanes, at):
@@ -121,6 +122,7 @@ def differing_process(what, whose, at):
     return told, number, left
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("what", "whose", "at"),
     [

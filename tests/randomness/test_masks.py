@@ -83,6 +83,16 @@ def modules(path):
     return [Block(), recurrent(nn.LSTM), Block(), Block(), recurrent(nn.GRU), *(Block() for _ in range(4))]
 
 
+def seeded(kind, count):
+    """Return a function that makes modules with the same weights at every call."""
+
+    def modules(path):
+        torch.manual_seed(0)
+        return [kind() for _ in range(count)]
+
+    return modules
+
+
 def made(path, device="cpu"):
     model = nn.Sequential(*modules(path)) if path == "direct" else Model(path)
     return model.double().to(device).train()
@@ -221,10 +231,8 @@ def on_graphs(monkeypatch, path, **options):
 @pytest.mark.parametrize("path", ["export", "direct"])
 def test_replays_of_graphs_draw_the_same(path, options, monkeypatch):
     """A replay seeds the generators of all places at once, before any of them draws."""
-    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
-    torch.manual_seed(0)
+    monkeypatch.setattr(__name__ + ".modules", seeded(Block, 8))
     wanted = trained(path, lanes=1, steps=4, graphs=False)
-    torch.manual_seed(0)
     same(on_graphs(monkeypatch, path, **options), wanted)
 
 
@@ -232,10 +240,8 @@ def test_replays_of_graphs_draw_the_same(path, options, monkeypatch):
 def test_replays_of_parts_that_are_run_again(path, monkeypatch):
     """A backward runs them: the graph of it has to know their generators, and its replay to seed them."""
     monkeypatch.setattr(planned_model, "select_recomputed", lambda profile, cuts, *_: ((range(0, cuts[0]),), ()))
-    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
-    torch.manual_seed(0)
+    monkeypatch.setattr(__name__ + ".modules", seeded(Block, 8))
     wanted = trained(path, lanes=1, steps=4, graphs=False)
-    torch.manual_seed(0)
     same(on_graphs(monkeypatch, path, keep="fit", memory_limit=2**30), wanted)
 
 
@@ -292,7 +298,7 @@ COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::Use
 @COMPILES
 def test_modules_with_graph_breaks_draw_the_same_wherever_they_are_cut(monkeypatch):
     """Modules compiled as one were compiled piece by piece there, and the pieces drew for the first of them."""
-    monkeypatch.setattr(__name__ + ".modules", lambda path: [Breaks() for _ in range(4)])
+    monkeypatch.setattr(__name__ + ".modules", seeded(Breaks, 4))
     nearly_same(trained("direct", compile=True, cuts=[2]), trained("direct", compile=True, lanes=1))
 
 
@@ -350,11 +356,9 @@ def on_gpu(path, *, lanes=2, **options):
 @pytest.mark.parametrize("path", ["export", "direct"])
 def test_on_a_gpu_with_graphs_and_without(path, case, monkeypatch):
     """Each place has a generator that the graphs know, for one cannot be seeded anew within a capture."""
-    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
-    torch.manual_seed(0)
+    monkeypatch.setattr(__name__ + ".modules", seeded(Block, 8))
     compiled = {"compile": True} if "compile" in ON_GPU[case] else {}
     wanted = on_gpu(path, lanes=1, graphs=False, **compiled)
-    torch.manual_seed(0)
     (nearly_same if compiled else same)(on_gpu(path, **ON_GPU[case]), wanted)
 
 
@@ -363,10 +367,8 @@ def test_on_a_gpu_with_graphs_and_without(path, case, monkeypatch):
 def test_parts_that_are_run_again_on_a_gpu(path, graphs, monkeypatch):
     """Their second run is in a thread of autograd's, which has to know what draws."""
     monkeypatch.setattr(planned_model, "select_recomputed", lambda profile, cuts, *_: ((range(0, cuts[0]),), ()))
-    monkeypatch.setattr(__name__ + ".modules", lambda path: [Block() for _ in range(8)])
-    torch.manual_seed(0)
+    monkeypatch.setattr(__name__ + ".modules", seeded(Block, 8))
     wanted = on_gpu(path, lanes=1, graphs=False)
-    torch.manual_seed(0)
     same(on_gpu(path, keep="fit", memory_limit=2**33, graphs=graphs), wanted)
 
 

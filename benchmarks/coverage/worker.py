@@ -45,9 +45,11 @@ def build(name: str, batch_size: int) -> tuple[nn.Module, Batch]:
     if name in ENTRIES:
         model, _ = ENTRIES[name].build()
         return model, _joined(ENTRIES[name], batch_size)
+    from small_table import SMALL
+
     from penstock.model.small_models.named_models import load
 
-    model, example = load(name, batch_size=batch_size)
+    model, example = load(name, batch_size=batch_size, exceptions=SMALL)
     return model, as_batch(example)
 
 

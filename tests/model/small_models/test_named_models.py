@@ -19,7 +19,6 @@ FAMILIES = [
     "mixtral",
     "mamba",
     "vit",
-    "qwen2_vl",
     "swin",
     "deepseek_v3",
 ]
@@ -138,8 +137,9 @@ def test_a_misspelt_family_gets_the_nearest_one():
 @pytest.mark.filterwarnings("ignore")
 def test_a_family_that_cannot_be_built_says_why():
     pytest.importorskip("transformers")
-    with pytest.raises(UsageError, match="cannot build a small 'sam_mask_decoder'"):
-        load("sam_mask_decoder")
+    for name in ("sam_mask_decoder", "qwen2_vl"):  # the second one is built, but does not run
+        with pytest.raises(UsageError, match=f"cannot build a small '{name}'.*module:callable"):
+            load(name)
 
 
 def test_without_transformers_a_family_is_a_clear_error(monkeypatch):

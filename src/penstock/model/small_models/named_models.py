@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import UsageError, error_in_short, nearest
@@ -15,10 +15,14 @@ from penstock.errors import UsageError, error_in_short, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["checked", "config_of", "find", "load"]
+__all__ = ["Exceptions", "checked", "config_of", "find", "load"]
+
+Exceptions = Mapping[str, Mapping[str, Any]]  # by model type
 
 
-def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, Any]:
+def load(
+    name: str, *, batch_size: int = 4, seed: int = 0, exceptions: Exceptions = MappingProxyType({})
+) -> tuple[nn.Module, Any]:
     """Return a model and an example batch.
 
     Args:
@@ -27,6 +31,8 @@ def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, A
             which a small model with random weights is built.
         batch_size: the batch size of the example, if Penstock makes it.
         seed: the seed of the parameters and of the example; the global random state is preserved.
+        exceptions: for model types of transformers to which the general rules do not apply: `config` sets attributes,
+            `class` names the class to build, and `batch` sets inputs.
 
     Returns:
         The model, and the example: a tensor, a tuple of arguments or a dict of keyword arguments; None if the
@@ -43,7 +49,7 @@ def load(name: str, *, batch_size: int = 4, seed: int = 0) -> tuple[nn.Module, A
             return _from_code(name)
         if name.endswith(".py"):
             raise UsageError(f"name the callable in the file that returns the model: {name}:callable; given: {name!r}")
-        return _from_transformers(name, batch_size)
+        return _from_transformers(name, batch_size, exceptions)
 
 
 def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
@@ -156,15 +162,23 @@ def config_of(name: str) -> Any:  # noqa: ANN401 - a config of transformers
     return AutoConfig.for_model(name)
 
 
-def _from_transformers(name: str, batch_size: int) -> tuple[nn.Module, Any]:
+def _from_transformers(name: str, batch_size: int, exceptions: Exceptions) -> tuple[nn.Module, Any]:
+    import torch
+
     plain = config_of(name)
     from penstock.model.small_models.small_batch import batch_for
     from penstock.model.small_models.small_class import class_of
     from penstock.model.small_models.small_config import shrunk
 
     try:
-        config = shrunk(plain)
-        model = class_of(config)(config)
-        return model, batch_for(model, batch_size=batch_size)
+        config = shrunk(plain, exceptions)
+        model = class_of(config, exceptions)(config)
+        example = batch_for(model, batch_size=batch_size, exceptions=exceptions)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()(**example)  # fails here if it cannot run; evaluation changes no running averages
     except Exception as error:
-        raise UsageError(f"cannot build a small {name!r}: {error_in_short(error)}") from error
+        raise UsageError(
+            f"cannot build a small {name!r}: {error_in_short(error)}; build it in a function of your own instead, and"
+            " name this function as module:callable"
+        ) from error
+    return model.train(), example

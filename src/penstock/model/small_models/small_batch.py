@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.model.small_models.small_config import Config, Setting, configs_of, read
-from penstock.model.small_models.small_table import SMALL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,10 +140,10 @@ class Maker:
         return self.noise(GRID * GRID, self.picture[0] * depth * side * side).flatten(0, 1)
 
 
-def batch_for(model: nn.Module, *, batch_size: int) -> Batch:
+def batch_for(model: nn.Module, *, batch_size: int, exceptions: Mapping[str, Mapping[str, Any]]) -> Batch:
     """Return a batch of keyword arguments, with labels if the model can compute a loss."""
     maker = Maker(model, batch_size)
-    given = SMALL.get(maker.config.model_type, {}).get("batch", {})
+    given = exceptions.get(maker.config.model_type, {}).get("batch", {})
     batch: Batch = {}
     for name in dict.fromkeys([*(name for name in INPUTS if name in maker.inputs), *given]):
         make = given.get(name, INPUTS.get(name))

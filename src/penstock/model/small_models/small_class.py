@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import UsageError
 from penstock.model.small_models.small_config import Config
-from penstock.model.small_models.small_table import SMALL
 
 __all__ = ["class_of"]
 
@@ -43,7 +44,7 @@ TASKS = (
 )
 
 
-def class_of(config: Config) -> type[Any]:
+def class_of(config: Config, exceptions: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> type[Any]:
     """Return the model class to build for a config.
 
     Raises:
@@ -53,7 +54,7 @@ def class_of(config: Config) -> type[Any]:
     from transformers.models.auto import modeling_auto
 
     kind = config.model_type
-    name = SMALL.get(kind, {}).get("class")
+    name = exceptions.get(kind, {}).get("class")
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in TASKS]
     for mapping in [*mappings, modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES]:
         if name is None and kind in mapping:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from penstock.model.small_models.small_table import SMALL
-
 __all__ = ["Config", "Setting", "configs_of", "read", "shrunk"]
 
 WIDTH, HEADS, LAYERS, EXPERTS = 64, 4, 4, 4
@@ -146,6 +144,7 @@ TOKEN = re.compile(
 class Shrink:
     """One reduction of a config; a special token gets the same new number in all places, so it keeps its meaning."""
 
+    exceptions: Mapping[str, Mapping[str, Any]]
     moved: dict[int, int] = field(default_factory=dict)
 
     def config(self, config: Config, *, given: Mapping[str, Any]) -> Setting:
@@ -155,7 +154,7 @@ class Shrink:
             config: a config of transformers.
             given: the values of attributes to set; `part.attribute` names an attribute of a part.
         """
-        given = {**SMALL.get(config.model_type, {}).get("config", {}), **given}
+        given = {**self.exceptions.get(config.model_type, {}).get("config", {}), **given}
         changed: dict[str, Any] = {}
         for entry in dataclasses.fields(config):
             if entry.name in _inherited():
@@ -252,6 +251,6 @@ def configs_of(config: Config) -> Iterator[Any]:
         level = [value for _, value in sorted(parts, key=lambda part: part[0] != "text_config")]
 
 
-def shrunk(config: Config) -> Setting:
+def shrunk(config: Config, exceptions: Mapping[str, Mapping[str, Any]]) -> Setting:
     """Return a config of the same kind for a model with few layers, which runs in milliseconds."""
-    return Shrink().config(config, given={})
+    return Shrink(exceptions).config(config, given={})

@@ -1,4 +1,4 @@
-"""Small table: exceptions to the rules for small models; per model type, its config, its class and its batch.
+"""Small table: exceptions to the rules of `penstock.model.small_models`; per model type, its config, class and batch.
 
 `config` sets attributes; `part.attribute` is an attribute of a part. `class` is the class to build. `batch` sets inputs
 to a value, or to the result of a function of the `Maker`; None leaves an input out.

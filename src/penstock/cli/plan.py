@@ -85,7 +85,7 @@ def plan(
         from penstock.model.small_models.named_models import load
 
         progress("build the model", 0, 1)
-        made, example = load(model, **({} if batch_size is None else {"batch_size": batch_size}))
+        made, example = load(model, batch_size=batch_size)
         is_file = schedule.lower().endswith(".csv")
         keeping: Any = keep  # checked with the arguments of the pipeline
         found = penstock.plan(

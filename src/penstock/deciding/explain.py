@@ -112,8 +112,7 @@ def _model(model: Model | str, example: object, batch_size: int | None, report: 
 
     if isinstance(model, str):
         report("build the model", 0, 1)
-        size = {} if batch_size is None else {"batch_size": batch_size}
-        module, own = load(model, **size)
+        module, own = load(model, batch_size=batch_size)
         example = own if example is None else example
         if example is None:
             raise UsageError(f"{model} has no example: return a model and example arguments from it")

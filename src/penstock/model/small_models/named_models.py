@@ -21,7 +21,7 @@ Exceptions = Mapping[str, Mapping[str, Any]]  # by model type
 
 
 def load(
-    name: str, *, batch_size: int = 4, seed: int = 0, exceptions: Exceptions = MappingProxyType({})
+    name: str, *, batch_size: int | None = None, seed: int = 0, exceptions: Exceptions = MappingProxyType({})
 ) -> tuple[nn.Module, Any]:
     """Return a model and an example batch.
 
@@ -29,7 +29,7 @@ def load(
         name: `package.module:callable` or `file.py:callable`; the callable returns a model, or a model and an example.
             It may also be a model class. Any other name is a model type of transformers (`gpt2`, `t5`, `clip`), for
             which a small model with random weights is built.
-        batch_size: the batch size of the example, if Penstock makes it.
+        batch_size: the batch size of the example, if Penstock makes it; by default 4.
         seed: the seed of the parameters and of the example; the global random state is preserved.
         exceptions: for model types of transformers to which the general rules do not apply: `config` sets attributes,
             `class` names the class to build, and `batch` sets inputs.
@@ -49,7 +49,7 @@ def load(
             return _from_code(name)
         if name.endswith(".py"):
             raise UsageError(f"name the callable in the file that returns the model: {name}:callable; given: {name!r}")
-        return _from_transformers(name, batch_size, exceptions)
+        return _from_transformers(name, batch_size or 4, exceptions)
 
 
 def find(name: str) -> Any:  # noqa: ANN401 - a function or a class

@@ -15,8 +15,6 @@ from penstock.schedule.builders.pipedream import pipedream, pipedream_2bw
 from penstock.schedule.builders.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.registry import Entry
 
-__all__ = ["CATALOG"]
-
 _PIPEDREAM = "Narayanan et al. 2019 (PipeDream)"
 _2BW = "Narayanan et al. 2021 (PipeDream-2BW)"
 _MEGATRON = "Narayanan et al. 2021 (Megatron-LM)"

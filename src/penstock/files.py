@@ -10,8 +10,6 @@ from pathlib import Path
 
 from penstock.errors import OutputError
 
-__all__ = ["check_writable", "write_whole"]
-
 _NEW_FILE = 0o666  # minus the umask, as for any new file
 
 

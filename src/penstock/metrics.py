@@ -12,8 +12,6 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Metrics"]
-
 Tell = Callable[[int, dict[str, float]], None]
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from penstock.model.profiling.call_timing import Call, Clock
 
-__all__ = ["Measurement", "measure"]
-
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _SHORT_SECONDS = 50e-6  # shorter calls are timed in bursts, since two events alone are some microseconds apart
 _DOUBTFUL_SECONDS = 1e-3  # a measured time below this may be the time of a slow host instead of that of the call

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from penstock.errors import UsageError
 
-__all__ = ["attempt", "environment_faults"]
-
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 
 

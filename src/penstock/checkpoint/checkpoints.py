@@ -23,8 +23,6 @@ from penstock.checkpoint.state_as_json import from_plain
 from penstock.errors import CheckpointError, HangError, LostError, UsageError, warn_user
 from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Checkpoints"]
-
 _NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 _MAX_STEP = 10**18
 _END_SECONDS, _LOST_SECONDS = 10.0, 1.0  # wait this long for other processes to write, after training ended

@@ -25,8 +25,6 @@ from penstock.pipeline.state_snapshot import loss_module
 from penstock.schedule.json_format import to_json
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["PARTS", "Content", "Snapshot", "versions"]
-
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "random")
 
 LOSS = "(loss)."  # prefix of the names of a loss function's own parameters

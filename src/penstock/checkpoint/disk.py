@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Disk", "chunks", "open_plain"]
-
 _CHUNK_BYTES = 4 << 20  # stays in the cache between the hash and the write
 
 

@@ -13,8 +13,6 @@ from penstock.checkpoint.state_as_json import from_plain, to_plain
 from penstock.devices.kinds import kind_of
 from penstock.errors import CheckpointError
 
-__all__ = ["generator_states", "set_generator_states"]
-
 
 def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return the states of torch's generators (CPU and the given devices), of Python's and of numpy's."""

@@ -15,8 +15,6 @@ import torch
 
 from penstock.devices.kinds import kind_of
 
-__all__ = ["Staging"]
-
 Files = dict[str, dict[str, torch.Tensor]]
 Tensors = list[torch.Tensor]
 

@@ -9,8 +9,6 @@ from penstock.checkpoint.manifest import MANIFEST, Manifest, is_folder_name, rea
 from penstock.checkpoint.reader import faults_of, found, read_state
 from penstock.errors import CheckpointError
 
-__all__ = ["choose", "describe", "verify"]
-
 
 def choose(path: Path, *, step: int | None = None, is_all: bool = False) -> list[Path]:
     """Return the checkpoint at a path; if the path is a folder of checkpoints, the newest one or all, newest last.

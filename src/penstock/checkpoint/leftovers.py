@@ -16,8 +16,6 @@ from pathlib import Path
 
 from penstock.checkpoint.disk import Disk
 
-__all__ = ["folder_lock", "sweep"]
-
 _LEFT = re.compile(r"tmp-(?:old-|latest-|)(?:[0-9]{6,18}-|)[0-9a-f]{8,}")
 _OLD_SECONDS = 3600.0
 

@@ -14,17 +14,6 @@ from penstock.checkpoint.disk import open_plain
 from penstock.checkpoint.tensor_shards import SAFE_NAMES, checksum
 from penstock.errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "folder_name",
-    "is_folder_name",
-    "read_json",
-    "read_manifest",
-    "step_folders",
-    "to_bytes",
-]
-
 MANIFEST = "MANIFEST.json"
 FORM = "penstock checkpoint"
 VERSION = 1

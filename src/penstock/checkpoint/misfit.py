@@ -2,8 +2,6 @@
 
 from penstock.errors import CheckpointError
 
-__all__ = ["MisfitError"]
-
 
 class MisfitError(CheckpointError):
     """A checkpoint of another model, of other parameter groups, or of other schedulers."""

@@ -14,8 +14,6 @@ from penstock.checkpoint.state_as_json import from_plain, to_plain
 from penstock.errors import UsageError
 from penstock.pipeline.weights import is_placeholder
 
-__all__ = ["OptimizerState", "Optimizers", "class_of", "lost_members", "merged"]
-
 # options that depend on the current device, so they are not saved
 _DEVICE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _FLAT_STATE = ("LBFGS",)  # optimizers with one flat state for all parameters instead of one per parameter

@@ -17,8 +17,6 @@ from penstock.checkpoint.state_as_json import from_plain
 from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
 
-__all__ = ["Loaded", "Restored", "complete", "faults_of", "found", "load"]
-
 _NOTHING: dict[str, Any] = {"optimizer": None, "schedulers": [], "scaler": None, "data": None, "random": []}
 
 

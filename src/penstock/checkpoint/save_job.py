@@ -35,8 +35,6 @@ from penstock.checkpoint.optimizer_states import merged
 from penstock.checkpoint.tensor_shards import checksum, write_shard
 from penstock.errors import CheckpointError
 
-__all__ = ["Job", "Saving"]
-
 INDEX = "model.safetensors.index.json"
 _POLL_SECONDS = (0.002, 0.05)
 _HURRY_SECONDS = 10.0

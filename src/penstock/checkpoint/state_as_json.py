@@ -19,8 +19,6 @@ import torch
 from penstock.checkpoint.tensor_shards import SAFE_NAMES, bytes_of
 from penstock.errors import CheckpointError, UsageError
 
-__all__ = ["from_plain", "to_plain"]
-
 _PLAIN = {int, bool, str, type(None)}
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 

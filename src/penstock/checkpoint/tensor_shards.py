@@ -16,8 +16,6 @@ import xxhash
 from penstock.checkpoint.disk import Disk, chunks, open_plain
 from penstock.errors import CheckpointError, UsageError
 
-__all__ = ["SAFE_NAMES", "Shard", "Stored", "bytes_of", "checksum", "write_shard"]
-
 # the dtypes of safetensors; it cannot hold others
 SAFE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["checkpoint"]
-
 _BAD = 65  # exit code for a bad checkpoint: a retry does not help
 
 checkpoint = typer.Typer(

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["demo"]
-
 _STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
 _COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # with --simulate
 _STOPPED = 130  # the exit code of shells for Ctrl-C

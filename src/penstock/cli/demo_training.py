@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
     from penstock.training.callbacks.progress import Reading
 
-__all__ = [
-    "BATCH_SIZE",
-    "LANES",
-    "LENGTH",
-    "MICRO_BATCHES",
-    "PROMPT",
-    "Settings",
-    "Training",
-    "make_optimizer",
-    "open_training",
-]
-
 BATCH_SIZE, LENGTH = 32, 32  # samples per step, and characters per sample
 PROMPT = "The wheel does not care how much"  # as long as a sample: the captured model accepts no other length
 LANES, MICRO_BATCHES = 2, 8  # defaults

@@ -16,8 +16,6 @@ import typer
 if TYPE_CHECKING:
     from penstock.doctor import Report, Watch
 
-__all__ = ["doctor"]
-
 _STEPS, _WARM = 20, 2
 _RAISED, _STOPPED = 1, 130  # exit codes; 130 is that of shells for Ctrl-C
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["show_training"]
-
 _MOST_LINES = 11  # if stdout is not a terminal
 
 

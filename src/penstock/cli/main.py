@@ -16,8 +16,6 @@ from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
 from penstock.cli.train import TrainCommand, train
 
-__all__ = ["app", "run"]
-
 _BAD_DATA = 65  # a retry does not help
 
 app = typer.Typer(

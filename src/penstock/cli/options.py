@@ -10,8 +10,6 @@ from typing import Any
 from penstock.errors import CostError, UsageError
 from penstock.files import check_writable
 
-__all__ = ["check_outputs", "numbers"]
-
 
 def check_outputs(paths: list[Path]) -> None:
     """Check all output files in advance, so that no file is written if one cannot be."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from penstock.cli.demo_training import Training
 
-__all__ = ["Comparison", "compare_with_plain"]
-
 _WARM, _REPEATS = 2, 7
 
 

@@ -28,8 +28,6 @@ from penstock.cli.model_options import (
     noted,
 )
 
-__all__ = ["plan"]
-
 
 def plan(
     model: Model,

@@ -33,8 +33,6 @@ from penstock.cli.model_options import (
 if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
 
-__all__ = ["profile"]
-
 
 def profile(
     model: Model,

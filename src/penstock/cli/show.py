@@ -23,8 +23,6 @@ from penstock.schedules import describe, names
 if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
 
-__all__ = ["charts", "explanation", "list_schedules", "note", "progress", "run_with_progress", "table"]
-
 _MOST_CHARTS = 4
 
 

@@ -11,8 +11,6 @@ import typer
 if TYPE_CHECKING:
     from penstock.cli.simulate_job import Result
 
-__all__ = ["simulate"]
-
 _WHAT, _COSTS, _SHOW = "Schedule", "Costs", "Output"
 
 

@@ -20,8 +20,6 @@ from penstock.schedule.lower import Lowered, lower
 from penstock.schedule.schedule import Schedule
 from penstock.schedules import build, describe, find_faults, load_csv, names, verify
 
-__all__ = ["Job", "Result"]
-
 
 @dataclass(frozen=True)
 class Result:

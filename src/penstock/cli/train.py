@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 from penstock.schedule.keep_policies import POLICIES
 
-__all__ = ["TrainCommand", "train"]
-
 _KEPT = "penstock.train"
 _SHOW = "Show instead of training"
 _STOPPED = 130  # the exit code of shells for Ctrl-C

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["OPERATION", "Sum", "adding_to"]
-
 
 class Sum:
     """The sum of a weight's gradients so far, while a backward runs.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["sums_as_products"]
-
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
 _VIEWS = frozenset(

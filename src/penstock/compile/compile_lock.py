@@ -15,8 +15,6 @@ from typing import Any
 from torch import fx
 from torch._guards import TracingContext
 
-__all__ = ["inductor", "with_compile_lock"]
-
 _REFUSED = "using FX to symbolically trace"  # a part of torch's error message
 
 

@@ -16,8 +16,6 @@ from penstock.compile.compile_lock import inductor, with_compile_lock
 from penstock.devices.sanitizer import let_compile
 from penstock.errors import PenstockError, UsageError, nearest
 
-__all__ = ["Compile", "GroupError", "Options", "compiled", "options_of"]
-
 Compile = bool | Mapping[str, Any]
 
 _IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}

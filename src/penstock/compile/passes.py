@@ -15,8 +15,6 @@ from penstock.compile.column_sums import sums_as_products
 from penstock.randomness import placed_draws as placed
 from penstock.randomness.placed_draws import place_draws
 
-__all__ = ["OwnPass"]
-
 _aten = torch.ops.aten
 _FILES = (__file__, added_products.__file__, column_sums.__file__, placed.__file__)
 

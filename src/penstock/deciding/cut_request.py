@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Model = nn.Module | Sequence[nn.Module]
 
-__all__ = ["CutRequest", "ProfileSource", "Progress", "explanation_of", "name_of"]
-
 Progress = Callable[[str, int, int], None]
 
 _ROUNDS = 3  # each cuts the model and builds a schedule for the costs of these cuts

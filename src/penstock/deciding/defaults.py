@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "EXPLORED_LANES",
-    "EXPLORED_MICRO_BATCHES",
-    "KEEP",
-    "LANES",
-    "default_micro_batches",
-    "default_schedule",
-]
-
 LANES = 2  # for a pipeline with at most one GPU and one process
 MICRO_BATCHES_PER_LANE = 4
 KEEP: Literal["hold"] = "hold"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Model = nn.Module | Sequence[nn.Module]
 
-__all__ = ["explain"]
-
 
 def explain(
     model: Model | str,

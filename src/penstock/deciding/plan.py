@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.model.graph import Graph
     from penstock.planning.explain.explanation import Explanation
 
-__all__ = ["NAME", "Plan", "check_free", "lines_of", "plan_path", "plan_to_run"]
-
 NAME = "plan.json"  # in a run folder
 _FORMAT = "penstock plan 1"
 

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from penstock.devices.cuda_streams import Event
 
-__all__ = ["Cpu"]
-
 
 class Cpu:
     """The CPU side of `DeviceKind`; also used for device types that Penstock does not know."""

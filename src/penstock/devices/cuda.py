@@ -9,11 +9,6 @@ import torch
 
 from penstock.devices.cuda_streams import Event, Stream
 
-__all__ = [
-    "Cuda", "blocking_event", "current_gpu", "has_gpu", "has_nothing_to_do", "is_in_use", "num_gpus", "on_gpu",
-    "random_states", "set_random_states", "set_sync_mode", "sleep", "sync_mode", "timed_events", "waiting_calls",
-]  # fmt: skip
-
 
 class Cuda:
     """The CUDA side of `DeviceKind`."""

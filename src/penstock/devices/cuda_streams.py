@@ -17,11 +17,6 @@ import torch
 
 from penstock.devices.sanitizer import sanitized
 
-__all__ = [
-    "CudaStreams", "Event", "LentStream", "OnStream", "Stream", "Workspace", "current_stream", "first_lane_streams",
-    "new_stream", "ordered_after_callers",
-]  # fmt: skip
-
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Workspace = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]  # from the values that arrive to their targets

@@ -6,8 +6,6 @@ import torch
 
 from penstock.errors import UsageError
 
-__all__ = ["check_device", "has_graphs"]
-
 
 def check_device(given: torch.device | str | int, argument: str = "device") -> torch.device:
     """Return the device; a GPU gets its index. `argument` is the name of the argument in error messages.

@@ -11,8 +11,6 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["CudaGraphs", "Maker", "Replay", "make_graphs", "no_collection"]
-
 Replay = Callable[[], None]
 
 

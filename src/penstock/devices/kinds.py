@@ -10,8 +10,6 @@ from penstock.devices.cpu import Cpu
 from penstock.devices.cuda import Cuda
 from penstock.devices.cuda_streams import Event
 
-__all__ = ["DeviceKind", "kind_of"]
-
 
 class DeviceKind(Protocol):
     """What one kind of device can do. All methods work on a CPU too, where most of them do nothing."""

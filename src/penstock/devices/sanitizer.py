@@ -20,8 +20,6 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-__all__ = ["let_compile", "sanitized", "unsanitized"]
-
 
 @contextmanager
 def sanitized() -> Iterator[None]:

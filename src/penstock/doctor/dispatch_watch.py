@@ -16,8 +16,6 @@ from penstock.doctor.slow_reductions import find_reduction
 from penstock.doctor.source_lines import find_place
 from penstock.doctor.sync_signs import launches, read_sign, tensors_of
 
-__all__ = ["DispatchWatch"]
-
 
 class DispatchWatch(TorchDispatchMode):
     """Records operations that wait for the device, and reductions over an outer dimension.

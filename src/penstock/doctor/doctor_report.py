@@ -12,8 +12,6 @@ from typing import Any
 from penstock.doctor.finding_kinds import ABOUT, Kind
 from penstock.report.units import printable, show_share
 
-__all__ = ["Finding", "Report"]
-
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _INDENT = "    "
 

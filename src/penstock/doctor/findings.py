@@ -13,8 +13,6 @@ from penstock.doctor.sightings import Entry, Key, Phase
 from penstock.doctor.source_lines import NOWHERE, Place
 from penstock.report.units import show_share
 
-__all__ = ["LEAST_LAUNCH_SHARE", "LEAST_LOADER_SHARE", "Observations", "make_report"]
-
 LEAST_LAUNCH_SHARE = 0.3  # share of a step that the GPU is idle without another cause
 LEAST_LOADER_SHARE = 0.1  # share of a step spent waiting for data
 _TIMELY = {Kind.STARVED, Kind.LAUNCHES}  # from the timed steps, which observation does not slow down

@@ -10,8 +10,6 @@ import torch
 
 from penstock.devices import cuda
 
-__all__ = ["Busy", "Profiling", "count_busy"]
-
 SHORT_SECONDS = 200e-6  # longer than a kernel launch, shorter than other host work
 
 

@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.devices import cuda
 
-__all__ = ["AssumedGpuTensors", "GpuTensors", "RealGpuTensors"]
-
 
 class GpuTensors(Protocol):
     """Tells device tensors from host tensors; `is_real` says whether there is a device to wait for."""

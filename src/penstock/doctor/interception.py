@@ -22,8 +22,6 @@ from penstock.doctor.source_lines import find_place
 from penstock.feeding.inline_source import InlineSource
 from penstock.feeding.loader_thread import Channel
 
-__all__ = ["SyncWarnings", "intercepted"]
-
 _MESSAGE = "called a synchronizing CUDA operation"
 
 

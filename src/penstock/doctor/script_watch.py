@@ -27,8 +27,6 @@ from penstock.doctor.sightings import Phase, Tally
 from penstock.doctor.source_lines import NOWHERE, Place, find_place
 from penstock.errors import UsageError
 
-__all__ = ["Watch", "watch"]
-
 _WARM = 2
 _FIRST_OBSERVED, _TIMED = 3, 3  # steps; a run may be short, so observed steps come before timed ones
 

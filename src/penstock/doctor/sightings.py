@@ -10,8 +10,6 @@ from penstock.doctor.finding_kinds import Kind
 from penstock.doctor.slow_reductions import Reduction
 from penstock.doctor.source_lines import Place
 
-__all__ = ["Entry", "Key", "Phase", "Tally"]
-
 LAUNCH_SECONDS = 5e-6  # about the time from a launch to the kernel's start on an idle GPU
 
 Key = tuple[Kind, Place]

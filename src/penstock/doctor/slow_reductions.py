@@ -12,8 +12,6 @@ import torch
 from penstock.report.units import show_seconds
 from penstock.timing import measure
 
-__all__ = ["Reduction", "find_reduction"]
-
 aten = torch.ops.aten
 
 _LEAST_BYTES = 2**20  # smaller reductions take too little time

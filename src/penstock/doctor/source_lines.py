@@ -14,8 +14,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["NOWHERE", "Place", "find_place"]
-
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep

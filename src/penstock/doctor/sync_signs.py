@@ -12,8 +12,6 @@ from penstock.doctor.finding_kinds import Kind
 from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.report.units import show_bytes
 
-__all__ = ["Sign", "launches", "read_sign", "tensors_of"]
-
 aten = torch.ops.aten
 
 

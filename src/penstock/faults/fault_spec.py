@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from penstock.errors import UsageError, nearest
 from penstock.schedule.actions import Kind
 
-__all__ = ["KINDS", "POINTS", "Chaos", "FaultSpec", "parse"]
-
 # the kinds of fault, with a description
 KINDS = {
     "kill": "the process gets SIGKILL",

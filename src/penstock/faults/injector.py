@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from penstock.runtime.lane_program import Instruction
 
-__all__ = ["ENVIRONMENT", "Injector"]
-
 ENVIRONMENT = "PENSTOCK_FAULTS"
 
 

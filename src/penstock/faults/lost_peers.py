@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from penstock.errors import HangError, LostError
 
-__all__ = ["is_lost"]
-
 
 def is_lost(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, came from another process that is lost or hangs.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from penstock.runtime.action_watch import Watch
     from penstock.runtime.lane_program import Instruction
 
-__all__ = ["Place", "locate"]
-
 _NO_TARGET = object()
 _FORWARD = (Kind.F, Kind.RECOMPUTE)
 _BACKWARD = (Kind.B, Kind.I, Kind.W)

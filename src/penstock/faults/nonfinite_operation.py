@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.model.source import line_of_frame
 
-__all__ = ["OpFinder", "is_finite"]
-
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 # they write constants: an infinity from them is intended, as in a mask
 _CONSTANT = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where")

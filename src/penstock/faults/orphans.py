@@ -11,8 +11,6 @@ import time
 
 from penstock.errors import UsageError
 
-__all__ = ["die_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 _CHECK_SECONDS = 0.5  # time between two checks of the parent
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.schedule.schedule import Schedule
 
-__all__ = ["Option", "advice", "is_out_of_memory", "options"]
-
 # texts of allocators without an exception type; the last two appear in messages from other processes
 _SIGNS = (
     "can't allocate memory",

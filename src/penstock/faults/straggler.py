@@ -9,8 +9,6 @@ from penstock.errors import UsageError
 from penstock.report.timeline import Timeline
 from penstock.report.units import show_seconds
 
-__all__ = ["SlowLane", "slow_lanes"]
-
 _FACTOR = 1.3  # smaller differences are noise on a busy machine
 
 

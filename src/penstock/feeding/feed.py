@@ -24,8 +24,6 @@ from penstock.feeding.tensor_destinations import Destinations, destinations_of, 
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planned.placement import check_devices
 
-__all__ = ["Feed", "feed"]
-
 ThreadOption = bool | Literal["auto"]
 
 _MOST_AHEAD = 1 << 16

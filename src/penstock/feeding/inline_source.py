@@ -19,8 +19,6 @@ from penstock.devices.cuda_streams import Event
 from penstock.feeding.item_carrier import SentItem
 from penstock.feeding.loader_thread import Channel, End, Failure, Job, staged_items, start_worker
 
-__all__ = ["InlineSource"]
-
 _SLOW_SECONDS = 1e-3  # a pull in a thread costs the loop about half its time in waits for Python's lock
 _NUM_SLOW = 3  # in a row; the first two may be slow because the loader starts and pinned memory is allocated
 

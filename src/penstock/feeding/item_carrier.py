@@ -15,8 +15,6 @@ from penstock.feeding.pinned_staging import Ready, StagedTensors, Staging, is_pl
 from penstock.feeding.tensor_destinations import Destinations
 from penstock.model.structure import rebuild
 
-__all__ = ["Carrier", "SentItem", "Split", "StagedItem"]
-
 Split = Callable[[Any], tuple[Any, Any]]
 
 

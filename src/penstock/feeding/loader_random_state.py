@@ -19,8 +19,6 @@ import torch
 
 from penstock.errors import UsageError
 
-__all__ = ["check_draws", "draws_of", "own_draws_of", "restored_draws", "set_own_draws"]
-
 
 def draws_of(loader: object) -> dict[str, Any]:
     """Return the states of all generators that a loader may draw from, in a form that JSON can hold."""

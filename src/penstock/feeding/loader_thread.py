@@ -29,8 +29,6 @@ from penstock.feeding.loader_random_state import own_draws_of, restored_draws
 if TYPE_CHECKING:
     from penstock.feeding.inline_source import InlineSource
 
-__all__ = ["Channel", "End", "Failure", "Job", "PullCounter", "end_worker", "staged_items", "start_worker"]
-
 _GRACE_SECONDS = 4.0  # wait this long for a worker that is in the loader
 
 

@@ -19,8 +19,6 @@ import torch
 from penstock.devices.cuda import blocking_event
 from penstock.devices.cuda_streams import Event, OnStream, new_stream
 
-__all__ = ["Staging", "is_plain", "pinned"]
-
 Ready = tuple[torch.device, Event]
 
 _MOST_PLANS = 64

@@ -10,8 +10,6 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["check_not_sharded", "share_of"]
-
 # attributes that lead to samplers and wrapped objects
 _INSIDE = ("sampler", "batch_sampler", "base_sampler", "base_dataloader", "dataset", "state")
 _DEEPEST = 4

@@ -13,8 +13,6 @@ from penstock.model.example import arguments_of
 from penstock.model.structure import flatten
 from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Destinations", "destinations_of", "destinations_on", "is_pair"]
-
 
 def is_pair(item: object) -> bool:
     """Return whether an item has the form (batch, target)."""

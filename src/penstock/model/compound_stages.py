@@ -9,8 +9,6 @@ from penstock.compile.options import Options
 from penstock.errors import UsageError
 from penstock.model.stages import Chain, HeldTensors, Program, Stage
 
-__all__ = ["compound_chain"]
-
 # runs one piece: takes a function from values to values, and the values
 RunPiece = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Sequence[Any]], Sequence[Any]]
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import CostError
 
-__all__ = ["Costs", "StageCosts"]
-
 _MOST = 1e30  # seconds or bytes; sums of many such numbers stay far below the float limit
 
 Floats = NDArray[np.float64]

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from penstock.errors import UsageError
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["BatchLayout", "Call", "arguments_of", "array_hint", "parameter_names", "read_call", "read_example"]
-
 
 @dataclass(frozen=True)
 class BatchLayout:

@@ -10,8 +10,6 @@ from typing import Any
 
 from penstock.errors import GraphError
 
-__all__ = ["Graph", "Node", "Parameter", "Size", "Value", "graph_of"]
-
 
 @dataclass(frozen=True)
 class Size:

@@ -6,8 +6,6 @@ import sys
 
 from torch import nn
 
-__all__ = ["HOOKS", "hooks_in", "is_of_library"]
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

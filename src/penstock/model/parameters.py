@@ -11,17 +11,6 @@ from torch import nn
 from penstock.model.example import Call
 from penstock.model.graph import Parameter
 
-__all__ = [
-    "aliases_of",
-    "buffer_places",
-    "held_tensors",
-    "main_device",
-    "module_signature",
-    "new_tensors_on_meta",
-    "read_parameters",
-    "unsaved_names",
-]
-
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers under all of their names; a shared tensor appears several times."""

@@ -20,8 +20,6 @@ from penstock.files import write_whole
 from penstock.model.costs import Costs
 from penstock.model.graph import Graph
 
-__all__ = ["Profile"]
-
 Floats = NDArray[np.float64]
 
 _COLUMNS = ("forward", "input_grad", "weight_grad", "saved_bytes", "pending_bytes")

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SOURCE", "is_called_by_torch", "line_of", "line_of_frame", "line_of_stack", "line_of_trace"]
-
 SOURCE = "penstock_source"  # the entry of a graph node's meta that holds its line in the user's model
 
 

@@ -15,8 +15,6 @@ from penstock.model.example import Call, array_hint, parameter_names, read_call
 from penstock.model.parameters import aliases_of, buffer_places
 from penstock.model.structure import differing_constants, rebuild
 
-__all__ = ["Chain", "Forms", "HeldTensors", "Program", "Results", "Stage", "make_chain"]
-
 
 class HeldTensors:
     """The tensors that a stage holds, in a tree of plain modules, so that state dicts have the model's own names."""

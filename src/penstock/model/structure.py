@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Slot", "differing_constants", "flatten", "plain_values", "rebuild"]
-
 _DEEPEST = 12  # levels of nesting; deeper parts stay as they are
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, range, slice)
 

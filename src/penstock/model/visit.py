@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["RunNode", "Visitor"]
-
 RunNode = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 
 

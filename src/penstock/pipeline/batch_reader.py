@@ -20,8 +20,6 @@ from penstock.runtime.losses import LossFunction, counts_of, loss_factors, needs
 from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_structure, sizes_of
 from penstock.runtime.step import Batch
 
-__all__ = ["BatchReader", "Ready"]
-
 _WATCHED_STEPS = 16  # the first steps, in which the default weights are checked against the targets
 _MOST_KNOWN = 64  # shapes of batches
 _WATCHED_ON_GPU = 1  # the same on a GPU, where each check makes the host wait

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.batch_reader import BatchReader
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["Comparison", "Difference", "compare"]
-
 _SHOWN = 8
 _TOLERANCES = {
     "float64": 1e-9,

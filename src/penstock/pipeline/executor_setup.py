@@ -27,8 +27,6 @@ from penstock.schedule.keep_policies import Keep
 from penstock.schedule.lower import Lowered, lower
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["ExecutorSetup", "stage_on"]
-
 _STATISTICS = 1 << 16  # the first exchange number of statistics; parameters have lower numbers, buffers higher ones
 
 

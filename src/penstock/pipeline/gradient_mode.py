@@ -7,8 +7,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["without_gradients"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

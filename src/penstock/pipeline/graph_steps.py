@@ -26,8 +26,6 @@ from penstock.schedule.keep_policies import POLICIES
 if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
 
-__all__ = ["GraphSteps", "GraphsOption", "trained_parameters"]
-
 
 class Run(Protocol):
     """A function that runs a step once on all lanes."""

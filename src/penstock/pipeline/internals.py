@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.runtime.lanes.lane_group import LaneGroup
 
-__all__ = ["Internals"]
-
 
 class Internals:
     """The internal parts of a pipeline that other packages use.

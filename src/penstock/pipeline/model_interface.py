@@ -10,8 +10,6 @@ from torch import nn
 
 from penstock.pipeline.weights import Weights
 
-__all__ = ["ModelInterface"]
-
 
 class ModelInterface:
     """The parameters and buffers of the lanes in this process, under the model's own names."""

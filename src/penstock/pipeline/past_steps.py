@@ -9,8 +9,6 @@ import torch
 
 from penstock.runtime.step import Mode, Step
 
-__all__ = ["PastStep", "PastSteps"]
-
 _MOST = 64  # steps; an update may consist of several
 
 

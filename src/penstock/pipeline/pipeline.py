@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from penstock.planning.memory_limits import Limit
     from penstock.runtime.action_watch import Watch
 
-__all__ = ["Pipeline"]
-
 _NOTHING = object()  # marks a missing target; None is a valid target
 
 

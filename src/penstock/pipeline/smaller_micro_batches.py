@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["split_finer"]
-
 
 def split_finer(pipe: Pipeline) -> bool:
     """Double the number of micro-batches per step of a pipeline; return False if this is impossible.

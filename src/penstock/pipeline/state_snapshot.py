@@ -15,8 +15,6 @@ from penstock.model.preserve.tensor_values import is_same_kind, restore_values
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["StateSnapshot", "loss_module", "preserved_state"]
-
 
 class _Holder(Protocol):
     """An object that holds buffers by name."""

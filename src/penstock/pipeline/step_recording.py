@@ -19,8 +19,6 @@ from penstock.schedule.actions import KIND_INDEX, Kind
 from penstock.schedule.lower import Lowered
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Recording"]
-
 _RECEIVES = (KIND_INDEX[Kind.RECV_F], KIND_INDEX[Kind.RECV_B])
 _SENDS = (KIND_INDEX[Kind.SEND_F], KIND_INDEX[Kind.SEND_B])
 

@@ -26,8 +26,6 @@ from penstock.runtime.step import Mode, Step
 if TYPE_CHECKING:
     from penstock.runtime.action_watch import Watch
 
-__all__ = ["StepRunner"]
-
 _SEED_LIMIT = 1 << 62
 
 

@@ -17,8 +17,6 @@ from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.schedule.actions import Kind
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Weights", "is_placeholder"]
-
 _BUFFERS = 1 << 20  # the first exchange number of buffers; parameters and statistics have lower numbers
 
 

@@ -34,8 +34,6 @@ from penstock.schedule.flow import NONE
 from penstock.schedule.lower import Lowered
 from penstock.schedule.rules import RULES, Where
 
-__all__ = ["find_causes"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import CostError
 
-__all__ = ["Cluster", "Link"]
-
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)

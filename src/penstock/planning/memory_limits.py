@@ -12,9 +12,6 @@ from penstock.errors import CostError
 from penstock.model.costs import Costs, StageCosts
 from penstock.report.units import parse_bytes
 
-__all__ = ["Limit", "limit_per_lane", "sized", "units_to_bytes"]
-
-
 Limit = float | str | Sequence[float | str]  # bytes, as 16e9 or "16GiB"; one for all lanes or one per lane
 
 

@@ -21,8 +21,6 @@ from penstock.schedule.overlaps import pair_rows, wait_together
 from penstock.schedule.rules import RULES, Where, occupying
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Wiring", "simulate"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

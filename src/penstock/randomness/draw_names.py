@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-__all__ = ["enter", "here", "seeded_python", "set_draw_names"]
-
 
 class _Here(threading.local):
     """The part of the model that a thread runs now.

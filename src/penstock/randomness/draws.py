@@ -24,8 +24,6 @@ from penstock.errors import UsageError
 from penstock.randomness.draw_names import enter, here
 from penstock.randomness.placed_draws import ORIGINAL_OF, argument_names, is_on
 
-__all__ = ["SeededMode", "mix"]
-
 _WORD = 2**64 - 1
 _CPU = torch.device("cpu")
 _MOST_GENERATORS = 1024  # per stage; a CPU generator takes 5 KB

@@ -24,8 +24,6 @@ from torch.fx.traceback import annotate
 from penstock.errors import UsageError
 from penstock.randomness.draw_names import enter, here, set_draw_names
 
-__all__ = ["ORIGINAL_OF", "UnplacedDrawError", "argument_names", "define", "draw_at", "is_on", "place_draws"]
-
 _MARK = "penstock place"
 _NAMESPACE = "penstock_placed"
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from penstock.report.units import show_seconds, show_share
 
-__all__ = ["CAUSES", "SIGNS", "Causes", "Figure"]
-
 
 class Figure(NamedTuple):
     """One share of `Causes`: its field, its name in tables, and an explanation."""

@@ -18,8 +18,6 @@ from penstock.schedule.rules import RULES, Where
 
 Event = dict[str, Any]
 
-__all__ = ["trace_events", "write_chrome"]
-
 # the threads of the process of a lane: its compute, and overlapping compute, since slices of one thread must be nested
 _COMPUTE, _BESIDE = 0, 1
 

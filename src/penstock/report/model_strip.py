@@ -12,8 +12,6 @@ from penstock.files import write_whole
 from penstock.report.page_assembly import Json, assemble
 from penstock.report.stage_table import StageRow
 
-__all__ = ["Arc", "NodeMark", "Strip", "write_strip"]
-
 # The files of the script, in the order of their dependencies.
 _SCRIPTS = (
     "format.js",

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 
-__all__ = ["Json", "assemble"]
-
 # Inside a script element, these characters in JSON could end the element, start a tag or end a line.
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 

@@ -14,8 +14,6 @@ from penstock.report.units import printable, show_bytes, show_seconds, show_shar
 from penstock.schedule.actions import KINDS, Kind
 from penstock.schedule.rules import RULES, Where
 
-__all__ = ["draw_text", "summary"]
-
 _MOST_LANES = 64
 # for each kind, a light background from the 256 terminal colours; the text is black
 _COLOR = {Kind.F: 117, Kind.B: 216, Kind.I: 222, Kind.W: 151, Kind.U: 183, Kind.RECOMPUTE: 250}

@@ -16,8 +16,6 @@ from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
 from penstock.schedule.peak_memory import HELD, changes_of
 from penstock.schedule.rules import RULES, Where
 
-__all__ = ["Memory", "Span", "Stretches", "Timeline"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

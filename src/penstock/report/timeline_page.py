@@ -18,8 +18,6 @@ from penstock.report.timeline import Floats, Memory, Timeline
 from penstock.schedule.actions import KINDS
 from penstock.schedule.rules import RULES, Where
 
-__all__ = ["write_html"]
-
 # The files of the script, in the order of their dependencies.
 _SCRIPTS = (
     "format.js",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["parse_bytes", "parse_seconds", "printable", "show_bytes", "show_count", "show_seconds", "show_share"]
-
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from penstock.runtime.lane_program import Instruction
 
-__all__ = ["Watch", "new_tensors"]
-
 
 class Watch(Protocol):
     """An object that sees every action, on the thread of its lane. `pipe.watch = watch` starts it.

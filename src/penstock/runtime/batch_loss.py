@@ -15,8 +15,6 @@ from penstock.errors import UsageError
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.micro_batches import join_dim_of
 
-__all__ = ["BatchLoss"]
-
 
 class BatchLoss:
     """The loss on the batch of one step.

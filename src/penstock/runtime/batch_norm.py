@@ -16,8 +16,6 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DeferredStatistics"]
-
 # The place of a buffer. It identifies the buffer; a tensor does not, because executors replace the buffer's tensor.
 Place = tuple[dict[str, torch.Tensor | None], str]
 Function = Callable[..., Any]

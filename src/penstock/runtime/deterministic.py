@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Deterministic"]
-
 Operation = torch._ops.OpOverload[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -7,8 +7,6 @@ import threading
 
 from penstock.errors import UsageError
 
-__all__ = ["ExclusiveUse"]
-
 
 class ExclusiveUse:
     """The exclusive right to use a pipeline; `with use:` holds it."""

@@ -22,8 +22,6 @@ from penstock.runtime.wire.transport import Key, Stopped, Transport
 from penstock.schedule.actions import Kind
 from penstock.schedule.rules import Value
 
-__all__ = ["Executor"]
-
 # the value that a stage holds for a micro-batch after an action
 _HELD_AFTER = {Kind.F: Value.SAVED, Kind.RECOMPUTE: Value.SAVED, Kind.I: Value.PENDING}
 

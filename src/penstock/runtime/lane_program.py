@@ -8,8 +8,6 @@ from typing import NamedTuple
 from penstock.schedule.actions import KINDS, Action, Kind
 from penstock.schedule.lower import Lowered
 
-__all__ = ["Instruction", "LaneProgram", "make_program"]
-
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 
 

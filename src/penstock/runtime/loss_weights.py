@@ -14,20 +14,6 @@ from torch import nn
 
 from penstock.model.structure import flatten
 
-__all__ = [
-    "IGNORED",
-    "CountRule",
-    "FoundWeight",
-    "candidates",
-    "gradient_tolerance",
-    "loss_tolerance",
-    "settings_of",
-    "shares_with",
-    "tolerance",
-    "total_gradient_tolerance",
-    "weight_of_torch_loss",
-]
-
 IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
 _MOST_PLACES = 4  # the tensors of a target that are tried
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -12,21 +12,6 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import UsageError, warn_user
 from penstock.model.structure import flatten
 
-__all__ = [
-    "SumReductionMode",
-    "Weight",
-    "check_loss",
-    "counts_of",
-    "find_loss",
-    "loss_factors",
-    "needs_target",
-    "read_loss",
-    "total_loss",
-    "total_metrics",
-    "warn_of_uneven_tokens",
-    "with_refused_backward",
-]
-
 LossFunction = Callable[..., Any]
 # a function from a micro-batch and its target to the count that the loss averages over; "sum" for a loss that is a sum
 Weight = Callable[[Any, Any], Any] | Literal["sum"] | None

@@ -11,17 +11,6 @@ from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.step import Batch
 
-__all__ = [
-    "batch_dim_of",
-    "cut_batch",
-    "cut_structure",
-    "join_dim_of",
-    "join_results",
-    "join_rows",
-    "move_to",
-    "sizes_of",
-]
-
 
 def sizes_of(batch_size: int, num_mbs: int) -> list[int]:
     """Return the number of samples of each micro-batch, as even as possible; fewer micro-batches if samples are few.

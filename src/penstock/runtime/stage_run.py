@@ -24,8 +24,6 @@ from penstock.runtime.step import Step
 from penstock.runtime.wiring import Edge, Wiring
 from penstock.schedule.keep_policies import POLICIES, Keep
 
-__all__ = ["Record", "StageRun", "dtype_hint"]
-
 Values = list[Any]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

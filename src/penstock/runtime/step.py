@@ -14,8 +14,6 @@ from penstock.runtime.action_watch import Watch
 if TYPE_CHECKING:
     from penstock.runtime.batch_loss import BatchLoss
 
-__all__ = ["Batch", "Mode", "Step"]
-
 # Called in the last stage with the model's results for a micro-batch, its number and its target. Returns the loss, or
 # None if there is none, and the metrics that the loss function returned with it.
 Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], tuple[torch.Tensor | None, dict[str, torch.Tensor]]]

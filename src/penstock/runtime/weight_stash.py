@@ -13,8 +13,6 @@ import torch
 
 from penstock.model.stages import Stage
 
-__all__ = ["WeightVersions"]
-
 
 class WeightVersions:
     """The versions of the weights of a lane's stages.

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from penstock.errors import GraphError
 
-__all__ = ["Edge", "Feed", "Wiring", "wire"]
-
 _GIVEN = "input:"  # the names of the model's inputs begin with it
 
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "Lane", "decode", "encode"]
-
 
 class Kind(StrEnum):
     """The type of an action. The value of a kind appears in the text form of its actions."""

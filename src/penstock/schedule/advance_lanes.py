@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from penstock.schedule.actions import Ints
 
-__all__ = ["Queues", "Run", "advance"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

@@ -6,8 +6,6 @@ from numbers import Integral
 
 from penstock.errors import ScheduleError
 
-__all__ = ["check_count", "loop", "need_even_lanes", "snake"]
-
 
 def check_count(name: str, value: object, most: int) -> int:
     """Return a whole number of at least 1 and below `most`; refuse anything else."""

@@ -20,8 +20,6 @@ from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind, dec
 from penstock.schedule.rules import RULES, At, Copy, Need, Value
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["MISSING", "NONE", "Flow", "Rows", "check_skips", "edges_of", "trace_flow"]
-
 NONE = -1  # nothing to wait for
 MISSING = -2  # needed, but no action makes it
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["from_json", "to_json"]
-
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """Return all fields of a schedule as plain data.

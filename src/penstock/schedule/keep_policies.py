@@ -8,11 +8,6 @@ from typing import Literal, get_args
 
 from penstock.errors import ScheduleError, nearest
 
-__all__ = [
-    "CHOSEN_BY_NODE", "PLANNED", "POLICIES", "Keep", "KeepPolicy", "KeepRequest", "check_keep", "listed",
-    "of_stages",
-]  # fmt: skip
-
 Keep = Literal["hold", "recompute", "except_last", "offload"]  # of a stage
 KeepRequest = Literal["hold", "recompute", "except_last", "offload", "fit"]  # of a pipeline
 

@@ -21,8 +21,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.slots import Slots, assign_slots
 from penstock.schedule.violations import find_incomplete, find_unknown
 
-__all__ = ["Channels", "Lowered", "check_channels", "lower"]
-
 # tagged: a receive names its message. ordered: one queue for each pair of lanes; sends do not block.
 # blocking: like ordered, but a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]

@@ -11,8 +11,6 @@ from penstock.schedule.actions import KIND_INDEX, Ints, Kind
 from penstock.schedule.flow import NONE, Rows
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["BUILT", "find_bad_overlaps", "pair_rows", "wait_together"]
-
 # the kinds of a schedule as built; lowering adds the others
 BUILT = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U)
 

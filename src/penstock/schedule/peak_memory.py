@@ -13,8 +13,6 @@ from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["HELD", "MemoryLimit", "changes", "changes_of", "find_over_limit"]
-
 Floats = NDArray[np.float64]
 
 # Values that occupy memory of a lane until they are freed.

@@ -12,8 +12,6 @@ from penstock.schedule.actions import MAX_MBS, MAX_STAGES
 from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Builder", "Entry", "Registry"]
-
 Builder = Callable[..., Schedule]
 
 MAX_FORWARDS = 100_000_000  # lanes × micro-batches; 4 million take 2.5 GiB to simulate

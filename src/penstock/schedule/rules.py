@@ -11,8 +11,6 @@ from enum import Enum, StrEnum
 
 from penstock.schedule.actions import Kind
 
-__all__ = ["GOAL", "RULES", "At", "Copy", "Need", "Rule", "Value", "Where"]
-
 
 class Value(StrEnum):
     """A named thing that an action needs or makes; there is one per stage and micro-batch."""

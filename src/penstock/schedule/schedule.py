@@ -13,8 +13,6 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import KIND_INDEX, Action, Codes, Ints, Kind, Lane, decode
 
-__all__ = ["Schedule"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:

@@ -13,8 +13,6 @@ from penstock.schedule.flow import NONE, Rows
 from penstock.schedule.peak_memory import HELD
 from penstock.schedule.rules import RULES, At, Rule, Value
 
-__all__ = ["Slots", "assign_slots"]
-
 Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value its source stage (else -1)
 
 _HELD = HELD - {Value.INPUT}  # an input stays in the slot that received it

@@ -22,8 +22,6 @@ from penstock.schedule.actions import Action, Ints, Kind, Lane, encode
 from penstock.schedule.rules import Where, occupying
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["load_csv", "read_lanes", "to_text", "write_csv"]
-
 _OVERLAP = "OVERLAP_F_B"  # the name in torch
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:" + _OVERLAP + r")?")
 _MAX_CSV_BYTES = 1 << 30

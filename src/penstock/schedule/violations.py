@@ -14,8 +14,6 @@ from penstock.schedule.overlaps import BUILT, find_bad_overlaps
 from penstock.schedule.rules import GOAL, RULES, makers
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Fault", "find_incomplete", "find_unknown"]
-
 FaultKind = Literal[
     "unknown", "misplaced", "repeated", "missing", "unmet", "deadlock", "channel", "version", "overlap", "memory"
 ]

@@ -7,8 +7,6 @@ from typing import Any
 
 from penstock.feeding.tensor_destinations import is_pair
 
-__all__ = ["ItemReader", "Split"]
-
 Split = Callable[[Any], tuple[Any, Any]]
 
 

@@ -18,8 +18,6 @@ from penstock.runtime.lanes.status_board import DATA, IDLE
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
-__all__ = ["DataWatch"]
-
 # an otherwise unused signal, which interrupts the waiting thread
 _SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else 0
 _CHECK_SECONDS = 0.5

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from penstock.training.stepper import UpdateResult
     from penstock.training.trainer import Trainer
 
-__all__ = ["FaultHandler"]
-
 
 class FaultHandler:
     """Handles the faults of a training.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from penstock.training.stepper import UpdateResult
     from penstock.training.trainer import Trainer
 
-__all__ = ["MemoryRetry"]
-
 
 class MemoryRetry:
     """Runs updates. If memory runs out, it runs the same batch again with more micro-batches.

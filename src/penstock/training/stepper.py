@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.report.timeline import Timeline
 
-__all__ = ["Stepper", "UpdateResult", "mean_metrics"]
-
 
 @dataclass(frozen=True)
 class UpdateResult:

@@ -41,8 +41,6 @@ from penstock.training.view.view import View
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
 
-__all__ = ["Trainer"]
-
 _MOST_REWINDS = 5  # per run; after more, the data is not the cause
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from penstock.errors import UsageError, nearest
 
-__all__ = ["ON_NAN", "ON_OOM", "TrainerOptions"]
-
 ON_NAN = ("stop", "skip", "rewind", "ignore")
 ON_OOM = ("split", "stop")
 

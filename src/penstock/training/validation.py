@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.training.batch_items import ItemReader
 
-__all__ = ["validate"]
-
 
 def validate(
     pipe: Pipeline, data: Iterable[Any], items: ItemReader, why_to_end: Callable[[], str | None]

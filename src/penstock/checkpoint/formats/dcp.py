@@ -18,8 +18,6 @@ from penstock.checkpoint.formats.pickle_reader import Name, RecordedCall, read_p
 from penstock.checkpoint.tensor_shards import SAFE_NAMES
 from penstock.errors import CheckpointError
 
-__all__ = ["METADATA", "load_tensors", "read_dcp", "write_dcp"]
-
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

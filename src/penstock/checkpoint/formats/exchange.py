@@ -21,8 +21,6 @@ from penstock.checkpoint.save_job import INDEX, Job, Saving
 from penstock.checkpoint.tensor_shards import Shard, check_storable, write_shard
 from penstock.errors import CheckpointError, OutputError, UsageError
 
-__all__ = ["FORMS", "Form", "Moved", "export_checkpoint", "import_weights"]
-
 Form = Literal["safetensors", "huggingface", "dcp"]
 FORMS: tuple[Form, ...] = ("safetensors", "huggingface", "dcp")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

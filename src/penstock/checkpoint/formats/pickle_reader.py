@@ -13,8 +13,6 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 
-__all__ = ["Name", "RecordedCall", "read_pickled"]
-
 
 @dataclass(frozen=True)
 class Name:

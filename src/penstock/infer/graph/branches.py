@@ -15,8 +15,6 @@ from functools import cached_property
 
 from penstock.errors import GraphError
 
-__all__ = ["MOST_BRANCHES", "Branches", "GraphNode", "find_branches"]
-
 MOST_BRANCHES = 8
 _MOST_PATHS = 64  # paths to try, longest first
 _LEAST_KERNELS = 8  # on a path with its own stream: shorter paths cost more in waits than they save

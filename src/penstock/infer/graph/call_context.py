@@ -8,8 +8,6 @@ import torch
 
 from penstock.devices import cuda
 
-__all__ = ["CallContext"]
-
 
 class CallContext:
     """Run on a device, without gradients and outside inference mode, whatever the caller's modes.

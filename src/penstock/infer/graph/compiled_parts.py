@@ -22,8 +22,6 @@ from penstock.infer.graph.branches import Branches
 from penstock.infer.graph.program_analysis import ProgramAnalysis
 from penstock.model.capture.export.traced_operations import Families, draws, written_by
 
-__all__ = ["compiled_part", "find_parts"]
-
 # arguments that switch off draws and changes: dropout, attention and batch norm in evaluation
 _QUIET = {"train": (False,), "training": (False,), "p": (0.0,), "dropout_p": (0.0,), "dropout": (0.0,)}
 

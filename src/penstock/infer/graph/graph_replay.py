@@ -12,8 +12,6 @@ from penstock.devices.graph_capture import Maker, no_collection
 from penstock.devices.kinds import kind_of
 from penstock.infer.graph.interpreter import Interpreter
 
-__all__ = ["Replay"]
-
 _WARM_RUNS = 3  # first calls choose kernels and allocate, which must not happen in a capture
 
 

@@ -27,8 +27,6 @@ from penstock.model.example import Call, read_example
 from penstock.model.parameters import main_device
 from penstock.model.structure import flatten, rebuild
 
-__all__ = ["Graph"]
-
 _MOST_FORMS = 64  # maximum number of remembered call forms
 
 

@@ -19,8 +19,6 @@ from penstock.model.capture.export.exported_stage import ExportProgram
 from penstock.model.example import Call
 from penstock.model.structure import rebuild
 
-__all__ = ["Form", "Program", "quick_name"]
-
 _OTHER_SIZES = (1, 2, 3)  # other batch sizes, to see what depends on the size; with 1, a dimension may vanish
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 

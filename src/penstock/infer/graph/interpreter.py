@@ -25,8 +25,6 @@ from penstock.infer.graph.compiled_parts import compiled_part, find_parts
 from penstock.infer.graph.node_execution import compute
 from penstock.infer.graph.program_analysis import ProgramAnalysis
 
-__all__ = ["Interpreter"]
-
 Known = dict[fx.Node, Any]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ModelParts"]
-
 
 class ModelParts:
     """The modules, parameters and buffers of a model at this moment.

@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.devices.sanitizer import unsanitized
 
-__all__ = ["compute", "fake_tensors", "fake_values"]
-
 
 def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
     """Compute one node from known values."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["convolutions_as_products", "is_convolution"]
-
 aten = torch.ops.aten
 _CONVOLUTIONS: dict[object, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 _DEFAULTS: tuple[Any, ...] = (None, 1, 0, 1, 1)  # bias, stride, padding, dilation, groups

@@ -27,8 +27,6 @@ from penstock.model.capture.export.traced_operations import Families, draws, op_
 from penstock.model.profiling.device_rates import Rates
 from penstock.model.profiling.operation_counts import Tally
 
-__all__ = ["ProgramAnalysis", "analyze_program"]
-
 _CONSTANT = "_constants."  # name prefix of tensors in the model's code
 _RATES = "h100"  # only the ratios of compute, memory and launch times matter
 

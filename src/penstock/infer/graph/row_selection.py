@@ -21,8 +21,6 @@ from torch import fx
 
 from penstock.model.capture.export.traced_operations import Families, op_name
 
-__all__ = ["can_use_fewer_rows", "reads_rows", "use_fewer_rows"]
-
 aten = torch.ops.aten
 _END = sys.maxsize  # torch's value for an omitted end
 _MOST_SHARE = 0.5  # share of rows: gathering nearly all of them gains nothing

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["ShapeCache"]
-
 T = TypeVar("T")
 
 _MOST = 8

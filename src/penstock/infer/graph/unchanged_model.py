@@ -12,8 +12,6 @@ from torch import nn
 
 from penstock.model.preserve.modes import in_mode
 
-__all__ = ["UnchangedModel"]
-
 # one lock per module, because a run in evaluation changes the module's mode temporarily
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKING = threading.Lock()

@@ -20,8 +20,6 @@ from penstock.infer.stream.stage_runner import Arguments, StageData, StageRunner
 from penstock.infer.stream.stream_threads import CLOSED, StreamThreads
 from penstock.runtime.exclusive_use import ExclusiveUse
 
-__all__ = ["Pipeline"]
-
 Stage = nn.Module | Callable[..., Any]
 Errors = Literal["raise", "return"]
 

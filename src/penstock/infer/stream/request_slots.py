@@ -14,8 +14,6 @@ from penstock.devices.cuda import blocking_event
 from penstock.devices.cuda_streams import CudaStreams, Event, OnStream, Stream
 from penstock.devices.kinds import kind_of
 
-__all__ = ["RequestSlot"]
-
 
 class RequestSlot:
     """The slot of one request; on a CPU it holds no memory."""

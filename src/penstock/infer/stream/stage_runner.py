@@ -13,8 +13,6 @@ from penstock.devices.cuda_streams import CudaStreams, Event, current_stream, ne
 from penstock.model.example import arguments_of
 from penstock.model.structure import flatten, rebuild
 
-__all__ = ["Arguments", "StageData", "StageRunner", "arguments"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -28,8 +28,6 @@ from penstock.errors import UsageError
 from penstock.infer.stream.request_slots import RequestSlot
 from penstock.infer.stream.stage_runner import StageData, StageRunner, arguments
 
-__all__ = ["CLOSED", "StreamThreads"]
-
 CLOSED = "the pipeline is closed; make another one"
 _EXIT_SECONDS = 10.0  # how long an ending process waits for requests in progress
 

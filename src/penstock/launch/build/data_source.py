@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from penstock.launch.config.config import Config
 
-__all__ = ["Batches", "Text", "build_data", "count_tokens_of", "first_item"]
-
 
 class Text:
     """Batches of random pieces of the text of Penstock; each epoch always has the same batches.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from penstock.launch.config.config import Config
 
-__all__ = ["build_model"]
-
 
 def build_model(config: Config) -> tuple[nn.Module, Any]:
     """Return the model, and the example batch that the callable returns with it, or None.

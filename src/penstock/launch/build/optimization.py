@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from penstock.launch.config.config import Config
 
-__all__ = ["build_loss", "build_rate", "build_weight", "optimizer_maker"]
-
 
 def build_loss(config: Config) -> Any:  # noqa: ANN401 - a function, or None
     """Return the loss function, or None if the model returns its loss.

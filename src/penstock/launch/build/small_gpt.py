@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
 
-__all__ = ["Text", "load_text", "loss_of", "make_gpt"]
-
 
 def make_gpt(num_characters: int, *, width: int = 128, depth: int = 4, heads: int = 4, length: int = 32) -> nn.Module:
     """Return a GPT that takes `(batch, length)` characters as numbers and predicts the next one for each."""

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from penstock.launch.config.config import Config
     from penstock.launch.config.config_reader import LoadedConfig
 
-__all__ = ["Parts", "build_parts", "build_trainer", "environment", "lanes_of"]
-
 _BUILD_SECONDS = 600.0  # minimum timeout while the first lane measures and cuts, and the others wait
 _OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,8 +15,6 @@ from penstock.model.source import line_of
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
 
-__all__ = ["check_pair", "explain_bad_batches", "show_batch"]
-
 _MOST = 6  # maximum number of parts of a batch to show
 
 

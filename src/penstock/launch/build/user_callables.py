@@ -9,8 +9,6 @@ from typing import Any
 from penstock.errors import UsageError, nearest
 from penstock.model.small_models.named_models import find
 
-__all__ = ["call", "check_arguments", "find_callable"]
-
 
 def find_callable(key: str, name: str) -> Callable[..., Any]:
     """Return the callable that a key names.

@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ALIASES", "GROUPS", "HINTS", "Config", "group_of"]
-
 GROUPS = ("Model and data", "Optimization", "Execution", "Run folder and logs", "Processes")
 ALIASES = {"nproc_per_node": "nproc", "max_steps": "steps", "save_total_limit": "keep_checkpoints"}  # of other tools
 HINTS = {  # keys of other tools, and the hint for each

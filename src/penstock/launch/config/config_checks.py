@@ -12,8 +12,6 @@ from penstock.launch.config.config import Config
 from penstock.report.units import parse_bytes
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 
-__all__ = ["LR_SCHEDULES", "faults_of", "node_counts"]
-
 LR_SCHEDULES = ("constant", "linear", "cosine", "one_cycle")
 _BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 _BUILT_IN = {

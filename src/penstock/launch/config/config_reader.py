@@ -17,8 +17,6 @@ from penstock.launch.config.flag_values import expected_text, kinds_of, read_val
 from penstock.launch.config.toml_text import parse_toml, refusal_of
 from penstock.torchrun import environment_faults
 
-__all__ = ["LoadedConfig", "read_config", "take_flags"]
-
 
 @dataclass(frozen=True)
 class LoadedConfig:

@@ -11,8 +11,6 @@ from penstock.launch.config.config import GROUPS, Config, group_of
 from penstock.launch.config.config_reader import LoadedConfig
 from penstock.launch.config.flag_values import kinds_of
 
-__all__ = ["example_file", "key_table", "origins_in", "to_toml", "toml_value"]
-
 _WIDTH = 100
 
 

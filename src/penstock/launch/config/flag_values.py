@@ -9,8 +9,6 @@ from penstock.errors import nearest
 from penstock.launch.config.config import Config
 from penstock.launch.config.toml_text import parse_toml
 
-__all__ = ["expected_text", "kinds_of", "read_value"]
-
 _SWITCHED = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

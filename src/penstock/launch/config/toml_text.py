@@ -5,8 +5,6 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-__all__ = ["parse_toml", "refusal_of"]
-
 _MOST_LEVELS = 100  # of nested lists and tables: readers and writers of values recurse once per level
 _MOST_BITS = 63  # without the sign: the range of TOML and torch
 _MOST_SHOWN = 80  # characters of a value in a message

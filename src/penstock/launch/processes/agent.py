@@ -22,8 +22,6 @@ from penstock.launch.processes.spare_pool import Spares
 from penstock.launch.processes.worker_process import AGAIN_FLAG
 from penstock.runtime.lanes.hang_report import state_of
 
-__all__ = ["Agent", "LeaveNow"]
-
 _PATIENCE_SECONDS = 2.0  # for the others after one process failed: they notice at once, unless they hang
 _INTERVAL_SECONDS = 0.05
 _STOPPED_LOOKS, _POLL_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AGAIN",
-    "BAD_CHECKPOINT",
-    "BAD_CONFIG",
-    "DONE",
-    "INTERRUPTED",
-    "LATE",
-    "LOST",
-    "RAISED",
-    "code_of",
-    "code_of_status",
-]
-
 DONE = 0
 RAISED = 1  # user code raised, or the numbers are not finite: it would happen again
 BAD_CONFIG = 2

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.launch.processes.agent import Agent
     from penstock.launch.processes.process_logs import RunLogs, Show
 
-__all__ = ["needs_processes", "start_processes"]
-
 _UNLIMITED = 1 << 20  # restarts of torch's agent: `Policy` limits them per hour
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -10,8 +10,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
-__all__ = ["HOST", "loopback_handler"]
-
 HOST = "127.0.0.1"
 _WAITING = 128  # maximum number of pending connections
 

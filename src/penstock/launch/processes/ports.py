@@ -7,8 +7,6 @@ from datetime import timedelta
 
 from penstock.errors import UsageError
 
-__all__ = ["check_endpoint"]
-
 _SECONDS = 5.0
 
 

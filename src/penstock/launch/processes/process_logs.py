@@ -12,8 +12,6 @@ from typing import Literal, TextIO
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-__all__ = ["Follower", "RunLogs", "Show", "quiet_torch"]
-
 Show = Literal["drawn", "lines", "nothing"]
 _SECONDS = 0.05
 _HOLD_SECONDS = 1.0

@@ -19,8 +19,6 @@ from penstock.launch.processes.exit_codes import (
     RAISED,
 )
 
-__all__ = ["Policy", "Verdict"]
-
 _HOUR = 3600.0
 _MOST_SECONDS = 30.0
 _FINAL = (BAD_CONFIG, BAD_CHECKPOINT, RAISED, INTERRUPTED)  # in order of precedence

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from penstock.launch.processes.exit_codes import INTERRUPTED, LATE
 
-__all__ = ["shutdown_deadline"]
-
 _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

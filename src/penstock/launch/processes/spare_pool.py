@@ -14,8 +14,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-__all__ = ["Spares"]
-
 _torch: Any = api  # the stubs lack the names used here
 _MODULE = "penstock.launch.processes.spare_process"
 _WORKER = ("-u", "-m", "penstock.launch.worker")

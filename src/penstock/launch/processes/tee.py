@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Tee"]
-
 
 class Tee:
     """A stream whose output also goes to a file; errors of the file, such as a full disk, are ignored.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.training.callbacks.callback import Callback
     from penstock.training.trainer import Trainer
 
-__all__ = ["Outcome", "report_not_started", "run_here"]
-
 _MOST_NOTED = 2000  # characters of a message in faults.jsonl
 _MOST_SAID = 20_000  # characters of a message on stderr: it may contain a whole tensor
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
-__all__ = ["enter", "main"]
-
 AGAIN_FLAG = "--again"  # this is a restart after lost processes
 RESOLVED_FLAG = "--resolved"  # the launcher wrote the file, which has the source of each value
 PARENT_FLAG = "--parent"  # the process number of the launcher; the worker ends with it

@@ -19,8 +19,6 @@ from penstock.model.source import line_of
 from penstock.model.stages import Chain
 from penstock.model.visit import Visitor
 
-__all__ = ["PATHS", "Captured", "capture"]
-
 
 class Captured(Protocol):
     """A model captured by one of the capture paths."""

@@ -32,8 +32,6 @@ from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 from penstock.randomness.draw_names import enter
 
-__all__ = ["Direct", "sequence_of"]
-
 _GROUP_SIZE = 8  # modules per compiled group; groups with the same types of modules share their compiled code
 
 

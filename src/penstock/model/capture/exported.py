@@ -23,9 +23,6 @@ from penstock.model.preserve.original_devices import OriginalDevices, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
-__all__ = ["Exported"]
-
-
 _MOST_FORMS = 6  # traced forms; batches that fit none of them are replayed
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from penstock.model.graph import Graph
 
-__all__ = ["held_by_stage", "match_cuts"]
-
 
 def held_by_stage(graph: Graph, cuts: Sequence[int]) -> list[tuple[str, ...]]:
     """Return the parameters and buffers that each stage holds: those that it uses, and a share of the unused ones.

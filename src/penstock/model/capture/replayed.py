@@ -28,8 +28,6 @@ from penstock.model.preserve.original_devices import OriginalDevices
 from penstock.model.stages import Chain, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 
-__all__ = ["Replayed"]
-
 
 class Replayed:
     """A model captured by replay."""

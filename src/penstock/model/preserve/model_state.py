@@ -12,8 +12,6 @@ from torch import nn
 
 from penstock.model.preserve.tensor_values import restore_values
 
-__all__ = ["CONTAINERS", "TORCH_ATTRIBUTES", "preserve_attributes", "preserve_state", "refill"]
-
 CONTAINERS = (list, dict, set, deque)
 
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}

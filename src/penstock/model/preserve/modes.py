@@ -13,8 +13,6 @@ from torch import nn
 
 from penstock.devices import cuda
 
-__all__ = ["RandomStates", "in_mode"]
-
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:

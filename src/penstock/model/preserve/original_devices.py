@@ -14,8 +14,6 @@ from torch import nn
 
 from penstock.model.parameters import held_tensors
 
-__all__ = ["OriginalDevices", "on_device"]
-
 
 class OriginalDevices:
     """The current devices of a model's parameters and buffers."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_same_kind", "restore_values"]
-
 
 @torch.no_grad()
 def restore_values(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -21,8 +21,6 @@ from penstock.model.profiling.saved_tensors import num_bytes
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
 
-__all__ = ["analytic"]
-
 
 def analytic(
     captured: Captured,

@@ -15,8 +15,6 @@ import torch
 from penstock.devices import cuda
 from penstock.devices.kinds import kind_of
 
-__all__ = ["Call", "Clock", "Timing", "clock_for", "engine_overhead", "in_queue", "median_time", "wall_clock_for"]
-
 _MOST_CALLS = 64  # in one burst; the queue of a device holds about a thousand kernels
 _FEW_ROUNDS = 3  # the minimum, even if time is short, unless a single call takes long
 _LONG_SECONDS = 0.01

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from penstock.model.profiling.call_timing import Call, Timing
 
-__all__ = ["KNOWN_RATES", "Rates"]
-
 # The shares of the peak figures on a data sheet that large products and copies reach. On an H200, `measured` gives 0.71
 # of the bf16 rate and 0.89 of the bandwidth; the layers of a model are smaller and less regular than its operations.
 _FLOPS_SHARE = 0.6

@@ -22,8 +22,6 @@ from penstock.model.profiling.whole_model import whole_seconds
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
 
-__all__ = ["measure"]
-
 _MOST_SECONDS = 0.01  # for one timing; a longer one does not improve the median
 _TIMINGS = 4  # per node: its forward, and the gradients of its inputs, of its parameters and of both
 _MOST_SCALE = 3.0  # a larger factor means that something else was measured

@@ -9,8 +9,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["ATTENTION_FLOPS", "FusedAttention"]
-
 aten = torch.ops.aten
 
 

@@ -25,8 +25,6 @@ from penstock.model.visit import RunNode
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
 
-__all__ = ["Progress", "Survey", "distinct_nodes", "survey"]
-
 _MOST_REASON = 120  # characters of an error in a warning
 
 Progress = Callable[[int, int, str], None]

@@ -14,8 +14,6 @@ from penstock.model.graph import Node
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import RunNode
 
-__all__ = ["Backward", "Trial"]
-
 
 @dataclass(frozen=True)
 class Backward:

@@ -14,8 +14,6 @@ from penstock.model.profiling.device_rates import Rates
 from penstock.model.profiling.meta_attention import ATTENTION_FLOPS
 from penstock.model.profiling.saved_tensors import num_bytes, storage_bytes, storage_of
 
-__all__ = ["Tally"]
-
 aten = torch.ops.aten
 
 # of their first argument, these read only the elements that they return

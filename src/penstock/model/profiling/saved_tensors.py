@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.model.profiling.node_trial import Trial
 
-__all__ = ["Ledger", "Saved", "num_bytes", "record_saved", "storage_bytes", "storage_of"]
-
 
 @dataclass(frozen=True)
 class Kept:

@@ -23,8 +23,6 @@ from penstock.model.structure import flatten
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
 
-__all__ = ["whole_seconds"]
-
 _MOST_RUNS, _FEWEST_RUNS = 9, 3
 _ENOUGH_SECONDS = 0.3
 _MEMORY_SHARE = 0.25  # of the free memory; the largest share that one run may take

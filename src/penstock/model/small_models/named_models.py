@@ -15,8 +15,6 @@ from penstock.errors import UsageError, error_in_short, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Exceptions", "checked", "config_of", "find", "load"]
-
 Exceptions = Mapping[str, Mapping[str, Any]]  # by model type
 
 

@@ -13,8 +13,6 @@ from penstock.model.small_models.small_config import Config, Setting, configs_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["batch_for"]
-
 LENGTH, TARGET_LENGTH, LABEL_LENGTH = 16, 12, 4
 FIRST_WORD, NUM_WORDS = 20, 80  # a range of the vocabulary without special tokens
 GRID = 4  # patches per side of an image, for models that take patches

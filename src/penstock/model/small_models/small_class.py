@@ -11,8 +11,6 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.model.small_models.small_config import Config
 
-__all__ = ["class_of"]
-
 # the first of these mappings of transformers that contains the config determines the class
 TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM",

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-__all__ = ["Config", "Setting", "configs_of", "read", "shrunk"]
-
 WIDTH, HEADS, LAYERS, EXPERTS = 64, 4, 4, 4
 HEAD_WIDTH = WIDTH // HEADS
 INNER = 2 * WIDTH

@@ -75,8 +75,6 @@ from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, 
 from penstock.runtime.micro_batches import cut_structure, join_results, join_rows
 from penstock.runtime.step import Batch
 
-__all__ = ["Exactness", "OnlyWholeError"]
-
 _HOST = torch.device("cpu")
 _MOST_ON_GPU = 3  # compared targets on a GPU once a single weight is left; the host waits for each
 _MOST_COUNTED = 1024  # samples of a batch that is searched for distinguishing samples, one by one

@@ -16,8 +16,6 @@ from penstock.pipeline.exactness.scoring import Run, largest_difference, parts_o
 from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.micro_batches import join_results
 
-__all__ = ["advice_for", "balances_experts", "broadcast_of", "check_own_weight", "option_for"]
-
 
 def broadcast_of(run: Run, target: tuple[Any, ...]) -> str:
     """Return a hint if the target has another shape than the output, since this may be the cause."""

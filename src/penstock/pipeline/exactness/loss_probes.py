@@ -18,8 +18,6 @@ from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.losses import LossFunction
 from penstock.runtime.micro_batches import join_dim_of
 
-__all__ = ["probe_tolerance", "probes"]
-
 _STEPS = 5  # of descent, per choice of step sizes
 _SECONDS = 2.0  # for all steps: a loss may be slow
 _MOST_ELEMENTS = 1 << 24  # of all outputs; with more, a probe takes too much time and GPU memory

@@ -15,19 +15,6 @@ from penstock.pipeline.exactness.scoring import parts_of
 from penstock.runtime.loss_weights import IGNORED
 from penstock.runtime.micro_batches import batch_dim_of
 
-__all__ = [
-    "FEW",
-    "artificial_labels",
-    "as_batch",
-    "choices_of_rows",
-    "ignoring",
-    "label_names",
-    "moved_to",
-    "rows_of",
-    "special_values",
-    "with_ignored",
-]
-
 FEW = 5  # samples to try, in parts of two and three, since batch norm refuses a single sample
 _TRIES = 3  # choices of samples of a target, and random choices of labels
 _LABELS = ("label", "target")  # words in the names of inputs that hold labels

@@ -35,25 +35,6 @@ _PERTURBED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 CHANGES = "it changes with each call"
 
-__all__ = [
-    "CHANGES",
-    "Distance",
-    "NotComparableError",
-    "Run",
-    "Scored",
-    "call_fails",
-    "distance_of",
-    "fitting_weights",
-    "is_own_sum",
-    "largest_difference",
-    "largest_gradient_difference",
-    "parts_of",
-    "perturbed",
-    "preserved_model",
-    "run_call",
-    "score_losses",
-]
-
 
 @dataclass(frozen=True)
 class Run:

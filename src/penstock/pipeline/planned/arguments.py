@@ -13,8 +13,6 @@ from penstock.schedule.actions import Kind
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["LossOver", "check_loss_over", "check_model_options", "check_seconds", "check_switches", "warn_of_cache"]
-
 LossOver = Literal["micro_batch", "batch"]
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from penstock.planning.cluster import Cluster
     from penstock.planning.memory_limits import Limit
 
-__all__ = ["plan"]
-
 
 def plan(
     model: Model,

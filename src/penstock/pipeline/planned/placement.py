@@ -15,8 +15,6 @@ from penstock.runtime.lanes.lane_group import world_size
 from penstock.schedule.counts import check_count
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["autocast_of", "check_devices", "choose_lanes", "share_of_threads", "threads_per_lane", "with_threads"]
-
 
 def choose_lanes(lanes: int | None, devices: Sequence[object] | None, schedule: object, *, is_run: bool = True) -> int:
     """Return the number of lanes: `lanes`, or that of the processes, of the schedule, of the devices, or of the GPUs.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.planned.planned_model import Request
     from penstock.schedule.schedule import Schedule
 
-__all__ = ["fingerprint_of", "reusable_plan"]
-
 
 def fingerprint_of(request: Request, captured: Captured, first: Schedule) -> dict[str, Any]:
     """Return everything that a plan depends on, except measured times, as plain JSON data."""

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from penstock.planning.memory_limits import Limit
     from penstock.report.timeline import Timeline
 
-__all__ = ["PlannedModel", "Request", "plan_model"]
-
 Model = nn.Module | Sequence[nn.Module] | Captured
 
 

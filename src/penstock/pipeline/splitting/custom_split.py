@@ -8,8 +8,6 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.model.structure import flatten
 
-__all__ = ["Split", "samples_of", "split_batch"]
-
 # split(batch, target, count) returns at most `count` pairs (batch, target); the target is None if there is none
 Split = Callable[[Any, Any, int], Sequence[tuple[Any, Any]]]
 

@@ -18,8 +18,6 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.runtime.micro_batches import cut_structure, sizes_of
 
-__all__ = ["PackedSplit", "found_split"]
-
 _GRID = "grid_thw"
 _FIRST = ("input_ids", "inputs_embeds", "attention_mask", "labels")  # inputs with one row per sample
 _OF_VIDEOS = ("second_per_grid_ts",)  # inputs with one row per video

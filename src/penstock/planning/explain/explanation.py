@@ -22,8 +22,6 @@ from penstock.report.stage_table import Crossing, LaneRow, StageRow, Tie
 from penstock.report.timeline import Timeline
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Explanation"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:

@@ -15,8 +15,6 @@ from penstock.report.units import show_bytes, show_count, show_seconds, show_sha
 if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
 
-__all__ = ["strip_of"]
-
 _MATMUL = re.compile(r"(add|baddb)?(mm|mv)|matmul|bmm|einsum|(bi)?linear|conv\w*", re.IGNORECASE)
 _MOST_ARCS = 400  # the largest are drawn; more would hide each other
 

@@ -14,8 +14,6 @@ from penstock.report.units import printable, show_bytes, show_count, show_second
 if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
 
-__all__ = ["draw_explanation", "sentences"]
-
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _TIGHT = "\N{NO-BREAK SPACE}"
 _LEAST_MODULES, _ENOUGH_MODULES = 18, 32  # characters of the column of modules

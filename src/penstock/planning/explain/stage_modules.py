@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from penstock.model.graph import Graph
 
-__all__ = ["module_parts", "shorten"]
-
 _MOST_PARTS = 6  # maximum length of the list of modules when a module is replaced by its children
 _MOST_INNER = 3  # the same, for the children of a member of a list of modules
 _PART = " (part)"

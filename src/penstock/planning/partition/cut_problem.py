@@ -17,8 +17,6 @@ from penstock.planning.partition.one_stage_per_lane import Chain, longest_mean
 from penstock.planning.partition.partition_memory import LaneMemory, Span
 from penstock.schedule.keep_policies import POLICIES
 
-__all__ = ["Problem", "Transfers"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 Transfers = Literal["waited", "hidden"]

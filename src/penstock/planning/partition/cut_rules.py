@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from penstock.errors import PartitionError, UsageError, nearest
 from penstock.model.graph import Graph
 
-__all__ = ["Group", "Places", "find_places"]
-
 Group = str | Iterable[int | str]
 
 

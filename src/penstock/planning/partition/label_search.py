@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from penstock.planning.partition.cut_problem import Problem
 from penstock.planning.partition.one_stage_per_lane import SAME
 
-__all__ = ["LabelSearch", "OutOfSteps"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

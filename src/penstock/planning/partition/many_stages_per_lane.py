@@ -18,8 +18,6 @@ from penstock.planning.partition.nested_lanes import solve_nested
 from penstock.planning.partition.one_stage_per_lane import SAME, Chain
 from penstock.planning.partition.shift_cuts import lighten, shift_cuts
 
-__all__ = ["Found", "lightest", "solve_lanes"]
-
 _STEPS = 30_000_000  # of the label search: about one second
 _WINDOW_STEPS = 1_000_000_000  # of the search by windows: about one second
 _SWEEPS = 30  # approximate number of sweeps per window

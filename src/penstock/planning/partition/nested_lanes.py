@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.planning.partition.cut_problem import Problem
 
-__all__ = ["solve_nested"]
-
 Floats = NDArray[np.float64]
 Grid = NDArray[np.bool_]
 

@@ -11,8 +11,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SAME", "Chain"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 

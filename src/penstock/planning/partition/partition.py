@@ -24,8 +24,6 @@ from penstock.planning.partition.unfit import Trial, held_by, refuse, smaller
 from penstock.schedule.keep_policies import PLANNED
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Partition", "partition", "partition_of"]
-
 # Schedules whose lanes wait for each other's transfers in each micro-batch; a test compares this with the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
 

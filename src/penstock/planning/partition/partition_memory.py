@@ -18,8 +18,6 @@ from penstock.schedule.lower import lower
 from penstock.schedule.peak_memory import changes_of
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Holding", "LaneMemory", "ParameterBytes", "holdings_of"]
-
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 Span = tuple[int, int]  # of a stage: its first and last position

@@ -15,8 +15,6 @@ from penstock.planning.partition.partition_memory import holdings_of
 from penstock.report.units import show_bytes
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["select_recomputed"]
-
 Floats = NDArray[np.float64]
 
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from penstock.planning.partition.cut_problem import Problem
 from penstock.planning.partition.one_stage_per_lane import SAME
 
-__all__ = ["lighten", "shift_cuts"]
-
 Floats = NDArray[np.float64]
 
 _POWER = 16  # a sum of 16th powers is dominated by the maximum, but still depends on the others

@@ -14,8 +14,6 @@ from penstock.planning.partition.partition_memory import Holding, LaneMemory
 from penstock.report.units import show_bytes
 from penstock.schedule.keep_policies import POLICIES
 
-__all__ = ["Trial", "refuse"]
-
 _STEPS = 4_000_000  # of the label search, per trial
 _MOST_NAMED = 4  # lanes that a message names
 _MOST_CUTS = 16

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
 
-__all__ = ["Chains", "Wait"]
-
 Wait = tuple[int, int, int]  # maker, user, lag
 
 

@@ -32,8 +32,6 @@ from penstock.schedule.flow import Rows
 from penstock.schedule.peak_memory import MemoryLimit, find_over_limit
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["ExactModel", "Proof", "kinds_of"]
-
 _MOST_UNITS = 10**9  # in a step, or in the memory of a lane: their product must fit in 64 bits
 _COARSE_UNITS = 10**6  # in a step whose times must be rounded
 _NOISE = 1e-9  # relative rounding error of sums

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExpr
 
-__all__ = ["Answer", "MemoryBudget", "Shop"]
-
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid", "missing"]
 
 

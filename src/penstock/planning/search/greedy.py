@@ -25,8 +25,6 @@ from penstock.model.costs import StageCosts
 from penstock.schedule.actions import KIND_INDEX, MB_BITS, STAGE_BITS, Kind, Lane
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Draft", "Objective", "Policy", "Problem", "write_schedule"]
-
 # what a search minimises: the step from the first start to the last end, or the longest lane span
 Objective = Literal["step", "span"]
 

@@ -15,8 +15,6 @@ from penstock.schedule.flow import trace_flow
 from penstock.schedule.peak_memory import changes
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["JobShop"]
-
 
 class JobShop:
     """A schedule as nodes with durations, waits and start times.

@@ -13,8 +13,6 @@ import math
 from penstock.planning.search.greedy import Draft, Objective, Problem
 from penstock.planning.search.job_shop import JobShop
 
-__all__ = ["polish"]
-
 _TENURE = 12  # rounds for which a swap may not be undone
 
 

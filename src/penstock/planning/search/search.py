@@ -13,8 +13,6 @@ from itertools import product
 from penstock.planning.search.greedy import Draft, Objective, Policy, Problem, write_schedule
 from penstock.planning.search.polish import polish
 
-__all__ = ["fill_weights", "improve", "policies", "search"]
-
 _WRITE_BUDGET = 1_500_000  # actions written by policies
 _POLISH_BUDGET = 3_000_000  # actions timed by local search
 _MOST_POLISHED = 6

@@ -20,8 +20,6 @@ from penstock.schedule.flow import Rows
 from penstock.schedule.peak_memory import MemoryLimit, find_over_limit
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["synthesize"]
-
 NamedBuilder = Callable[[], Schedule]
 
 

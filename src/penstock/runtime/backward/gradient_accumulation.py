@@ -19,8 +19,6 @@ from torch.autograd.function import BackwardCFunction
 
 from penstock.compile.added_products import Sum, adding_to
 
-__all__ = ["GradientAccumulation", "accumulated_together", "reached_once"]
-
 
 class GradientAccumulation:
     """The choice of the parameters whose gradients are added together; one object serves all lanes of a process.

@@ -21,8 +21,6 @@ from penstock.runtime.backward.weight_ops import (
 )
 from penstock.runtime.backward.weight_sources import Weight, find_weight, is_plain
 
-__all__ = ["SIGNATURES", "Call", "read_call"]
-
 Arguments = Mapping[str, Any]
 
 

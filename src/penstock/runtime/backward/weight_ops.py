@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Convolution", "Einsum", "Embedding", "GroupedProduct", "Linear", "Operands", "Operation", "Product"]
-
 
 class Operands(NamedTuple):
     """The operands of an operation."""

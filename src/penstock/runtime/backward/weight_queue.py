@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from penstock.runtime.backward.weight_ops import Operands, Operation
 from penstock.runtime.backward.weight_sources import Weight
 
-__all__ = ["Pending"]
-
 _MANY_BYTES = 64 << 20  # of gradients to collect before one call accumulates them, since a call takes a dozen µs
 
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-__all__ = ["Weight", "find_weight", "is_plain"]
-
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _LARGEST = 64  # nodes in the graph of a weight: weight norm has 1, a spectral norm or an adapter about 12
 

@@ -25,8 +25,6 @@ from penstock.runtime.stage_run import StageRun
 from penstock.runtime.step import Batch, Step
 from penstock.schedule.actions import Kind
 
-__all__ = ["COMPUTE", "Capture", "Tape"]
-
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})

@@ -28,8 +28,6 @@ from penstock.model.profiling.saved_tensors import (  # as in the profile, so th
     storage_of,
 )
 
-__all__ = ["HostPool", "Saved", "StorageSet", "saved_bytes"]
-
 T = TypeVar("T")
 _Ready = Event | None  # a point in a stream; None if work is done when the call returns
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may behave differently

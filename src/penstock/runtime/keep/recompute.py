@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Recomputed"]
-
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 # the context in which a part runs, both times: the same random numbers, the same autocast
 Context = Callable[[], AbstractContextManager[Any]]

@@ -12,8 +12,6 @@ from penstock.runtime.step import Step
 from penstock.runtime.wire.batch_digests import Digest, differences
 from penstock.runtime.wire.process_transport import ProcessTransport
 
-__all__ = ["BatchComparison"]
-
 _COMPARED_FIRST, _COMPARED_EVERY = 3, 50  # the first calls of each kind are compared, then every 50th
 _SAME = (
     "Each lane uses its part of every batch, so give every process the same batches in the same order: use no "

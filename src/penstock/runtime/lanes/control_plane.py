@@ -12,8 +12,6 @@ from penstock.runtime.lanes.batch_comparison import BatchComparison
 from penstock.runtime.step import Step
 from penstock.runtime.wire.process_transport import PING, ProcessTransport
 
-__all__ = ["ControlPlane", "OneProcess", "ProcessControl"]
-
 _PINGS = 8
 
 

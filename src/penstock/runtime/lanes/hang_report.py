@@ -12,8 +12,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["SIGNAL", "stack_file", "stack_of_process", "stack_of_thread", "state_of"]
-
 # a signal that nothing else uses; its handler runs no Python, so a process that never releases the GIL answers too
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
 _SECONDS, _POLL_SECONDS = 1.0, 0.02

@@ -18,9 +18,6 @@ from penstock.runtime.lanes.thread_lanes import LaneThreads
 from penstock.runtime.step import Step
 from penstock.runtime.wire.transport import Transport
 
-__all__ = ["LaneGroup", "ThreadLanes", "make_lane_group", "world_size"]
-
-
 TRANSPORTS = ("auto", "shared", "gloo", "nccl")
 
 

@@ -16,8 +16,6 @@ from penstock.runtime.lanes.hang_report import state_of
 from penstock.runtime.lanes.status_board import StatusBoard
 from penstock.runtime.wire.process_transport import BEAT, LAST_BEAT, ProcessTransport
 
-__all__ = ["Heartbeats"]
-
 _EVERY_SECONDS = 1.0
 _STOPPED_SECONDS, _SILENT_SECONDS = 10.0, 60.0  # the longest that a lane may be stopped, or send no heartbeat
 _SAY_FIRST_SECONDS, _SAY_SECONDS = 15.0, 30.0

@@ -32,8 +32,6 @@ from penstock.runtime.wire.shared_memory import SharedMemory, is_available
 from penstock.runtime.wire.sockets import Links, Store
 from penstock.runtime.wire.torch_p2p import TorchP2P
 
-__all__ = ["ProcessLanes"]
-
 _NUMBER = count()  # numbers the pipelines; all processes make them in the same order
 
 

@@ -13,8 +13,6 @@ from penstock.runtime.wire.process_transport import ProcessTransport
 from penstock.runtime.wire.transport import Key
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["OneProcessValues", "ProcessValues", "SharedValues"]
-
 
 class SharedValues(Protocol):
     """The exchange of values between lanes outside of their programs."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from penstock.runtime.lane_program import Instruction, LaneProgram
 from penstock.schedule.actions import Kind
 
-__all__ = ["DATA", "IDLE", "NUM_COLUMNS", "Place", "StatusBoard", "explain_wait"]
-
 IDLE, DATA = -1, -2  # places outside of a program: the lane does nothing; the lane waits for its data
 NUM_COLUMNS = 5  # place, start time, step; for processes also the process ID and the file for stacks
 _SENDS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}

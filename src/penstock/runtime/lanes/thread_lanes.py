@@ -18,8 +18,6 @@ from penstock.runtime.step import Step
 from penstock.runtime.wire.local_transport import LocalTransport, Mailboxes
 from penstock.runtime.wire.transport import Key, Stopped
 
-__all__ = ["LaneThreads"]
-
 _GRACE_SECONDS = 4.0  # time for the other lanes to end after one has failed
 
 Task = Callable[[], None]

@@ -13,8 +13,6 @@ from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Event
 from penstock.model.structure import flatten
 
-__all__ = ["Digest", "differences"]
-
 _MAX_WHOLE_VALUES = 1 << 14  # values; only a sample of a larger tensor is read
 _SAMPLE = 1 << 12
 _GOLDEN = (math.sqrt(5) - 1) / 2  # a stride of this share of a tensor spreads the sample evenly

@@ -11,8 +11,6 @@ import torch
 from penstock.devices.streams import Event, HostStreams, Streams, Workspace
 from penstock.runtime.wire.transport import Key, Payload, Stopped
 
-__all__ = ["LocalTransport", "Mailboxes"]
-
 _POLL_SECONDS = 0.2  # how often a waiting lane checks whether it was stopped
 
 

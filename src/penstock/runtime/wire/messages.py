@@ -17,8 +17,6 @@ import torch
 from penstock.errors import LaneError
 from penstock.runtime.wire.transport import Key
 
-__all__ = ["Description", "Head", "SentDescriptions", "describe"]
-
 _ALIGN = 64
 _KINDS = ("F", "B", "R")
 HEAD = struct.Struct("<IIBIIIIIQ")  # step, samples, kind, source, target, mb, description, carrier, bytes

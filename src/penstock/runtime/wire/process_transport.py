@@ -20,8 +20,6 @@ from penstock.runtime.wire.sockets import Frame, Links
 from penstock.runtime.wire.transport import Key, Payload
 from penstock.runtime.wire.value_carrier import ValueCarrier
 
-__all__ = ["ABORT", "BEAT", "BOARD", "GOODBYE", "JSON", "LAST_BEAT", "PING", "PONG", "ProcessTransport"]
-
 # frame types
 DATA, DESCRIPTION, INTRODUCTION, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)
 

@@ -15,8 +15,6 @@ from penstock.devices import cuda
 from penstock.errors import LostError, UsageError
 from penstock.torchrun import attempt
 
-__all__ = ["join_processes", "owner_of_port"]
-
 _LEAST_SECONDS = 60.0  # processes of a large job do not all start at once
 _LISTENS = "0A"  # the state LISTEN in /proc/net/tcp
 

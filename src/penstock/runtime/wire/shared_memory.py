@@ -22,8 +22,6 @@ from penstock.runtime.wire.messages import Description, Head
 from penstock.runtime.wire.transport import Payload
 from penstock.runtime.wire.value_carrier import Announce, Introduce
 
-__all__ = ["SharedMemory", "is_available"]
-
 HEAD_BYTES = 64  # before the values: the flag for "in use"; 64 keeps the values aligned
 _SMALLEST = 1 << 16
 _INTRODUCTION = struct.Struct("<IQ")  # the number of a segment, and its size in bytes

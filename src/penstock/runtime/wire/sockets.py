@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from penstock.errors import LostError
 
-__all__ = ["Frame", "Links", "Store"]
-
 _HEAD = struct.Struct("<IB")  # bytes of the body, type
 _TOKEN_BYTES = 16
 _READ_BYTES = 1 << 18

@@ -19,8 +19,6 @@ from penstock.runtime.wire.messages import Description, Head
 from penstock.runtime.wire.transport import Payload
 from penstock.runtime.wire.value_carrier import Announce, Introduce
 
-__all__ = ["TorchP2P"]
-
 _ANNOUNCEMENT = struct.Struct("<I")  # the tag
 _UNUSED_NUMBER = 0  # the number in the head, which this carrier does not use
 _TAGS = 1 << 30

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 from penstock.devices.streams import Workspace
 from penstock.schedule.actions import Kind
 
-__all__ = ["Key", "Payload", "Stopped", "Transport"]
-
 # Mostly tensors; None if there is no gradient; also plain numbers that a stage passes on.
 Payload = Sequence[Any]
 

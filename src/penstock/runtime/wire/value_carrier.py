@@ -10,8 +10,6 @@ import torch
 from penstock.runtime.wire.messages import Description, Head
 from penstock.runtime.wire.transport import Payload
 
-__all__ = ["Announce", "Introduce", "ValueCarrier"]
-
 Announce = Callable[[int, bytes], None]  # sends the number and the bytes that the receiver's `arrived` gets
 Introduce = Callable[[bytes, tuple[int, ...]], None]  # sends bytes and file descriptors to the receiver's carrier
 

@@ -15,8 +15,6 @@ import numpy as np
 from penstock.schedule.actions import Ints, Kind, Lane, encode
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Tick", "from_ticks", "one_f_one_b"]
-
 # (stages as a column, micro-batches as a row) -> a tick for each pair
 Tick = Callable[[Ints, Ints], Ints]
 

@@ -14,8 +14,6 @@ from penstock.schedule.overlaps import pair_rows, wait_together
 from penstock.schedule.rules import RULES, Where
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["find_channel_faults", "find_stuck"]
-
 
 def find_stuck(schedule: Schedule, flow: Flow, *, blocking: bool) -> Iterator[tuple[int, int, str]]:
     """Run the lanes without a clock; yield (lane, index, message) for each lane that stops forever.

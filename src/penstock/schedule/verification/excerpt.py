@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["draw_grid"]
-
 
 def draw_grid(
     lanes: Sequence[Sequence[str]], *, at: Mapping[int, int], marked: tuple[int, int], around: int = 4

@@ -9,8 +9,6 @@ import numpy as np
 from penstock.schedule.actions import KIND_INDEX, Codes, Ints, Kind, decode
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["find_version_faults", "stashed_versions"]
-
 
 def find_version_faults(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
     """Yield (lane, index, message) for each action with an invalid version.

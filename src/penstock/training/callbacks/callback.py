@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading, Summary
     from penstock.training.trainer import Trainer
 
-__all__ = ["Callback", "Callbacks"]
-
 
 class Callback:
     """Notified of events in a training; override the methods you need.

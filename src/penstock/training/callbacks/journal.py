@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Summary
     from penstock.training.trainer import Trainer
 
-__all__ = ["Journal", "JsonLines", "plain_json"]
-
 _NAME = "events.jsonl"
 _RESERVED = ("time", "event", "attempt")  # keys that an event cannot replace
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.report.timeline import Timeline
 
-__all__ = ["lane_bytes"]
-
 
 def lane_bytes(
     pipe: Pipeline, *, optimizers: Iterable[torch.optim.Optimizer] = (), timeline: Timeline | None = None

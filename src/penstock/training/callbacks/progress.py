@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
 
-__all__ = ["Reading", "Summary"]
-
 
 @dataclass(frozen=True)
 class Reading:

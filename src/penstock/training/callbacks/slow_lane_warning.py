@@ -10,8 +10,6 @@ from penstock.faults.straggler import slow_lanes
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
 
-__all__ = ["SlowLaneWarning"]
-
 _RATIO = 1.5  # a smaller ratio may come from cuts that cannot be even
 _IN_A_ROW = 2  # recorded steps; a single one may be chance
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Summary
     from penstock.training.trainer import Trainer
 
-__all__ = ["TensorBoard"]
-
 # the names of the figures in TensorBoard: the part before the slash groups the charts
 _NAMES = {
     "loss": "train/loss",

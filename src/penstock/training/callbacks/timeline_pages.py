@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 from penstock.errors import warn_user
 
-__all__ = ["TimelinePages"]
-
 
 class TimelinePages:
     """Writes timelines into a run folder.

@@ -9,8 +9,6 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.feeding.feed import Feed
 
-__all__ = ["DataPosition"]
-
 
 class DataPosition:
     """The position in a feed, in the form that a checkpoint saves and restores.

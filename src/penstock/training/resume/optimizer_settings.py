@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["changes", "settings_of"]
-
 Settings = list[dict[str, Any]]
 
 _SCHEDULED = "by schedule"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint import Checkpoints, Restored
 
-__all__ = ["resume"]
-
 
 def resume(
     checkpoints: Checkpoints, source: str, folder: Path, optimizers: Sequence[torch.optim.Optimizer]

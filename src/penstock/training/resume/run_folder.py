@@ -18,8 +18,6 @@ from typing import Any
 from penstock.errors import OutputError, UsageError, warn_user
 from penstock.torchrun import attempt
 
-__all__ = ["RunFolder"]
-
 _LOCK = "lock"
 _PATIENCE_SECONDS = (1.0, 10.0)  # for a first start, and for a restart
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)

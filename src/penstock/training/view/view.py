@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading, Summary
     from penstock.training.trainer import Trainer
 
-__all__ = ["View"]
-
 
 class View(Callback):
     """Shows a training; only the first process does.

@@ -12,8 +12,6 @@ from penstock.report.units import show_seconds
 if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["Pace", "Sparkline", "Totals"]
-
 _RECENT = 20  # steps that count for the current speed
 _BARS = "▁▂▃▄▅▆▇█"
 

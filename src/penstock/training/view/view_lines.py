@@ -15,19 +15,6 @@ if TYPE_CHECKING:
     from penstock.training.trainer import Trainer
     from penstock.training.view.view_figures import Pace
 
-__all__ = [
-    "begin_line",
-    "evaluate_line",
-    "fault_line",
-    "memory_kind",
-    "recover_line",
-    "save_line",
-    "show_clock",
-    "show_loss",
-    "step_line",
-    "summary_lines",
-]
-
 _WHY = {
     "done": "Done",
     "data ended": "Ended early: the data has no more batches",

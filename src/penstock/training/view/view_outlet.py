@@ -6,8 +6,6 @@ import errno
 import os
 from typing import TextIO
 
-__all__ = ["Outlet"]
-
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal or the file is gone
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["Picture"]
-
 _GAP, _SPARK = "   ", 16
 _LEAST_BAR, _MOST_BAR = 4, 40
 _LEAST_LANES = 2  # fewer lanes of many would say too little

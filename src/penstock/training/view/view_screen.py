@@ -19,8 +19,6 @@ from penstock.training.view.view_picture import Picture
 if TYPE_CHECKING:
     from penstock.training.callbacks.progress import Reading
 
-__all__ = ["Screen"]
-
 _PAUSE_SECONDS = 0.15  # between two pictures; drawing takes time from the lanes
 
 

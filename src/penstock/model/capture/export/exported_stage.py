@@ -18,8 +18,6 @@ from penstock.model.stages import HeldTensors
 from penstock.randomness.draw_names import enter, set_draw_names
 from penstock.randomness.placed_draws import draw_at
 
-__all__ = ["ExportProgram", "cut_program", "replace_buffer"]
-
 
 class ExportProgram:
     """The operations of one stage.

@@ -12,8 +12,6 @@ from penstock.model.capture.export.symbolic_sizes import affine
 from penstock.model.capture.export.traced_graph import ExportGraph
 from penstock.model.visit import RunNode, Visitor
 
-__all__ = ["visit_export"]
-
 
 def visit_export(
     exported: ExportGraph,

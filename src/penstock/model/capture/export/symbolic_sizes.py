@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ShapeGuards", "affine", "hint"]
-
 
 def affine(size: object, symbols: frozenset[Any]) -> tuple[int, int] | None:
     """Return (fixed, per sample) for a size that is a linear function of the batch size, else None.

@@ -31,8 +31,6 @@ from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.parameters import read_parameters
 from penstock.model.source import line_of_trace
 
-__all__ = ["ExportGraph", "read_graph"]
-
 
 @dataclass(frozen=True)
 class ExportGraph:

@@ -10,22 +10,6 @@ from torch import fx
 
 from penstock.model.capture.export.traced_regions import args_of, op_of
 
-__all__ = [
-    "Families",
-    "aliased_by",
-    "draws",
-    "has_effect",
-    "inner_graphs",
-    "is_check",
-    "is_number",
-    "is_part",
-    "is_tensor",
-    "module_of",
-    "op_name",
-    "signature_of",
-    "written_by",
-]
-
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 # these operations may return their argument itself, although their schema does not declare this
 _MAY_ALIAS = (

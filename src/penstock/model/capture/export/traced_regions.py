@@ -10,8 +10,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["args_of", "op_of", "open_regions", "run_within", "stops_gradients"]
-
 Settings = tuple[Any, ...]
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled

@@ -26,8 +26,6 @@ from penstock.model.preserve.modes import RandomStates
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack
 from penstock.model.structure import flatten, plain_values
 
-__all__ = ["OpenDims", "Traced", "is_cache", "trace"]
-
 
 @dataclass(frozen=True)
 class Traced:

@@ -22,8 +22,6 @@ from penstock.model.preserve.model_state import preserve_state
 from penstock.model.preserve.modes import RandomStates, in_mode
 from penstock.model.structure import flatten
 
-__all__ = ["Recording", "Seen", "Unit", "record"]
-
 _TRIES = 4
 _SHARE = 1 / 32  # modules with a smaller share of all parameters are units
 

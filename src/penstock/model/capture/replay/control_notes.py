@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Notes"]
-
 
 @dataclass
 class Notes:

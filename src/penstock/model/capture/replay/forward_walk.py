@@ -26,8 +26,6 @@ from torch.overrides import (
 
 from penstock.randomness.draw_names import enter
 
-__all__ = ["Done", "Frame", "Mark", "Walk", "tensors_in"]
-
 # the path of the module, the ordinal of the call, the number of the tensor; outputs have the numbers -1, -2, ...
 Mark = tuple[str, int, int]
 

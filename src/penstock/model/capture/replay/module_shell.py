@@ -14,8 +14,6 @@ from torch import nn
 
 from penstock.model.preserve.model_state import CONTAINERS, TORCH_ATTRIBUTES
 
-__all__ = ["containers_of", "make_shell", "model_hooks", "without_model_hooks"]
-
 
 def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
     """Copy a model's modules, and only these: tensors and nearly all other attributes are shared.

@@ -10,8 +10,6 @@ import torch
 from penstock.model.capture.replay.forward_walk import tensors_in
 from penstock.model.capture.replay.torch_functions import makes_tensors
 
-__all__ = ["describe", "described", "hole_like", "run_on_holes", "works_on_holes"]
-
 _META = torch.device("meta")
 
 

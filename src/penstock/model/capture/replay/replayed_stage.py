@@ -26,8 +26,6 @@ from penstock.model.stages import HeldTensors
 from penstock.model.structure import flatten
 from penstock.randomness.draw_names import here, seeded_python
 
-__all__ = ["ReplayProgram", "make_part"]
-
 
 def make_part(
     recording: Recording, ranges: Sequence[range], held: Sequence[tuple[str, ...]], paths: Sequence[str], index: int

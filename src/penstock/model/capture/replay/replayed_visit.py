@@ -20,8 +20,6 @@ from penstock.model.parameters import held_tensors
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import RunNode, Visitor
 
-__all__ = ["visit_replay"]
-
 
 def visit_replay(model: nn.Module, graph: Graph, call: Call, visitor: Visitor, *, device: torch.device) -> None:
     """Run the model's forward on a device and pass each unit to a visitor.

@@ -35,8 +35,6 @@ from penstock.model.module_hooks import is_of_library
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
 
-__all__ = ["Part", "Play"]
-
 
 @dataclass(frozen=True)
 class Part:

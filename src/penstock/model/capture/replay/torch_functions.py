@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_data_shaped", "is_device_question", "is_plain_result", "is_query", "makes_tensors", "reads_data"]
-
 Function = Callable[..., Any]
 
 

@@ -18,37 +18,50 @@ _MARK = "PENSTOCK_TEST_SESSION"  # in the environment of every process that a te
 _PATIENCE_SECONDS = 15.0  # for processes that are about to end
 _WHOLE = 24  # a grid with no more cases than this runs whole
 _BEFORE = pytest.StashKey[set]()
+# helpers that start other programs; `--quick` leaves out the files that import them
+_PROGRAMS = {"browser", "code_blocks", "faults.launched", "launched", "processes", "terminals", "training_runs"}
 
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full grids, and the tests marked full")
+    parser.addoption("--quick", action="store_true", help="run one case of each grid, and no test that starts programs")
 
 
 # ---- which cases run
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only `--full` runs: tests marked full, and most cases of large grids.
+    """Leave out what only `--full` runs: tests marked full, and most cases of large grids. `--quick` leaves out more.
 
     Of a grid with three axes or more, those cases run that show every pair of values of any two axes once. Of a grid
     with two axes, those that show every value once. Of a test marked `sample(n)`, n cases run, evenly spread.
     """
     if config.getoption("--full") or config.option.keyword or any("::" in arg for arg in config.args):
         return
-    left_out = {id(item) for item in items if item.get_closest_marker("full")}
+    is_quick = config.option.quick
+    left_out = {id(item) for item in items if item.get_closest_marker("full") or (is_quick and _takes_long(item))}
     grids = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("whole"):
+        if hasattr(item, "callspec") and (is_quick or not item.get_closest_marker("whole")):
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
         chosen = range(len(cases))
-        if marker := cases[0].get_closest_marker("sample"):
+        if is_quick:
+            chosen = _spread(len(cases), 1)
+        elif marker := cases[0].get_closest_marker("sample"):
             chosen = _spread(len(cases), *marker.args)
         elif len(cases) > _WHOLE:
             chosen = _sample([_values(case) for case in cases])
         left_out |= {id(case) for at, case in enumerate(cases) if at not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _takes_long(item):
+    """Return whether `--quick` leaves a test out: it is marked slow, or its file imports a helper for programs."""
+    imported = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+    homes = {getattr(thing, "__module__", None) or getattr(thing, "__name__", None) for thing in imported}
+    return item.get_closest_marker("slow") is not None or not homes.isdisjoint(_PROGRAMS)
 
 
 def _values(case):

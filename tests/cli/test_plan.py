@@ -57,7 +57,7 @@ def test_wrong_input_gets_one_message(model, words, message):
 
 
 def test_train_runs_a_plan(tmp_path):
-    plan, run = tmp_path / "plan.json", tmp_path / "run.toml"
+    plan, settings = tmp_path / "plan.json", tmp_path / "run.toml"
     own = tmp_path / "own.py"
     own.write_text(
         MODEL.replace("batch_size=8", "").replace("torch.ones(batch_size, 8)", "torch.ones(8, 8)")
@@ -65,12 +65,12 @@ def test_train_runs_a_plan(tmp_path):
         + "def data():\n    return [(torch.ones(8, 8), torch.zeros(8, 8))] * 4\n"
     )
     assert run("plan", f"{own}:build", "--lanes", 2, "--cuts", "3", "--micro-batches", 4, "--out", plan).code == 0
-    run.write_text(
+    settings.write_text(
         f'model = "{own}:model"\ndata = "{own}:data"\nloss = "mse_loss"\nsteps = 3\nfolder = "{tmp_path / "run"}"\n'
     )
-    said = run("train", run, "--plan", plan, "--json")
+    said = run("train", settings, "--plan", plan, "--json")
     assert said.code == 0, said.err
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["cuts"] == [3]
-    said = run("train", run, "--plan", plan, "--schedule", "gpipe", "--folder", tmp_path / "other")
+    said = run("train", settings, "--plan", plan, "--schedule", "gpipe", "--folder", tmp_path / "other")
     assert said.code == 2
     assert "the plan has '1f1b'" in said.err

@@ -90,6 +90,25 @@ def test_a_parent_that_is_gone_already():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
 
 
+FORKING = """
+    import os, time
+    from penstock.faults import orphans
+    orphans.end_forks_with_this_process()
+    orphans.end_forks_with_this_process()  # twice is as good as once
+    pid = os.fork() or (os.fork() or time.sleep(60)) and time.sleep(60)  # a child that has a child
+    print(pid, flush=True)
+    os._exit(0)
+"""
+
+
+def test_forks_that_hang_end_with_their_process():
+    """A worker of a data loader that hung in the user's code outlived its training."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKING)], stdout=subprocess.PIPE, text=True, check=True, timeout=_SECONDS
+    )
+    assert ends([int(done.stdout)])
+
+
 def test_a_pipe_that_is_none_is_refused():
     with pytest.raises(UsageError, match="is not open"):
         penstock.faults.orphans.die_with_parent(pipe=1 << 20)

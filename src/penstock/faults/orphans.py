@@ -13,6 +13,7 @@ from penstock.errors import UsageError
 
 _PR_SET_PDEATHSIG = 1
 _CHECK_SECONDS = 0.5  # time between two checks of the parent
+_forking = 0  # the process that forks next, once forks are watched
 
 
 def die_with_parent(*, parent: int | None = None, pipe: int | None = None) -> None:
@@ -38,6 +39,24 @@ def die_with_parent(*, parent: int | None = None, pipe: int | None = None) -> No
     threading.Thread(target=_poll_parent, args=(expected,), name="penstock-parent", daemon=True).start()
     if pipe is not None:
         threading.Thread(target=_wait_for_pipe_end, args=(pipe,), name="penstock-parent-pipe", daemon=True).start()
+
+
+def end_forks_with_this_process() -> None:
+    """End every process that this one forks from now on, such as a worker of a data loader, when this one ends.
+
+    A worker that hangs in the user's code never notices by itself that its parent is gone. The death signal of the
+    kernel would be wrong here: it comes when the thread that forked the worker ends, not when the process ends.
+    """
+    global _forking  # noqa: PLW0603 - hooks of os.register_at_fork can't be removed
+    if not _forking:
+        os.register_at_fork(after_in_child=_watch_parent)
+    _forking = os.getpid()
+
+
+def _watch_parent() -> None:
+    global _forking  # noqa: PLW0603
+    threading.Thread(target=_poll_parent, args=(_forking,), name="penstock-parent", daemon=True).start()
+    _forking = os.getpid()
 
 
 def _check_pipe(pipe: int) -> None:

@@ -261,7 +261,7 @@ def test_what_is_not_saved_in_its_time_is_left(place):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 143
-    assert "SIGTERM, and after 0.5 s it is not saved" in err
+    assert "SIGTERM: not saved within 0.5 s" in err
 
 
 def build_differently(folder):
@@ -276,20 +276,20 @@ def build_differently(folder):
 def test_processes_that_were_told_different_things_refuse(place):
     """Row 12: machines that were given different files; what belongs to a machine may differ."""
     told = processes.run(build_differently, 2, str(place))
-    assert told == ["the processes were not given the same configuration: lr: 0.1 (lane 0), 1.1 (lane 1)"] * 2
+    assert told == ["the processes have different configurations: lr: 0.1 (lane 0), 1.1 (lane 1)"] * 2
 
 
 ATTEMPTS = """
 import os
 import torch.distributed as dist
-from penstock.runtime.wire.rendezvous import meet
+from penstock.runtime.wire.rendezvous import join_processes
 
 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}
 os.environ.update(given, TORCHELASTIC_USE_AGENT_STORE="True")
 for attempt in "01":
     os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-    meet(5.0)
+    join_processes(5.0)
     store = dist.distributed_c10d._get_default_store()
     assert not store.check(["address"]), "it sees what the attempt before left"
     store.set("address", "mine")

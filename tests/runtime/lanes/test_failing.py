@@ -201,7 +201,7 @@ def test_another_shape_is_refused_before_any_action():
     with penstock.Pipeline(Model(), example={"x": x, "y": x}, micro_batches=2, lanes=2, loss=lambda o: o.sum()) as pipe:
         for batch, words in (
             ({"x": x}, "it lacks y"),
-            ({"x": x, "y": x[:, :3]}, "cannot be captured for a batch of other shapes .* must match the size"),
+            ({"x": x, "y": x[:, :3]}, "cannot be captured for a batch with other shapes .* must match the size"),
             ({"x": x, "y": x[:2]}, "dimension 0 is 2"),
         ):
             with pytest.raises(UsageError, match=words):

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import in_short
+from penstock.faults.orphans import end_forks_with_this_process
 from penstock.launch.processes.exit_codes import AGAIN, DONE, RAISED, code_of, code_of_status
 from penstock.launch.processes.shutdown_deadline import shutdown_deadline
 from penstock.torchrun import attempt
@@ -56,6 +57,7 @@ def run_here(
     """
     shown, warnings.showwarning = warnings.showwarning, _show_warning  # type: ignore[assignment]  # takes all
     before = signal.signal(signal.SIGTERM, _leave)
+    end_forks_with_this_process()
     trainer: Trainer | None = None
     try:
         from penstock.launch.build.trainer_builder import build_trainer

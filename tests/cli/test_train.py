@@ -261,7 +261,7 @@ def test_what_is_asked_for_instead(place):
         (("no.toml",), "To write a first one: penstock train --init no.toml"),
         (("run.tmol",), "Did you mean run.toml? To write a first one: penstock train --init run.tmol"),
         (("runs/no.toml",), "runs/no.toml: there is no such file in "),
-        (("--model", "own_of_tests.py", *OWN_WORDS[2:]), "must be own_of_tests.py:callable, such as own_of_tests.py:whole"),
+        (("--model", "own_of_tests.py", *OWN_WORDS[2:]), "own_of_tests.py:callable, such as own_of_tests.py:whole"),
         (("--data", "own_of_tests.py"), "it has Model, data, both, optimizer, rate, Told, number, nothing"),
         (("--model", "own_of_tests.py:Modle", *OWN_WORDS[2:]), "model: own_of_tests.py has no 'Modle'. Did you mean"),
         ((*OWN_WORDS, "--model-args", "widht=3"), "Did you mean 'width'?"),
@@ -274,7 +274,7 @@ def test_what_is_asked_for_instead(place):
         ((*OWN_WORDS, "--data", "own_of_tests.py:nothing"), "data: own_of_tests.py:nothing returned NoneType (is a"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:half"), "returned (NoneType, Data); it must return batches"),
         ((*OWN_WORDS, "--validation", "own_of_tests.py:nothing"), "validation: own_of_tests.py:nothing returned NoneT"),
-        ((*OWN_WORDS, "--data", "own_of_tests.py:dicts"), "own_of_tests.py:dicts yields items of type dict, but loss ="),
+        ((*OWN_WORDS, "--data", "own_of_tests.py:dicts"), "own_of_tests.py:dicts yields items of type dict, but loss"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:dicts"), "{x: float32 [8, 4], y: float32 [8, 1]}"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:wide"), "the model raises on the first batch of data (float32 [8, 8]"),
         ((*OWN_WORDS, "--data", "own_of_tests.py:whole"), "raises on the first batch of data (int64 [8, 4]): Runtime"),
@@ -308,7 +308,7 @@ def test_a_model_that_cannot_run_is_refused_before_the_first_step(place):
     code, _, err = train(*OWN_WORDS, "--model-args", "fails=true")
     assert code == 2
     assert re.search(
-        r"ArithmeticError: the model does not like it at \S*own_of_tests.py:\d+; this also happens without a pipeline", err
+        r"ArithmeticError: the model does not like it at \S*own_of_tests.py:\d+; this also happens without a pipe", err
     )
     assert "Traceback" not in err
 

@@ -103,9 +103,8 @@ FORKING = """
 
 def test_forks_that_hang_end_with_their_process():
     """A worker of a data loader that hung in the user's code outlived its training."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKING)], stdout=subprocess.PIPE, text=True, check=True, timeout=_SECONDS
-    )
+    command = [sys.executable, "-c", textwrap.dedent(FORKING)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=_SECONDS)
     assert ends([int(done.stdout)])
 
 

@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')  # some tests mostly wait
 SAY := @printf '\033[1m%s\033[0m\n'
 
 .PHONY: help demo test quick test-all lint types tests browser docs images format clean
@@ -20,11 +21,11 @@ test: lint types tests ## all checks: lint, types, tests
 
 quick: lint $(VENV)/.installed-dev ## lint, and the tests that a change is most likely to break (two minutes)
 	$(SAY) "Quick tests"
-	@$(BIN)/pytest -n auto --dist loadgroup -q --quick
+	@$(BIN)/pytest -n $(WORKERS) -q --quick
 
 test-all: lint types browser ## all checks with the full grids, and thousands of random models (hours)
 	$(SAY) "Tests, full grids"
-	@$(BIN)/pytest -n auto --dist loadgroup -q --full --durations=40
+	@$(BIN)/pytest -n $(WORKERS) -q --full --durations=40
 	$(SAY) "Random models"
 	@$(BIN)/python tests/fuzzing/run.py --cases 5000
 
@@ -39,7 +40,7 @@ types: $(VENV)/.installed-dev ## check the types with mypy (strict)
 
 tests: $(VENV)/.installed-dev browser ## run the tests on all cores
 	$(SAY) "Tests"
-	@$(BIN)/pytest -n auto --dist loadgroup -q --durations=40
+	@$(BIN)/pytest -n $(WORKERS) -q --durations=40
 
 browser: ## find or install Chromium, for the tests of the timeline page
 	@scripts/need_browser

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from penstock import schedules
@@ -22,6 +24,7 @@ def build_or_none(name, lanes, micro_batches, **options):
         raise
 
 
+@cache  # building them takes seconds
 def every_schedule():
     """All schedules in all sizes, as parameters."""
     return [

@@ -15,7 +15,17 @@ from penstock.faults.orphans import die_with_parent
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "penstock.pipeline", "penstock.training.trainer", "processes"]
+    [
+        "torch.distributed",
+        "torch._dynamo",  # what an export loads takes each process a second
+        "torch.export._trace",
+        "torch._export.non_strict_utils",
+        "penstock.pipeline",
+        "penstock.planning.explain.explanation",
+        "penstock.model.capture.replayed",
+        "penstock.training.trainer",
+        "processes",
+    ]
 )
 _STORE = None
 _SECONDS = 90

@@ -29,6 +29,7 @@ def test_a_random_case_is_right_or_refused(seed):
     assert outcome.kind in ("right", "refused"), f"{outcome.kind}: {outcome.why}\n{outcome.told}"
 
 
+@pytest.mark.slow
 def test_random_cases_in_processes_are_right_or_refused():
     seeds = [*PROCESS_STORIES, *range(1000, 1006)]
     for outcome in run_in_processes(seeds):

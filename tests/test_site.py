@@ -8,9 +8,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.xdist_group("site")  # built once
+pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
@@ -33,14 +34,22 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Return the folder of the built site; a warning is an error, as with `make docs`."""
-    folder = tmp_path_factory.mktemp("site")
+def site(tmp_path_factory, worker_id):
+    """Return the folder of the built site, which all workers of a session share."""
+    folder = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+    folder /= "site"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "site").exists():
+            build(folder)
+    return folder / "site"
+
+
+def build(folder):
+    """Build the site; a warning is an error, as with `make docs`."""
     options = ["-q", "-W", "-n", "--keep-going", "-d", folder / "doctrees", "-c", ROOT / "docs", ROOT, folder / "site"]
     command = [sys.executable, "-m", "sphinx", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return folder / "site"
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,7 @@ def _damaged(folder, lane):
         return restored.step, restored.passed_over
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lane", [0, 1])
 def test_all_go_back_when_one_finds_damage(tmp_path, lane):
     told = processes.run(_damaged, 2, tmp_path, lane)

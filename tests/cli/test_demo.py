@@ -40,7 +40,7 @@ def test_it_trains_and_says_so_line_by_line(tmp_path):
     assert str(tmp_path / "new" / "folder" / "timelines.html") in out.replace("\n", "")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b", "pipedream_2bw"])
 def test_it_trains_with_other_schedules(schedule, tmp_path):
     code, out, _ = demo("--steps", 6, "--schedule", schedule, "--micro-batches", 4, "--json", "--folder", tmp_path)
@@ -90,6 +90,7 @@ def test_a_schedule_of_ones_own_brings_its_lanes_and_micro_batches(tmp_path):
     assert (json.loads(out)["lanes"], json.loads(out)["micro_batches"]) == (3, 5)
 
 
+@pytest.mark.full
 def test_the_first_losses_do_not_depend_on_the_lanes(tmp_path):
     losses = [
         json.loads(demo("--steps", 3, "--lanes", lanes, "--json", "--folder", tmp_path)[1])["losses"]

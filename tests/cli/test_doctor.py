@@ -208,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_command_itself(tmp_path):
     """A real process; workers that are spawned read the script again, as they would under python."""
     (tmp_path / "spawning.py").write_text(SPAWNING)

@@ -214,6 +214,7 @@ def test_a_process_that_is_stopped_while_it_waits_is_the_one_that_does_not_go_on
             pipe.close()
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_while_it_measures_is_named(tmp_path):
     """The others waited 600 s for it, without a word."""
     path = config(tmp_path / "run.toml", model=f"{JOBS}:stopping_chain", model_args={"where": "measure"})

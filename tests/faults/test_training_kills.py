@@ -105,6 +105,7 @@ def test_every_sample_once_an_epoch_whatever_is_killed(tmp_path):
 # ---- at random
 
 
+@pytest.mark.full
 def test_chaos(tmp_path):
     """Faults at random, as they come, for some seconds, then none: the weights are those of an undisturbed run."""
     steps, begin, attempts, kills = 60, time.monotonic(), 0, 0

@@ -48,6 +48,7 @@ def test_data_that_ends_early(tmp_path):
     assert (tmp_path / "run" / "latest").read_text() == f"checkpoint-{end['step']:06d}\n"
 
 
+@pytest.mark.full
 def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
     """One that hangs at the same place twice would do so again."""
     keys = {"nproc": 2, "timeout": 1.0, "max_restarts": 5}
@@ -64,7 +65,7 @@ def test_the_same_hang_twice_is_not_tried_a_third_time(tmp_path):
 # ---- data that never comes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("how", ["hanging_data", "hanging_workers"])
 def test_a_data_loader_that_hangs_is_named(tmp_path, nproc, how):

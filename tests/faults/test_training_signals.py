@@ -22,6 +22,7 @@ def loads(folder):
     return int(launched.newest(folder).name.removeprefix("checkpoint-"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lanes", [{"lanes": 2}, {"nproc": 2}], ids=["threads", "processes"])
 def test_ctrl_c_in_a_terminal(tmp_path, lanes):
     """The key goes to all processes of the terminal at once, and still it is one: it is saved, and the code is 130."""

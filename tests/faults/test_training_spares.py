@@ -60,6 +60,7 @@ def test_spares_go_with_their_launcher(tmp_path):
         launched.are_gone(left)
 
 
+@pytest.mark.full
 def test_a_spare_that_is_lost_itself_is_not_missed(tmp_path):
     with start(tmp_path) as run:
         run.wait_for_step(1)
@@ -73,7 +74,7 @@ def test_a_spare_that_is_lost_itself_is_not_missed(tmp_path):
         assert run.wait() == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("keys", [{"spares": False}, {"max_restarts": 0}])
 def test_there_are_none_where_none_are_wanted(tmp_path, keys):
     with start(tmp_path, **keys) as run:

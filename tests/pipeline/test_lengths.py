@@ -103,6 +103,7 @@ def traced(monkeypatch):
     return lengths
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "chimera"])
 def test_lengths_that_change_are_traced_once_and_left_open(schedule, traced):
     """A batch of another length was refused: "the batch is not like the example that was captured"."""
@@ -166,6 +167,7 @@ def test_what_the_plain_model_does_not_take_fails_as_it_does():
             pipe.step({"words": data(12)["words"]}, TARGET)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"keep": "recompute"}, {"keep": "offload"}])
 def test_lengths_change_with_other_options(options):
     model = Words()
@@ -174,7 +176,7 @@ def test_lengths_change_with_other_options(options):
             check_step(pipe, model, data(length))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.filterwarnings("ignore:.*loss_type")
 def test_lengths_of_models_of_transformers_change(name):

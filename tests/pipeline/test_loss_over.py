@@ -47,6 +47,7 @@ def pairs():
     return features(), features(seed=2)
 
 
+@pytest.mark.slow
 @everywhere
 def test_two_towers_that_a_loss_couples():
     """A contrastive loss was off by 100 %: each micro-batch had only its own samples to compare with."""

@@ -36,7 +36,7 @@ def in_processes(lanes, keep, transport):
     return [fault for name in SYNCHRONOUS for fault in faults_of(model, name, lanes, keep, transport=transport)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_processes(lanes, keep):

@@ -69,7 +69,7 @@ def trained(kind, is_filtered, folder, steps, restore):
     return figures, named, extra, state
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("kind", LANES)
 def test_an_optimizer_of_a_lane_that_trains_nothing(kind, is_filtered, tmp_path):
@@ -85,6 +85,7 @@ def test_an_optimizer_of_a_lane_that_trains_nothing(kind, is_filtered, tmp_path)
     assert [extra for _, _, extra, _ in found] == ([[0], []] if "first" in kind else [[], [0]])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["frozen first", "empty last"])
 def test_checkpoints_of_a_lane_that_trains_nothing(kind, tmp_path):
     """What stands in for parameters is not saved: threads and processes go on from each other's checkpoints."""
@@ -120,6 +121,7 @@ def scaled(kind):
     return scales, losses, extra, dist.get_rank()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["frozen first", "empty first", "frozen last"])
 def test_a_lane_that_trains_nothing_sees_that_another_overflowed(kind):
     """Its scaler had found no gradients, and raised; or it went on with another factor than the others."""
@@ -143,6 +145,7 @@ def test_within_the_step_a_stage_that_trains_nothing_has_an_optimizer_too():
     assert not torch.equal(found["1.weight"], before[1].weight)
 
 
+@pytest.mark.full
 def test_the_command_trains_a_model_with_a_lane_that_trains_nothing(tmp_path):
     path = launched.config(tmp_path / "run.toml", model=f"{launched.JOBS}:half_frozen", clip=1.0, steps=3)
     code, told = launched.train(path, "--nproc", 2)

@@ -226,7 +226,7 @@ def on_graphs(monkeypatch, path, **options):
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"lanes": 4}, {"keep": "recompute"}], ids=str)
 @pytest.mark.parametrize("path", ["export", "direct"])
 def test_replays_of_graphs_draw_the_same(path, options, monkeypatch):
@@ -257,6 +257,7 @@ def nearly_same(found, wanted):
         torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("path", "case"),
     [
@@ -295,6 +296,7 @@ class Breaks(nn.Module):
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
+@pytest.mark.full
 @COMPILES
 def test_modules_with_graph_breaks_draw_the_same_wherever_they_are_cut(monkeypatch):
     """Modules compiled as one were compiled piece by piece there, and the pieces drew for the first of them."""
@@ -319,6 +321,7 @@ def test_compiled_checkpoints_that_draw_are_refused(monkeypatch):
         trained("direct", compile=True, cuts=[1])
 
 
+@pytest.mark.full
 @COMPILES
 def test_batches_of_many_lengths_stay_compiled():
     """Torch gives up after eight shapes; uncompiled code then drew random numbers under unknown names."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.xdist_group("wheel")
+pytestmark = pytest.mark.slow
 # without the folders in which this process may find the sources, and without what its own pytest has left there
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PYTEST", "COV"))

@@ -838,6 +838,7 @@ def test_a_call_unlike_the_example_runs_as_it_is(device):
     assert graph.obstacle == ""
 
 
+@pytest.mark.slow
 def test_more_batch_sizes_than_there_is_room_for(device):
     model = made("towers", device)
     graph = Graph(model, batch("towers", 2, device=device))
@@ -1071,6 +1072,7 @@ class Late(nn.Module):
         return on * 2 + beside, on, beside
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sleeps", [(), ("beside",), ("first",), ("end",), ("beside", "end")])
 def test_branches_that_are_late(sleeps, device):
     """A missing wait, or memory that is used again too early, shows as a wrong number: data is fresh in every call."""

@@ -364,7 +364,7 @@ def chance(seed):
     return function
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", range(4))
 def test_models_made_by_chance(part):
     moved = 0

@@ -62,8 +62,6 @@ def data(stuck_after=None):
 """
 SECONDS = 150  # that anything may take, on a machine that is busy
 
-pytestmark = pytest.mark.xdist_group("launch")
-
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -192,6 +190,7 @@ def test_a_scheduler_that_ends_it_and_a_keyboard_that_does(place):
     assert Path("run", f"checkpoint-{events()[-1]['step']:06d}", "MANIFEST.json").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [(), ("--nproc", "2")], ids=["threads", "processes"])
 def test_a_keyboard_that_means_it(place, words):
     """Row 24 and 26: Ctrl-C twice leaves at once, and nobody is left behind."""

@@ -40,7 +40,7 @@ def _one_thread(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PLAIN + PUBLIC)

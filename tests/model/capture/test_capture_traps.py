@@ -457,6 +457,8 @@ def test_a_model_that_cannot_run_node_by_node_is_cut_by_its_parameters():
         assert stepped(Guarded(), example, capture_path="replay") < 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*loss_type")
 @pytest.mark.parametrize("name", ["clip", "albert"])
 def test_export_takes_models_in_which_something_is_as_long_as_the_batch(name):

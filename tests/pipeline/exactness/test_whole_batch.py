@@ -196,7 +196,7 @@ def padded_labels(ids):
     return labels
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_padded_labels_of_transformers_models(name):
     """Every fine-tuning: 10 % off; causal models leave out the first label of each row too."""
@@ -285,7 +285,8 @@ def test_a_small_term_that_couples_samples_is_refused(share):
         torch.testing.assert_close(pipe.step(batch), SmallTerm(0.0)(**batch)["loss"].detach())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:some nodes cannot be measured alone")  # the router's
 @pytest.mark.parametrize("coefficient", [0.001, 0.02, 0.0])
 def test_the_load_balancing_loss_of_experts(coefficient):

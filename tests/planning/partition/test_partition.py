@@ -51,6 +51,7 @@ def test_one_stage_a_lane_equals_brute_force(data, profile, which, mbs):
     check(data, schedules.build(which[0], lanes=which[1], micro_batches=mbs), profile)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(data=st.data(), profile=profiles(), which=st.sampled_from(SEVERAL))
 def test_several_stages_a_lane_equal_brute_force(data, profile, which):
@@ -63,6 +64,7 @@ def test_stages_on_two_lanes_equal_brute_force(data, profile, which):
     check(data, schedules.build(which[0], lanes=which[1], micro_batches=8), profile, keeps=("hold",))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(
     data=st.data(), profile=profiles(), lane_of=st.sampled_from([(1, 0), (2, 0, 1), (0, 0, 1), (0, 1, 0), (1, 0, 2, 0)])

@@ -30,6 +30,7 @@ def uneven(draw, lanes, per_lane=1):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_auto_is_never_worse_than_the_best_named_schedule_that_fits(data):

@@ -18,8 +18,7 @@ from penstock.doctor.gpu_busy import Busy
 from penstock.doctor.gpu_tensors import AssumedGpuTensors
 from penstock.doctor.sightings import Phase
 from penstock.errors import UsageError
-from penstock.feeding.inline_source import InlineSource
-from penstock.feeding.loader_thread import Channel
+from penstock.feeding.item_source import Channel, InlineSource
 from pretended import Pretended
 
 

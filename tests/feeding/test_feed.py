@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 import penstock
 import processes
 from penstock.errors import UsageError
-from penstock.feeding import loader_thread as worker
+from penstock.feeding import item_source
 from penstock.feeding import pinned_staging as staging
 from penstock.feeding.feed import Feed
-from penstock.feeding.tensor_destinations import Destinations, destinations_of
+from penstock.feeding.item_carrier import Destinations, destinations_of
 from pipelines import WIDTH, Knotty, data, sequence
 
 CPU = torch.device("cpu")
@@ -335,7 +335,7 @@ def test_a_generator_of_the_user_s_is_closed_with_its_loop():
 
 
 def test_a_loader_that_never_returns_is_left_to_itself(monkeypatch):
-    monkeypatch.setattr(worker, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(item_source, "_GRACE_SECONDS", 0.05)
     go_on = threading.Event()
 
     def loader():
@@ -352,8 +352,8 @@ def test_a_loader_that_never_returns_is_left_to_itself(monkeypatch):
 def test_a_loader_that_never_returns_does_not_keep_the_process_alive():
     code = """
 import threading, penstock
-from penstock.feeding import loader_thread as worker
-worker._GRACE_SECONDS = 0.1
+from penstock.feeding import item_source
+item_source._GRACE_SECONDS = 0.1
 def loader():
     yield 1
     threading.Event().wait()
@@ -418,7 +418,7 @@ def test_a_second_iteration_replaces_the_first():
 
 def test_a_new_epoch_waits_for_a_worker_that_is_still_in_the_loader(monkeypatch):
     """It was left to itself, after a while; two threads in one loader would be in each other's way."""
-    monkeypatch.setattr(worker, "_GRACE_SECONDS", 0.001)
+    monkeypatch.setattr(item_source, "_GRACE_SECONDS", 0.001)
     inside, most = [], []
 
     class Slow:

@@ -19,8 +19,7 @@ from penstock.doctor.finding_kinds import Kind
 from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.source_lines import find_place
-from penstock.feeding.inline_source import InlineSource
-from penstock.feeding.loader_thread import Channel
+from penstock.feeding.item_source import Channel, InlineSource
 
 _MESSAGE = "called a synchronizing CUDA operation"
 

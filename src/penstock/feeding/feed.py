@@ -15,12 +15,10 @@ from torch.utils.data import IterableDataset
 from penstock.devices.cuda import blocking_event
 from penstock.devices.cuda_streams import Event, current_stream
 from penstock.errors import UsageError
-from penstock.feeding.inline_source import InlineSource
-from penstock.feeding.item_carrier import Carrier, SentItem, Split
+from penstock.feeding.item_carrier import Carrier, Destinations, SentItem, Split, destinations_of
+from penstock.feeding.item_source import Channel, End, Failure, InlineSource, Job, PullCounter, end_worker, start_worker
 from penstock.feeding.loader_random_state import check_draws, draws_of, own_draws_of, set_own_draws
-from penstock.feeding.loader_thread import Channel, End, Failure, Job, PullCounter, end_worker, start_worker
 from penstock.feeding.sharded_loaders import check_not_sharded
-from penstock.feeding.tensor_destinations import Destinations, destinations_of, destinations_on
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planned.placement import check_devices
 
@@ -65,7 +63,7 @@ def feed(
         check_not_sharded(loader, pipe, "loader")
         to = destinations_of(pipe, is_split=split is not None)
     else:
-        to = destinations_on(_checked_device(device))
+        to = _destinations_on(device)
     return Feed(loader, to, ahead=int(ahead), split=split, thread=thread if thread == "auto" else bool(thread))
 
 
@@ -83,27 +81,22 @@ def _faults(loader: object, pipe: object, ahead: object, device: object, split: 
         yield f"split: expected a function from an item to (batch, target); given: {type(split).__name__}"
 
 
-def _checked_device(device: Any) -> torch.device:  # noqa: ANN401 - any user argument
+def _destinations_on(device: Any) -> Destinations:  # noqa: ANN401 - any user argument
+    """Return destinations that send everything to one device."""
     try:
         (found,) = check_devices([device], 1)
     except UsageError as error:
         raise UsageError(str(error).replace("devices:", "device:")) from None
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device: must be a CUDA device or the CPU; given: {found}")
-    return found
+    return Destinations((found,) if found.type == "cuda" else ())
 
 
 class Feed:
     """The batches of a loader; each iteration is one epoch.
 
-    When the loop ends, for any reason, its thread is stopped and batches that were read in advance are dropped.
-
-    Args:
-        loader: any iterable.
-        to: the destination of each tensor.
-        ahead: the number of batches to prepare in advance.
-        split: a function from an item to (batch, target).
-        thread: whether a thread reads the loader; "auto": only if reading is slow.
+    When the loop ends, for any reason, its thread is stopped and batches that were read in advance are dropped. `feed`
+    describes the arguments; `to` has the destination of each tensor.
     """
 
     def __init__(
@@ -169,10 +162,7 @@ class Feed:
         self._is_open, self._current = True, weakref.ref(epoch)
         has_own = not self._has_state and bool(own_draws_of(self._loader)["own"])
         self._pulls = PullCounter(self._loader, max(skipped, pulled or 0)) if has_own else None
-        job = Job(
-            self._loader, self._carrier, skipped, draws=draws, num_pulled=pulled, takes_state=self._has_state,
-            pulls=self._pulls,
-        )  # fmt: skip
+        job = Job(self._loader, self._carrier, skipped, draws, pulled, self._has_state, self._pulls)
         self._thread, self._passed = None, job.passed
         if self._wants_thread == "auto" and _is_generator(self._loader):
             self._wants_thread = True
@@ -291,7 +281,7 @@ class Feed:
     def close(self) -> None:
         """End the current iteration and free the staging memory; another iteration starts a new epoch."""
         self._stop()
-        self._carrier.clear()
+        self._carrier.staging.clear()
 
     def __enter__(self) -> Feed:
         return self
@@ -304,18 +294,13 @@ class Feed:
 
 
 class _Epoch:
-    """One iteration over a feed. The worker holds no reference to it, so it ends when the user drops it.
-
-    Attributes:
-        is_over: whether the iteration has ended.
-        is_replaced: whether it ended because another iteration began.
-    """
+    """One iteration over a feed. The worker holds no reference to it, so it ends when the user drops it."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._channel: Channel | InlineSource | None = None
         self._end: weakref.finalize[..., _Epoch] | None = None
-        self.is_over = self.is_replaced = False
+        self.is_over = self.is_replaced = False  # replaced: it ended because another iteration began
 
     def __iter__(self) -> _Epoch:
         return self

@@ -22,7 +22,12 @@ from penstock.errors import UsageError
 
 def draws_of(loader: object) -> dict[str, Any]:
     """Return the states of all generators that a loader may draw from, in a form that JSON can hold."""
-    return _global_states() | own_draws_of(loader)
+    version, numbers, gauss = random.getstate()
+    found: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
+    if "numpy" in sys.modules:
+        name, keys, place, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        found["numpy"] = [name, keys.tolist(), int(place), int(has_gauss), float(cached)]
+    return found | own_draws_of(loader)
 
 
 def own_draws_of(loader: object) -> dict[str, Any]:
@@ -83,16 +88,6 @@ def restored_draws(loader: object, draws: Mapping[str, Any] | None, *, keeps_own
         _set_global_states(now)
         if keeps_own:
             set_own_draws(loader, now)
-
-
-def _global_states() -> dict[str, Any]:
-    """Return the states of the global generators."""
-    version, numbers, gauss = random.getstate()
-    found: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
-    if "numpy" in sys.modules:
-        name, keys, place, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        found["numpy"] = [name, keys.tolist(), int(place), int(has_gauss), float(cached)]
-    return found
 
 
 def _set_global_states(states: Mapping[str, Any]) -> None:

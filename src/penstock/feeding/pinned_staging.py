@@ -29,19 +29,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may override copies
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layout for all items whose tensors have the same shapes.
+    """The layout for all items whose tensors have the same shapes."""
 
-    Attributes:
-        devices: the device of each tensor; None if it stays.
-        is_direct: whether each tensor is already in pinned memory.
-        places: the place of each staged tensor in a slot: offset, bytes, dtype, shape and stride; None for others.
-        num_bytes: the size of a slot.
-    """
-
-    devices: list[torch.device | None]
-    is_direct: list[bool]
+    devices: list[torch.device | None]  # of each tensor; None if it stays
+    is_direct: list[bool]  # whether each tensor is already in pinned memory
+    # of each staged tensor in a slot: offset, bytes, dtype, shape and stride; None for others
     places: list[tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]] | None]
-    num_bytes: int
+    num_bytes: int  # the size of a slot
 
 
 @dataclass
@@ -68,29 +62,17 @@ class _Slot:
 
 @dataclass
 class StagedTensors:
-    """Tensors of an item in host memory, ready to copy.
+    """Tensors of an item in host memory, ready to copy."""
 
-    Attributes:
-        tensors: pinned if they go to a GPU, otherwise unchanged.
-        devices: the device of each tensor; None if it stays.
-        needs_grad: whether each tensor requires a gradient.
-        slot: the slot with the pinned memory.
-        has_direct: whether some tensors were already in pinned memory.
-    """
-
-    tensors: list[torch.Tensor]
-    devices: list[torch.device | None]
-    needs_grad: list[bool]
-    slot: _Slot
-    has_direct: bool
+    tensors: list[torch.Tensor]  # pinned if they go to a GPU, otherwise unchanged
+    devices: list[torch.device | None]  # of each tensor; None if it stays
+    needs_grad: list[bool]  # whether each tensor requires a gradient
+    slot: _Slot  # with the pinned memory
+    has_direct: bool  # whether some tensors were already in pinned memory
 
 
 class Staging:
-    """The pinned memory and the copy streams of one feed; used by one thread at a time.
-
-    Args:
-        devices: the GPUs that tensors go to.
-    """
+    """The pinned memory and the copy streams of one feed, for some GPUs; used by one thread at a time."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams = {device: new_stream(device) for device in devices}
@@ -165,9 +147,8 @@ def _plan_of(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device | N
     offset = 0
     for at, (tensor, stride) in enumerate(zip(tensors, strides, strict=True)):
         if where[at] is not None and not is_direct[at]:
-            size = _num_bytes(tensor)
-            places[at] = (offset, size, tensor.dtype, tensor.shape, stride)
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+            places[at] = (offset, tensor.nbytes, tensor.dtype, tensor.shape, stride)
+            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return _Plan(where, is_direct, places, offset)
 
 
@@ -199,7 +180,3 @@ def _is_ready(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the stride of a tensor without gaps and repetitions; channels-last stays channels-last."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.feeding.tensor_destinations import is_pair
+from penstock.feeding.item_carrier import is_pair
 
 Split = Callable[[Any], tuple[Any, Any]]
 

@@ -1,4 +1,4 @@
-"""Loader thread: a worker thread that reads items from a loader ahead of the user, and the channel between the two.
+"""Item source: read a loader's items, in a thread ahead of the user, or in the user's own thread.
 
                     ┌── room for `ahead` items ────┐
     worker ── put ──►   item    item    item        ├── take ──► user
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
+import types
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.devices import cuda
 from penstock.devices.cuda_streams import Event
@@ -26,10 +28,9 @@ from penstock.errors import UsageError
 from penstock.feeding.item_carrier import Carrier, SentItem, StagedItem
 from penstock.feeding.loader_random_state import own_draws_of, restored_draws
 
-if TYPE_CHECKING:
-    from penstock.feeding.inline_source import InlineSource
-
 _GRACE_SECONDS = 4.0  # wait this long for a worker that is in the loader
+_SLOW_SECONDS = 1e-3  # a pull in a thread costs the loop about half its time in waits for Python's lock
+_NUM_SLOW = 3  # in a row; the first two may be slow because the loader starts and pinned memory is allocated
 
 
 @dataclass(frozen=True)
@@ -149,30 +150,17 @@ class PullCounter:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a worker in one epoch.
-
-    Attributes:
-        loader: the loader.
-        carrier: sends the items.
-        num_skipped: the number of items to skip first.
-        draws: the random states to start the loader with, to repeat an earlier epoch's order; None: the current ones.
-        num_pulled: the number of items to read before the loader's own generators are set to their current states
-            again; None: they are not set.
-        takes_state: whether each item carries the loader's own state.
-        pulls: counts the reads of the loader.
-        iterated: the type of the loader's iterator, once it exists.
-        passed: one number: the items skipped so far.
-    """
+    """The work of one epoch."""
 
     loader: Iterable[Any]
     carrier: Carrier
-    num_skipped: int = 0
-    draws: Mapping[str, Any] | None = None
-    num_pulled: int | None = None
-    takes_state: bool = False
-    pulls: PullCounter | None = None
-    iterated: list[type] = field(default_factory=list)
-    passed: list[int] = field(default_factory=lambda: [0])
+    num_skipped: int  # the number of items to skip first
+    draws: Mapping[str, Any] | None  # the random states to start with, to repeat an earlier epoch's order
+    num_pulled: int | None  # read so many items, then set the loader's own generators to their current states again
+    takes_state: bool  # whether each item carries the loader's own state
+    pulls: PullCounter | None  # counts the reads of the loader
+    iterated: list[type] = field(default_factory=list)  # the type of the loader's iterator, once it exists
+    passed: list[int] = field(default_factory=lambda: [0])  # one number: the items skipped so far
 
     def items(self) -> Iterator[Any]:
         """Return the items after the skipped ones."""
@@ -237,18 +225,94 @@ def _work(
     try:
         with on_device, sanitized():
             for pair in pairs:
-                if not _deliver(job.carrier, channel, *pair):
+                if not channel.wait_for_space():
                     return
+                channel.put(job.carrier.send(*pair))
+                job.carrier.staging.wait_for_sources()
                 del pair
             channel.put(End(job.state()))
     except BaseException as error:  # raised in the user's loop, in place of this item
         channel.put(Failure(error))
 
 
-def _deliver(carrier: Carrier, channel: Channel, staged: StagedItem, state: Any) -> bool:  # noqa: ANN401 - the loader's
-    """Send an item when there is space for it; return False if the channel was closed."""
-    if not channel.wait_for_space():
-        return False
-    channel.put(carrier.send(staged, state))
-    carrier.wait_for_sources()
-    return True
+class InlineSource:
+    """Items that the user's own thread reads, each when it is requested; has the interface of a Channel.
+
+    A thread that reads ahead shares Python's lock with the thread that launches work. If reading is quick (from memory,
+    or from worker processes), passing the lock back and forth can cost more than reading. The copy to a GPU still runs
+    beside the GPU's work. Nothing is read before it is requested, so a loader that waits for a result of the last batch
+    works. If reading turns out to be slow, a thread can take over, now or in the next epoch.
+
+    Args:
+        job: the work of the epoch.
+        ahead: the number of items that the host may be ahead of the GPU.
+        may_hand_over: whether a thread may take over if reading is slow.
+    """
+
+    def __init__(self, job: Job, ahead: int, *, may_hand_over: bool) -> None:
+        self._job, self._ahead, self._may_hand_over = job, ahead, may_hand_over
+        self._items = staged_items(job)
+        self._used: deque[Sequence[Event]] = deque()
+        self._num_put, self._num_slow, self._is_over = 0, 0, False
+        self._pulling = threading.RLock()  # only one thread may be in the loader
+        self.is_closed = False
+
+    def take(self, used: Sequence[Event] | None) -> SentItem | End | Failure | None:
+        """Return the next item, as `Channel.take` does."""
+        with self._pulling:
+            return self._take(used)
+
+    def _take(self, used: Sequence[Event] | None) -> SentItem | End | Failure | None:
+        if self.is_closed:
+            return None
+        if used is not None:
+            self._used.append(used)
+        if self._num_put > self._ahead:  # otherwise a host far ahead would fill the GPU's memory
+            for event in self._used.popleft():
+                event.synchronize()
+        found: SentItem | End | Failure
+        try:
+            begin = time.perf_counter()
+            self._job.carrier.staging.wait_for_sources()  # from now on the loader may overwrite its last item
+            pair = next(self._items, None)
+            self._num_slow = self._num_slow + 1 if time.perf_counter() - begin > _SLOW_SECONDS else 0
+            found = End(self._job.state()) if pair is None else self._job.carrier.send(*pair)
+        except Exception as error:  # raised in the user's loop, in place of this item
+            found = Failure(error)
+        except BaseException:  # Ctrl-C: the loader was interrupted, so this epoch cannot go on
+            self.is_closed = True
+            raise
+        if self.is_closed:  # another thread has closed it meanwhile
+            self._items.close()
+            return None
+        self._is_over = not isinstance(found, SentItem)
+        self._num_put += 1
+        return found
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a thread should read the loader from now on."""
+        return self._may_hand_over and self._num_slow >= _NUM_SLOW
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether a thread can take over: a generator's code may depend on the thread that it runs in."""
+        return not self._is_over and not self.is_closed and types.GeneratorType not in self._job.iterated
+
+    def hand_over(self) -> tuple[Channel, threading.Thread]:
+        """Let a thread take over; return the new channel and the thread. This source is then no longer used."""
+        self._job.carrier.staging.wait_for_sources()
+        channel = Channel(self._ahead, self._used, self._num_put)
+        return channel, start_worker(self._job, channel, self._items)
+
+    def wait_until_free(self) -> None:
+        """Wait until no other thread is in the loader."""
+        with self._pulling:
+            pass
+
+    def close(self) -> None:
+        """Release the loader."""
+        self.is_closed = True
+        self._used.clear()
+        with suppress(ValueError):  # another thread is in the loader, and releases it when the call returns
+            self._items.close()

@@ -25,7 +25,7 @@ from feeding.test_feed import (  # noqa: F401 - a fixture
     workers,
 )
 from penstock.errors import UsageError
-from penstock.feeding import inline_source as inlining
+from penstock.feeding import item_source
 from pipelines import data, sequence
 
 
@@ -257,7 +257,7 @@ def is_beside(loader):
 @pytest.fixture(autouse=True)
 def quick_is_quick(monkeypatch):
     """However busy the machine is, a loader that does nothing is not slow."""
-    monkeypatch.setattr(inlining, "_SLOW_SECONDS", 0.009)
+    monkeypatch.setattr(item_source, "_SLOW_SECONDS", 0.009)
 
 
 def test_a_loader_that_answers_at_once_gets_no_thread():
@@ -380,14 +380,14 @@ def test_a_generator_leaves_the_user_s_thread_as_it_is():
 
 def test_closed_while_a_thread_is_taking_over(monkeypatch):
     """No thread goes on pulling behind the user's back."""
-    loader, real = Slow(1000), inlining.InlineSource.hand_over
+    loader, real = Slow(1000), item_source.InlineSource.hand_over
 
     def hand_over(self):
         found = real(self)
         feed.close()
         return found
 
-    monkeypatch.setattr(inlining.InlineSource, "hand_over", hand_over)
+    monkeypatch.setattr(item_source.InlineSource, "hand_over", hand_over)
     feed = auto(loader)
     assert len(list(feed)) <= 3
     wait_until(lambda: not workers())

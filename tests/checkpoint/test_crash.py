@@ -17,7 +17,7 @@ import penstock
 import processes
 from checkpoint_cases import Training
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.inspection import verify
+from penstock.checkpoint.reader import verify
 from penstock.checkpoint.save_job import Job, Saving
 from penstock.errors import UsageError
 

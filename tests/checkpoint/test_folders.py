@@ -11,7 +11,6 @@ import pytest
 import penstock
 import processes
 from checkpoint_cases import Training
-from penstock.checkpoint import leftovers
 from penstock.checkpoint.disk import Disk
 
 LEFT = "tmp-000007-0123456789"
@@ -113,7 +112,7 @@ def test_without_locks_only_what_is_old_is_swept(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(leftovers.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     assert fcntl.flock is no_locks
     for name in (LEFT, LEFT.replace("7", "8")):
         (tmp_path / name).mkdir()

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.content import PARTS, Content, Snapshot
-from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.disk import Disk, sweep
 from penstock.checkpoint.host_copies import Staging
-from penstock.checkpoint.leftovers import sweep
-from penstock.checkpoint.manifest import Manifest, folder_name, read_manifest
-from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.manifest import MisfitError, folder_name, read_manifest
 from penstock.checkpoint.optimizer_states import lost_members
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.save_job import Job, Saving
@@ -125,14 +123,15 @@ class Checkpoints:
         """
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
             raise UsageError(f"step: must be a whole number of at least 0; given: {step!r}")
-        self._settle()
+        self.wait()
         snapshot = self._collect(step, notes)
         if snapshot is None:
             if step not in self._own:
                 where = self.folder / folder_name(step)
-                self._warn(
+                warn_user(
                     f"{where} already exists, and this training neither saved nor restored it: nothing was saved. "
-                    "Choose another folder, or call restore() first"
+                    "Choose another folder, or call restore() first",
+                    RuntimeWarning,
                 )
             return
         files, waits = self._staging.copy(snapshot.files)
@@ -156,7 +155,27 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the current save is complete or has failed."""
-        self._settle()
+        saving = self._saving  # stays set: if other processes turn out to be gone, close() hurries it
+        if saving is None:
+            return
+        saving.wait_written()
+        faults = self._group.control.gather(saving.fault)  # all processes share the result
+        saving.others_fault = "; ".join(f"process {n}: {fault}" for n, fault in enumerate(faults) if fault)
+        saving.wait()
+        failure, complaint = self._group.control.gather([saving.failure, saving.complaint])[0]
+        self._saving = None
+        if failure:
+            if self._process == 0:
+                saving.clear()
+            self._failed(saving, failure)
+        else:
+            self._saved(saving)
+        if complaint:
+            warn_user(
+                f"the checkpoint of step {saving.job.step} is complete, but `latest` or older checkpoints could not be "
+                f"updated: {complaint}",
+                RuntimeWarning,
+            )
 
     def poll(self) -> None:
         """Call `on_saved` if the save is complete, without waiting; only the first process knows this early."""
@@ -184,7 +203,7 @@ class Checkpoints:
         wanted = frozenset([parts] if isinstance(parts, str) else parts)
         if not wanted or wanted - set(PARTS):
             raise UsageError(f"parts: choose from {', '.join(PARTS)}; given: {', '.join(map(str, wanted)) or 'none'}")
-        self._settle()
+        self.wait()
         folders = self._candidates(source)
         if not folders:
             return None
@@ -271,33 +290,9 @@ class Checkpoints:
         if is_stale:  # an older checkpoint was restored, and this one belongs to the abandoned steps after it
             return False
         try:
-            is_good = not faults_of(read_manifest(folder))
+            return not faults_of(read_manifest(folder))
         except CheckpointError:
-            is_good = False
-        return is_good
-
-    def _settle(self) -> None:
-        """Wait for the current save, and share its result among all processes."""
-        saving = self._saving  # stays set: if other processes turn out to be gone, close() hurries it
-        if saving is None:
-            return
-        saving.wait_written()
-        faults = self._group.control.gather(saving.fault)
-        saving.others_fault = "; ".join(f"process {n}: {fault}" for n, fault in enumerate(faults) if fault)
-        saving.wait()
-        failure, complaint = self._group.control.gather([saving.failure, saving.complaint])[0]
-        self._saving = None
-        if failure:
-            if self._process == 0:
-                saving.clear()
-            self._failed(saving, failure)
-        else:
-            self._saved(saving)
-        if complaint:
-            self._warn(
-                f"the checkpoint of step {saving.job.step} is complete, but `latest` or older checkpoints could not be "
-                f"updated: {complaint}"
-            )
+            return False
 
     def _saved(self, saving: Saving) -> None:
         self._own.add(saving.job.step)
@@ -311,9 +306,6 @@ class Checkpoints:
             "on; earlier checkpoints are unchanged"
         )
         self.failures.append(text)
-        self._warn(text)
-
-    def _warn(self, text: str) -> None:
         warn_user(text, RuntimeWarning)
 
     # ---- restoring
@@ -345,14 +337,14 @@ class Checkpoints:
                 raise CheckpointError(f"{where}: no such folder")
             if (where / "MANIFEST.json").exists():
                 return [where]
-        every = [path for path, _, _, _ in found(where)]
+        every = [path for _, path, _ in found(where)]
         if source != "newest" and not every:
             raise CheckpointError(f"{where}: contains no checkpoint")
         return every[::-1]
 
     def _try_to_load(self, folder: Path, parts: frozenset[str]) -> tuple[Loaded | None, str, bool]:
         try:
-            manifest: Manifest = read_manifest(folder)
+            manifest = read_manifest(folder)
             loaded = load(
                 manifest, self._content, process=self._process, num_processes=self._num_processes, parts=parts
             )
@@ -379,7 +371,7 @@ class Checkpoints:
         self._own = {step} if loaded.manifest.folder.parent.resolve() == self.folder.resolve() else set()
         self._restored_step = step
         if passed_over:
-            self._warn(f"went back to the checkpoint of step {step}: {'; '.join(passed_over)}")
+            warn_user(f"went back to the checkpoint of step {step}: {'; '.join(passed_over)}", RuntimeWarning)
         return Restored(step, loaded.manifest.folder, from_plain(loaded.state["notes"]), tuple(passed_over))
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from penstock._version import __version__
-from penstock.checkpoint.generator_states import generator_states, set_generator_states
-from penstock.checkpoint.misfit import MisfitError
-from penstock.checkpoint.optimizer_states import Optimizers, OptimizerState
-from penstock.checkpoint.state_as_json import from_plain, to_plain
+from penstock.checkpoint.manifest import MisfitError
+from penstock.checkpoint.optimizer_states import Optimizers, some
+from penstock.checkpoint.state_as_json import from_plain, generator_states, set_generator_states, to_plain
 from penstock.checkpoint.tensor_shards import check_storable
 from penstock.errors import UsageError
 from penstock.pipeline.pipeline import Pipeline
@@ -32,29 +31,15 @@ LOSS = "(loss)."  # prefix of the names of a loss function's own parameters
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state that this process saves.
+    """The state that this process saves."""
 
-    Attributes:
-        files: the tensors of each shard.
-        part: as JSON, the data that each process reports to the first.
-        state: as JSON, the rest of the state, which only the first process saves.
-    """
-
-    files: dict[str, dict[str, torch.Tensor]]
-    part: dict[str, Any]
-    state: dict[str, Any]
+    files: dict[str, dict[str, torch.Tensor]]  # the tensors of each shard
+    part: dict[str, Any]  # as JSON, the data that each process reports to the first
+    state: dict[str, Any]  # as JSON, the rest of the state, which only the first process saves
 
 
 class Content:
-    """A pipeline, its optimizers, and everything else that a training needs to resume.
-
-    Args:
-        pipe: the pipeline.
-        optimizers: the optimizers of its parameters.
-        schedulers: the learning-rate schedulers.
-        scaler: a GradScaler.
-        data: the source of the batches, which knows its position.
-    """
+    """A pipeline, its optimizers, and everything else that a training needs to resume."""
 
     def __init__(
         self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any],
@@ -106,17 +91,17 @@ class Content:
         """The cuts and the schedule of the pipeline."""
         schedule = self.pipe.schedule
         if self._planned is None or self._planned[0] is not schedule:
-            self._planned = schedule, self._plan_of(schedule)
+            self._planned = (
+                schedule,
+                {
+                    "cuts": list(self.pipe.cuts),
+                    "lanes": schedule.num_lanes,
+                    "stages": schedule.num_stages,
+                    "micro_batches": schedule.num_mbs,
+                    "schedule": to_json(schedule),
+                },
+            )
         return self._planned[1]
-
-    def _plan_of(self, schedule: Schedule) -> dict[str, Any]:
-        return {
-            "cuts": list(self.pipe.cuts),
-            "lanes": schedule.num_lanes,
-            "stages": schedule.num_stages,
-            "micro_batches": schedule.num_mbs,
-            "schedule": to_json(schedule),
-        }
 
     # ---- save
 
@@ -146,10 +131,8 @@ class Content:
             file.update(own)
         for tensors in files.values():
             check_storable(tensors)
-        return Snapshot(files, self._part(found), self._state(step, notes))
-
-    def _part(self, found: OptimizerState) -> dict[str, Any]:
-        return {"groups": found.groups, "params": found.params, "random": generator_states(self._devices)}
+        part = {"groups": found.groups, "params": found.params, "random": generator_states(self._devices)}
+        return Snapshot(files, part, self._state(step, notes))
 
     def _state(self, step: int, notes: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -165,7 +148,8 @@ class Content:
 
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return how a saved model differs from this one, or "" if it fits."""
-        own = {name: tuple(t.shape) for stage in self.pipe.internals.stages for name, t in _saved(stage)}
+        stages = [stage.state_dict(keep_vars=True) for stage in self.pipe.internals.stages]
+        own = {name: tuple(tensor.shape) for stage in stages for name, tensor in stage.items()}
         shapes = {self.aliases.get(name, name): shape for name, shape in shapes.items()}
         missing = sorted(own.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - own.keys())
@@ -173,7 +157,7 @@ class Content:
         if not (missing or unknown or wrong):
             return ""
         differences = [("not in the checkpoint", missing), ("not in the model", unknown), ("of another shape", wrong)]
-        return "; ".join(f"{what}: {_some(names)}" for what, names in differences if names)
+        return "; ".join(f"{what}: {some(names, 10)}" for what, names in differences if names)
 
     def needed(self, stored: Collection[str]) -> dict[str, str]:
         """Return the names of the model's tensors on lanes of this process, and the names they are stored under.
@@ -279,11 +263,3 @@ def versions() -> dict[str, str]:
         "xxhash": version("xxhash"),
         "python": platform.python_version(),
     }
-
-
-def _saved(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return list(stage.state_dict(keep_vars=True).items())
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

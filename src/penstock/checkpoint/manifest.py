@@ -17,11 +17,15 @@ from penstock.errors import CheckpointError
 MANIFEST = "MANIFEST.json"
 FORM = "penstock checkpoint"
 VERSION = 1
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _FOLDER_NAME = re.compile(r"checkpoint-([0-9]{6,18})")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _MAX_JSON_BYTES = 1 << 28
 _MAX_DIMENSIONS = 64
+
+
+class MisfitError(CheckpointError):
+    """A good checkpoint of another model, parameter groups or schedulers; older checkpoints are then not tried."""
 
 
 def folder_name(step: int) -> str:
@@ -184,8 +188,8 @@ def _fault_of(plain: Mapping[str, Any]) -> str:  # noqa: PLR0911 - a list of fau
         if not isinstance(plain.get(key), dict):
             return f"it has no {key}"
     for name, entry in plain["files"].items():
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            return f"{name!r:.80} is not a valid file name: it must match {_FILE_NAME.pattern}"
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
+            return f"{name!r:.80} is not a valid file name: it must match {FILE_NAME.pattern}"
         if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
             return f"the size of {name} is not a whole number"
         if "tensors" not in entry:

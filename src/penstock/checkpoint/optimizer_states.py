@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.manifest import MisfitError
 from penstock.checkpoint.state_as_json import from_plain, to_plain
 from penstock.errors import UsageError
 from penstock.pipeline.weights import is_placeholder
@@ -34,17 +34,12 @@ class _Form(NamedTuple):
 
 @dataclass
 class OptimizerState:
-    """The state of a process's optimizers.
+    """The state of a process's optimizers."""
 
-    Attributes:
-        groups: each group's optimizer number, position, class, options and parameter names.
-        params: each parameter's state; tensors are replaced by their names.
-        tensors: the named tensors of each parameter.
-    """
-
+    # of each group: the number of its optimizer, its place there, its class, options and parameter names
     groups: list[dict[str, Any]] = field(default_factory=list)
-    params: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # of each parameter, with names in place of tensors
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # the named tensors of each parameter
 
 
 class Optimizers:
@@ -89,7 +84,7 @@ class Optimizers:
                 }
                 if twice:
                     raise UsageError(
-                        f"optimizer: {_some(list(twice))}: in optimizer {min(twice.values())} and in {number}, "
+                        f"optimizer: {some(list(twice))}: in optimizer {min(twice.values())} and in {number}, "
                         "but a checkpoint stores one state per parameter; give each parameter to one optimizer"
                     )
         return names
@@ -208,11 +203,10 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
 def lost_members(saved: Mapping[str, Any] | None, members: Iterable[str]) -> str:
     """Return a fault if parameters that were saved with an optimizer now have none, otherwise ""."""
     kept = set(members)
-    groups = (
-        saved["groups"] if saved is not None and kept else []
-    )  # without any optimizer, only the other parts are loaded
+    # without any optimizer, only the other parts are loaded
+    groups = saved["groups"] if saved is not None and kept else []
     lost = {(g["optimizer"], g["place"]): [n for n in g["members"] if n not in kept] for g in groups}
-    faults = [f"optimizer {o}, group {p}: {_some(names)}" for (o, p), names in lost.items() if names]
+    faults = [f"optimizer {o}, group {p}: {some(names)}" for (o, p), names in lost.items() if names]
     return f"these parameters were saved with an optimizer and have none now: {'; '.join(faults)}" if faults else ""
 
 
@@ -221,9 +215,8 @@ def _check_groups(
 ) -> None:
     """Raise if an optimizer's class or groups are not those that its parameters were saved with."""
     own = class_of(optimizer)
-    taken: dict[
-        int, tuple[int, dict[str, Any]]
-    ] = {}  # for each saved group, the position and options of a group that loads it
+    # for each saved group, the position and options of a group that loads it
+    taken: dict[int, tuple[int, dict[str, Any]]] = {}
     for place, group in enumerate(optimizer.param_groups):
         members = _members(group["params"], names)
         options = {key: value for key, value in group.items() if key not in _DEVICE_OPTIONS}
@@ -244,8 +237,9 @@ def _check_groups(
                 )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]], number: int, place: int, members: Sequence[str]) -> dict[str, Any]:
@@ -255,7 +249,7 @@ def _options_of(groups: Sequence[Mapping[str, Any]], number: int, place: int, me
     missing = wanted - {name for group in found for name in group["members"]}
     if missing:
         raise MisfitError(
-            f"optimizer {number}, group {place}: the checkpoint lacks {_some(sorted(missing))}{_WEIGHTS_ONLY_HINT}"
+            f"optimizer {number}, group {place}: the checkpoint lacks {some(sorted(missing))}{_WEIGHTS_ONLY_HINT}"
         )
     if not wanted:
         found = [group for group in groups if (group["optimizer"], group["place"]) == (number, place)][:1]

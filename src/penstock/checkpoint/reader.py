@@ -1,4 +1,4 @@
-"""Reader: find the checkpoints of a folder, and read what the lanes of this process need."""
+"""Reader: find the checkpoints of a folder, describe and verify them, and read what this process needs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.content import PARTS, Content
-from penstock.checkpoint.manifest import Manifest, read_json, read_manifest, step_folders
-from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.content import Content
+from penstock.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    MisfitError,
+    is_folder_name,
+    read_json,
+    read_manifest,
+    step_folders,
+)
 from penstock.checkpoint.state_as_json import from_plain
 from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
@@ -48,34 +55,39 @@ class Loaded:
     state: Mapping[str, Any]
 
 
-def found(folder: Path) -> list[tuple[Path, int, Manifest | None, str]]:
-    """Return all checkpoints of a folder, the newest last: folder, step, manifest, and the manifest's fault.
+def found(folder: Path) -> list[tuple[int, Path, Manifest | None]]:
+    """Return all checkpoints of a folder, the newest last: step, folder, and the manifest if it is good.
 
     A checkpoint with an unreadable manifest is sorted by its step.
     """
-    every: list[tuple[Path, int, Manifest | None, str]] = []
+    every: list[tuple[int, Path, Manifest | None]] = []
+    bad = []
     for step, path in step_folders(folder):
         try:
-            every.append((path, step, read_manifest(path), ""))
-        except CheckpointError as error:
-            every.append((path, step, None, str(error)))
-    good = sorted((entry for entry in every if entry[2] is not None), key=lambda entry: entry[2].order)  # type: ignore[union-attr]
-    for entry in (entry for entry in every if entry[2] is None):
-        at = next((number for number, other in enumerate(good) if other[1] > entry[1]), len(good))
-        good.insert(at, entry)
-    return good
+            every.append((step, path, read_manifest(path)))
+        except CheckpointError:
+            bad.append((step, path))
+    every.sort(key=lambda entry: entry[2].order)  # type: ignore[union-attr]  # none is None so far
+    for step, path in bad:
+        at = next((number for number, (other, _, _) in enumerate(every) if other > step), len(every))
+        every.insert(at, (step, path, None))
+    return every
+
+
+def readable(folder: Path) -> list[Manifest]:
+    """Return the checkpoints with a good manifest, the newest last."""
+    return [manifest for _, _, manifest in found(folder) if manifest is not None]
 
 
 def complete(folder: Path) -> list[Manifest]:
     """Return the checkpoints with a good manifest and files of the right sizes, the newest last."""
     result = []
-    for _, _, manifest, _ in found(folder):
-        if manifest is not None:
-            try:
-                manifest.check_sizes()
-            except CheckpointError:
-                continue
-            result.append(manifest)
+    for manifest in readable(folder):
+        try:
+            manifest.check_sizes()
+        except CheckpointError:
+            continue
+        result.append(manifest)
     return result
 
 
@@ -122,9 +134,7 @@ def faults_of(
     return faults
 
 
-def load(
-    manifest: Manifest, content: Content, *, process: int, num_processes: int, parts: Collection[str] = PARTS
-) -> Loaded:
+def load(manifest: Manifest, content: Content, *, process: int, num_processes: int, parts: Collection[str]) -> Loaded:
     """Read and check what the lanes of this process need; all processes together check the whole checkpoint.
 
     Raises:
@@ -177,3 +187,88 @@ def _share(manifest: Manifest, process: int, num_processes: int) -> list[str]:
     rest = [name for name in manifest.files if all(name not in files for files in shards)]
     mine = [name for files in shards for number, name in enumerate(files) if number % num_processes == process]
     return mine + (sorted(rest) if process == 0 else [])
+
+
+# ---- inspection
+
+
+def choose(path: Path, *, step: int | None = None, is_all: bool = False) -> list[Path]:
+    """Return the checkpoint at a path; if the path is a folder of checkpoints, the newest one or all, newest last.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints.
+        step: in a folder of checkpoints, choose this step.
+        is_all: in a folder of checkpoints, choose all.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    every = found(path)
+    is_damaged_one = is_folder_name(path.resolve().name) and not every
+    if (path / MANIFEST).exists() or is_damaged_one:
+        if step is not None or is_all:
+            raise CheckpointError(f"{path}: is a single checkpoint; give its parent folder")
+        return [path]
+    folders = [folder for number, folder, _ in every if step in (None, number)]
+    if not folders:
+        there = ", ".join(str(number) for number, _, _ in every) or "none"
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{path}: contains {wanted}; existing steps: {there}")
+    return folders if is_all else folders[-1:]
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Describe a checkpoint from its manifest and state; its tensors are not read.
+
+    Raises:
+        CheckpointError: if its manifest or state is damaged, or a file is missing or has the wrong size.
+    """
+    manifest = read_manifest(folder)
+    manifest.check_sizes()
+    state = read_state(manifest)
+    plan = dict(manifest.plan)
+    schedule = plan.pop("schedule", None)
+    return {
+        "folder": str(folder),
+        "step": manifest.step,
+        "bytes": manifest.num_bytes,
+        "plan": plan | ({"schedule": schedule.get("name")} if isinstance(schedule, dict) else {}),
+        "files": [_file(manifest, name) for name in sorted(manifest.files)],
+        "aliases": dict(manifest.aliases),
+        "optimizer": None if state["optimizer"] is None else _groups(state["optimizer"]),
+        "schedulers": len(state["schedulers"]),
+        "scaler": state["scaler"] is not None,
+        "data": state["data"],
+        "processes": len(state["random"]),
+        "notes": state["notes"],
+        "versions": dict(manifest.versions),
+    }
+
+
+def _file(manifest: Manifest, name: str) -> dict[str, Any]:
+    entry = manifest.files[name]
+    tensors = {
+        tensor: {"dtype": info["dtype"], "shape": info["shape"]} for tensor, info in entry.get("tensors", {}).items()
+    }
+    return {"name": name, "bytes": entry["bytes"], "tensors": tensors}
+
+
+def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"class": group.get("class"), "parameters": len(group["members"]), "options": group["options"]}
+        for group in optimizer.get("groups", [])
+    ]
+
+
+def verify(folder: Path) -> list[str]:
+    """Read every byte of a checkpoint; return all faults."""
+    try:
+        manifest = read_manifest(folder)
+        faults = faults_of(manifest)
+        if not faults:
+            read_state(manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    return faults

@@ -20,18 +20,10 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.content import versions
-from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.leftovers import folder_lock
-from penstock.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    folder_name,
-    read_json,
-    read_manifest,
-    step_folders,
-    to_bytes,
-)
+from penstock.checkpoint.disk import Disk, folder_lock
+from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, read_json, to_bytes
 from penstock.checkpoint.optimizer_states import merged
+from penstock.checkpoint.reader import readable
 from penstock.checkpoint.tensor_shards import checksum, write_shard
 from penstock.errors import CheckpointError
 
@@ -43,41 +35,23 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Job:
-    """What to write, and where.
+    """What to write, and where."""
 
-    Attributes:
-        folder: the folder of all checkpoints.
-        mark: makes the name of the temporary folder unique.
-        step: the step of the training.
-        process: the number of this process; process 0 completes the checkpoint.
-        num_processes: the number of processes that write.
-        files: the shards of this process.
-        part: the data that this process reports to the first.
-        state: the data that only the first process writes.
-        plan: the plan of the pipeline.
-        aliases: additional names of tensors.
-        keep: the number of checkpoints to keep; None keeps all.
-        waits: functions that wait until the tensors can be read.
-        patience_seconds: how long the first process waits while no other process writes anything.
-        damaged: folders of checkpoints that do not count towards `keep`.
-        fence: returns a reason if this training must no longer write here, otherwise "".
-    """
-
-    folder: Path
-    mark: str
+    folder: Path  # of all checkpoints
+    mark: str  # makes the name of the temporary folder unique
     step: int
-    process: int
-    num_processes: int
-    files: Mapping[str, Mapping[str, torch.Tensor]]
-    part: Mapping[str, Any]
-    state: Mapping[str, Any]
-    plan: Mapping[str, Any]
-    aliases: Mapping[str, str]
-    keep: int | None
-    waits: Sequence[Callable[[], None]]
-    patience_seconds: float
-    damaged: frozenset[str] = frozenset()
-    fence: Callable[[], str] = str
+    process: int  # the number of this process; process 0 completes the checkpoint
+    num_processes: int  # that write
+    files: Mapping[str, Mapping[str, torch.Tensor]]  # the shards of this process
+    part: Mapping[str, Any]  # the data that this process reports to the first
+    state: Mapping[str, Any]  # the data that only the first process writes
+    plan: Mapping[str, Any]  # the plan of the pipeline
+    aliases: Mapping[str, str]  # additional names of tensors
+    keep: int | None  # the number of checkpoints to keep; None keeps all
+    waits: Sequence[Callable[[], None]]  # functions that wait until the tensors can be read
+    patience_seconds: float  # how long the first process waits while no other process writes anything
+    damaged: frozenset[str] = frozenset()  # folders of checkpoints that do not count towards `keep`
+    fence: Callable[[], str] = str  # returns a reason if this training must no longer write here, otherwise ""
 
     @property
     def hidden(self) -> Path:
@@ -208,15 +182,14 @@ class Saving:
         state = {**job.state, "optimizer": optimizer, "random": [part["random"] for part in parts if part["random"]]}
         files["state.json"] = self._write_json("state.json", state)
         files[INDEX] = self._write_json(INDEX, _index(files))
-        orders = [manifest.order for manifest in _readable(job.folder)]
+        orders = [manifest.order for manifest in readable(job.folder)]
         manifest = Manifest(job.hidden, job.step, max(orders, default=0) + 1, job.plan, versions(), job.aliases, files)
         disk.write_file(job.hidden / MANIFEST, [manifest.to_bytes()])
         disk.sync_folder(job.hidden)
         if why := job.fence():
             raise CheckpointError(why)
-        if (
-            job.final.exists()
-        ):  # it is damaged, or an older checkpoint was restored and training reached this step again
+        # it is damaged, or an older checkpoint was restored and training reached this step again
+        if job.final.exists():
             disk.replace(job.final, job.folder / f"aside-{job.step:06d}-{job.mark}")
         disk.replace(job.hidden, job.final)
         disk.sync_folder(job.folder)
@@ -265,23 +238,13 @@ class Saving:
 
     def _delete_old(self, keep: int) -> None:
         """Delete all but the newest; rename each first, so that no half-deleted checkpoint keeps a valid name."""
-        complete = sorted(_readable(self.job.folder), key=lambda manifest: manifest.order)
+        complete = readable(self.job.folder)
         good = [manifest for manifest in complete if manifest.folder.name not in self.job.damaged]
         first = good[-keep:][0].order if good else 0  # order of the oldest to keep
         for manifest in (manifest for manifest in complete if manifest.order < first):
             doomed = self.job.folder / f"tmp-old-{manifest.step:06d}-{self.job.mark}"
             self._disk.replace(manifest.folder, doomed)
             self._disk.remove(doomed)
-
-
-def _readable(folder: Path) -> list[Manifest]:
-    found = []
-    for _, path in step_folders(folder):
-        try:
-            found.append(read_manifest(path))
-        except CheckpointError:
-            continue
-    return found
 
 
 def _index(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

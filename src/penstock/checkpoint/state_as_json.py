@@ -9,18 +9,20 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.checkpoint.tensor_shards import SAFE_NAMES, bytes_of
+from penstock.checkpoint.tensor_shards import DTYPES, SAFE_NAMES, bytes_of
+from penstock.devices.kinds import kind_of
 from penstock.errors import CheckpointError, UsageError
 
 _PLAIN = {int, bool, str, type(None)}
-_DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 
 Keep = Callable[[str, torch.Tensor], str]
 Find = Callable[[str], torch.Tensor]
@@ -124,8 +126,8 @@ def _read_tensor(inner: Any, _: Find | None = None) -> torch.Tensor:  # noqa: AN
     dtype, shape, data = inner
     memory = bytearray(base64.b64decode(data, validate=True))
     if not memory:
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(memory, dtype=torch.uint8).clone().view(_DTYPES[dtype]).reshape(shape)
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(memory, dtype=torch.uint8).clone().view(DTYPES[dtype]).reshape(shape)
 
 
 _READERS: dict[str, Callable[[Any, Find | None], Any]] = {
@@ -137,3 +139,40 @@ _READERS: dict[str, Callable[[Any, Find | None], Any]] = {
     "$map": lambda inner, find: {_value(key, find): _value(item, find) for key, item in inner},
     "$counter": lambda inner, find: Counter(_value(inner, find)),
 }
+
+
+# ---- random generators
+
+
+def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the states of torch's generators (CPU and the given devices), of Python's and of numpy's."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "cuda": [kind_of(device).random_state(device) for device in _gpus(devices)],
+        "python": random.getstate(),
+    }
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return to_plain(states, "random states")  # type: ignore[no-any-return]
+
+
+def set_generator_states(plain: dict[str, Any], devices: Sequence[torch.device]) -> None:
+    """Restore the states of all generators; a device without a saved state keeps its current one.
+
+    Raises:
+        CheckpointError: if the data are not generator states.
+    """
+    states = from_plain(plain)
+    try:
+        torch.set_rng_state(states["torch"])
+        for device, state in zip(_gpus(devices), states["cuda"], strict=False):
+            kind_of(device).set_random_state(device, state)
+        random.setstate(states["python"])
+        if "numpy" in states and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(states["numpy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the random states cannot be restored: {error}") from error
+
+
+def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
+    return list(dict.fromkeys(device for device in devices if device.type == "cuda"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ SAFE_NAMES = {
     torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -50,13 +51,7 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         """Its size."""
-        count = _DTYPES[self.dtype].itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
-
-_kind = attrgetter("dtype", "layout")
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -65,7 +60,7 @@ def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         UsageError: with the first tensor that it cannot hold.
     """
-    kinds = set(map(_kind, tensors.values()))
+    kinds = set(map(attrgetter("dtype", "layout"), tensors.values()))
     if all(dtype in SAFE_NAMES and layout is torch.strided for dtype, layout in kinds):
         return
     for name, tensor in tensors.items():
@@ -83,13 +78,12 @@ def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> 
     Raises:
         OSError: if it cannot be written; no partial file is left.
     """
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    entries: dict[str, Any] = dict(header)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    form_of = {name: {"dtype": SAFE_NAMES[t.dtype], "shape": list(t.shape)} for name, t in tensors.items()}
+    at = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": SAFE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]
-        }  # fmt: skip
+        entries[name] = {**form_of[name], "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -103,24 +97,14 @@ def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> 
             for chunk in chunks(bytes_of(tensor)):
                 digest.update(chunk)
                 yield chunk
-            written[name] = {
-                "dtype": SAFE_NAMES[tensor.dtype], "shape": list(tensor.shape), "xxh3": digest.hexdigest()
-            }  # fmt: skip
+            written[name] = {**form_of[name], "xxh3": digest.hexdigest()}
 
     num_bytes = disk.write_file(path, parts())
     return {"bytes": num_bytes, "header_bytes": len(head), "header_xxh3": checksum(head), "tensors": written}
 
 
 class Shard:
-    """An open safetensors file; each tensor is checked when it is read.
-
-    Args:
-        path: the file.
-        entry: its entry in the manifest.
-
-    Raises:
-        CheckpointError: if the file does not match its entry.
-    """
+    """An open safetensors file, which must match its entry in the manifest; each tensor is checked when it is read."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         self.path = path
@@ -167,18 +151,14 @@ class Shard:
         return places
 
     def read(self, name: str) -> torch.Tensor:
-        """Read and check a tensor.
-
-        Raises:
-            CheckpointError: if its bytes have changed.
-        """
+        """Read a tensor; raise a CheckpointError if its bytes have changed."""
         stored = self.tensors[name]
         memory = torch.empty(stored.num_bytes, dtype=torch.uint8)
         self._read(self._places[name], bytes_of(memory), f"tensor {name}")
         actual = checksum(bytes_of(memory))
         if actual != stored.xxh3:
             raise CheckpointError(f"{self.path}: tensor {name} has checksum {actual}, expected {stored.xxh3}")
-        return memory.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+        return memory.view(DTYPES[stored.dtype]).reshape(stored.shape)
 
     def _read(self, at: int, view: memoryview, what: str) -> memoryview:
         done = 0

@@ -52,7 +52,7 @@ def inspect(
 
       penstock checkpoint inspect run --all --json
     """
-    from penstock.checkpoint.inspection import choose, describe
+    from penstock.checkpoint.reader import choose, describe
 
     found = [describe(folder) for folder in choose(path, step=step, is_all=every)]
     if as_json:
@@ -72,8 +72,8 @@ def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson
 
       penstock checkpoint verify run --all --json
     """
-    from penstock.checkpoint.inspection import choose
-    from penstock.checkpoint.inspection import verify as faults_in
+    from penstock.checkpoint.reader import choose
+    from penstock.checkpoint.reader import verify as faults_in
     from penstock.report.units import printable
 
     found = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
@@ -112,8 +112,8 @@ def export(
       penstock checkpoint export run/checkpoint-000500 for_torch --form dcp
     """
     from penstock.checkpoint.formats.exchange import export_checkpoint
-    from penstock.checkpoint.inspection import choose
     from penstock.checkpoint.manifest import read_manifest
+    from penstock.checkpoint.reader import choose
 
     (folder,) = choose(path, step=step)
     wanted = form or (Form.SAFETENSORS if target.suffix == ".safetensors" else Form.HUGGINGFACE)

@@ -15,12 +15,12 @@ import torch
 
 from penstock.checkpoint.disk import open_plain
 from penstock.checkpoint.formats.pickle_reader import Name, RecordedCall, read_pickled
+from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.tensor_shards import SAFE_NAMES
 from penstock.errors import CheckpointError
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFE_NAMES}
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -101,7 +101,7 @@ def _tensor(
 
 def _load_part(folder: Path, name: str, info: RecordedCall) -> torch.Tensor:
     file = info.fields["relative_path"]
-    if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+    if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
         raise CheckpointError(f"{folder}: {file!r:.80} is not a valid file name")
     if info.fields.get("transform_descriptors"):
         raise CheckpointError(f"{folder / file}: tensor {name} is compressed, which is not supported")

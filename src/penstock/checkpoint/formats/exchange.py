@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.formats.dcp import METADATA, load_tensors, read_dcp, write_dcp
-from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, is_folder_name, read_json
+from penstock.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, folder_name, is_folder_name, read_json
 from penstock.checkpoint.reader import read_state
 from penstock.checkpoint.save_job import INDEX, Job, Saving
 from penstock.checkpoint.tensor_shards import Shard, check_storable, write_shard
@@ -23,7 +23,6 @@ from penstock.errors import CheckpointError, OutputError, UsageError
 
 Form = Literal["safetensors", "huggingface", "dcp"]
 FORMS: tuple[Form, ...] = ("safetensors", "huggingface", "dcp")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _EXPORTED = re.compile(r"model.*\.safetensors(?:\.index\.json)?|config\.json|\.metadata|.*\.distcp")
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -88,13 +87,9 @@ def export_checkpoint(
 
 
 def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
-    """Check that an export replaces nothing but an earlier export, with or without `force`.
-
-    Raises:
-        OutputError: with the target and advice.
-    """
+    """Check that an export replaces nothing but an earlier export, with or without `force`."""
     if path.name in ("", ".."):
-        raise OutputError(f"{path}: give the name of a new {_kind(form)}")
+        raise OutputError(f"{path}: give the name of a new {'file' if form == 'safetensors' else 'folder'}")
     real, source = path.parent.resolve() / path.name, source.resolve()
     places = {real, real.resolve()}
     if any(source == place or source in place.parents or place in source.parents for place in places):
@@ -117,10 +112,6 @@ def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
         raise OutputError(
             f"{path}: contains files that no export writes ({', '.join(others[:3])}); choose another path"
         )
-
-
-def _kind(form: Form) -> str:
-    return "file" if form == "safetensors" else "folder"
 
 
 def _put(hidden: Path, path: Path) -> None:
@@ -261,7 +252,7 @@ def _huggingface(path: Path) -> dict[str, torch.Tensor]:
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{path / INDEX}: has no weight_map")
         files = sorted(set(map(str, weight_map.values())))
-        bad = next((name for name in files if not _FILE_NAME.fullmatch(name)), None)
+        bad = next((name for name in files if not FILE_NAME.fullmatch(name)), None)
         if bad is not None:
             raise CheckpointError(f"{path / INDEX}: {bad!r:.80} is not a valid file name")
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import CheckpointError
@@ -31,7 +31,7 @@ class RecordedCall:
 
     name: Name
     args: tuple[Any, ...]
-    state: Any = field(default=None)
+    state: Any = None
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -68,8 +68,8 @@ class _Machine:
 
     def __init__(self, allowed: Mapping[str, Collection[str]], source: str) -> None:
         self.stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
         self._allowed, self._source = allowed, source
 
     def run(self, code: str, argument: Any) -> None:  # noqa: ANN401 - as the opcode has it
@@ -109,16 +109,10 @@ class _Machine:
         self.stack[-1].state = state
 
     def remember(self, number: int | None) -> None:
-        self._memo[len(self._memo) if number is None else number] = self.stack[-1]
-
-    def recall(self, number: int) -> None:
-        self.stack.append(self._memo[number])
-
-    def mark(self) -> None:
-        self._marks.append(len(self.stack))
+        self.memo[len(self.memo) if number is None else number] = self.stack[-1]
 
     def since_mark(self) -> list[Any]:
-        at = self._marks.pop()
+        at = self.marks.pop()
         items, self.stack[at:] = self.stack[at:], []
         return items
 
@@ -144,7 +138,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _NOTHING = {"PROTO", "FRAME"}
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": lambda machine, _: machine.mark(),
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
     "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
     "TUPLE1": lambda machine, _: machine.take(1),
     "TUPLE2": lambda machine, _: machine.take(2),
@@ -156,8 +150,8 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "MEMOIZE": lambda machine, _: machine.remember(None),
     "BINPUT": lambda machine, number: machine.remember(number),
     "LONG_BINPUT": lambda machine, number: machine.remember(number),
-    "BINGET": lambda machine, number: machine.recall(number),
-    "LONG_BINGET": lambda machine, number: machine.recall(number),
+    "BINGET": lambda machine, number: machine.stack.append(machine.memo[number]),
+    "LONG_BINGET": lambda machine, number: machine.stack.append(machine.memo[number]),
     "GLOBAL": lambda machine, text: machine.name(*text.split(" ", 1)),
     "STACK_GLOBAL": lambda machine, _: machine.pop_name(),
     "REDUCE": lambda machine, _: machine.call(),

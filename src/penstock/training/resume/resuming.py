@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.misfit import MisfitError
+from penstock.checkpoint.manifest import MisfitError
 from penstock.errors import UsageError, warn_user
 from penstock.torchrun import attempt
 from penstock.training.resume.optimizer_settings import changes, settings_of

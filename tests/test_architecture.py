@@ -77,7 +77,7 @@ ARROWS = {
     "doctor": "devices feeding report timing",
     "training/callbacks": "devices faults pipeline torchrun",
     "training/resume": "checkpoint feeding torchrun",
-    "training/view": "report training/callbacks",
+    "training/view": "faults report training/callbacks",
     "training": (
         "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
         "training/callbacks training/resume training/view"

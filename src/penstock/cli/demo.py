@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.cli.demo_training import Settings, Training
     from penstock.cli.plain_step import Comparison
     from penstock.report.timeline import Timeline
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 _STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
 _COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # with --simulate

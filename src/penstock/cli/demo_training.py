@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
     from penstock.planning.explain.explanation import Explanation
     from penstock.report.timeline import Timeline
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 BATCH_SIZE, LENGTH = 32, 32  # samples per step, and characters per sample
 PROMPT = "The wheel does not care how much"  # as long as a sample: the captured model accepts no other length
@@ -100,8 +100,8 @@ class Training:
 
     def run(self) -> Iterator[Reading]:
         """Train, and yield a reading after each step."""
+        from penstock.training.callbacks.callback import Reading
         from penstock.training.callbacks.lane_memory import lane_bytes
-        from penstock.training.callbacks.progress import Reading
 
         steps = self.settings.steps
         held: tuple[int, ...] = ()

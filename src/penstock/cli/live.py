@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 _MOST_LINES = 11  # if stdout is not a terminal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,6 +11,8 @@ from penstock.report.timeline import Timeline
 from penstock.report.units import show_seconds
 
 _FACTOR = 1.3  # smaller differences are noise on a busy machine
+_WARNED_RATIO = 1.5  # a smaller ratio may come from cuts that cannot be even
+_IN_A_ROW = 2  # recorded steps; a single one may be chance
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,20 @@ def _ratios(seconds: tuple[float, ...]) -> list[float]:
         return [1.0] * len(seconds)
     of_others = [median(s for other, s in enumerate(seconds) if other != lane) for lane in range(len(seconds))]
     return [own / other if other > 0 else 1.0 for own, other in zip(seconds, of_others, strict=True)]
+
+
+class SlowLaneWarning:
+    """Reports once that a lane is slower than the others, after two recorded steps in a row."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    def check(self, timeline: Timeline) -> Iterator[str]:
+        """Yield a message for each lane that is now known to be slow."""
+        found = [slow for slow in slow_lanes(timeline) if slow.ratio > _WARNED_RATIO]
+        self._times = {slow.lane: self._times.get(slow.lane, 0) + 1 for slow in found}
+        for slow in found:
+            if self._times[slow.lane] >= _IN_A_ROW and slow.lane not in self._told:
+                self._told.add(slow.lane)
+                yield f"{slow}; seen in {_IN_A_ROW} recorded steps in a row"

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.callback import Callback, Reading, Summary
 from penstock.training.callbacks.journal import Journal
-from penstock.training.callbacks.progress import Reading, Summary
 from penstock.training.callbacks.tensorboard import TensorBoard
 from penstock.training.view.view import View
 

@@ -1,37 +1,51 @@
-"""Stepper: one update of the weights, from its batches to the optimizer."""
+"""Stepper: one update of the weights, from the items of the data to the optimizer, and a validation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.errors import UsageError
+from penstock.feeding.item_carrier import Split, is_pair
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
     from penstock.report.timeline import Timeline
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """The results of an update's forwards and backwards, before the weights change.
+class ItemReader:
+    """Reads the items of a data source.
 
-    Attributes:
-        loss: the mean loss of its batches.
-        gradient_norm: over all lanes, before clipping; None if the schedule updates weights within the step.
-        timeline: the timeline of its last batch, if it was recorded.
-        metrics: the additional results of the loss, by name, as means over the batches.
+    Args:
+        split: a function from an item to (batch, target).
+        has_target: whether an item of two parts is (batch, target); otherwise every item is a batch.
     """
 
-    loss: float
-    gradient_norm: float | None
-    timeline: Timeline | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    def __init__(self, split: Split | None, *, has_target: bool) -> None:
+        self._split, self._has_target = split, has_target or split is not None
+
+    def call(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any item
+        """Return the arguments of `pipe.step` for an item that is already split: a batch, or a batch and its target."""
+        return tuple(item) if self._has_target and is_pair(item) else (item,)
+
+    def split(self, item: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any item
+        """Return the arguments of `pipe.evaluate` for an item that did not pass through a feed."""
+        return self.call(item if self._split is None else self._split(item))
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The results of an update's forwards and backwards, before the weights change."""
+
+    loss: float  # the mean loss of its batches
+    gradient_norm: float | None  # of all lanes, before clipping; None if the schedule updates weights within the step
+    timeline: Timeline | None  # of its last batch, if it was recorded
+    metrics: Mapping[str, float]  # the additional results of the loss, by name, as means over the batches
 
     @property
     def has_finite_loss(self) -> bool:
@@ -166,3 +180,32 @@ def mean_metrics(found: Sequence[tuple[int, Mapping[str, torch.Tensor]]]) -> dic
         rows = [(weight, float(metrics[name])) for weight, metrics in found if name in metrics]
         means[name] = math.fsum(weight * value for weight, value in rows) / sum(weight for weight, _ in rows)
     return means
+
+
+def validate(
+    pipe: Pipeline, data: Iterable[Any], items: ItemReader, why_to_end: Callable[[], str | None]
+) -> tuple[float, dict[str, float], int] | str:
+    """Return the mean loss and metrics per sample and the number of samples; or the reason for an early end.
+
+    Args:
+        pipe: the pipeline.
+        data: the batches.
+        items: reads the items.
+        why_to_end: called before each batch; returns a reason to end. A long validation must not use up the time that a
+            job scheduler leaves for the checkpoint.
+
+    Raises:
+        UsageError: if there are no batches.
+    """
+    total, count, found = 0.0, 0, []
+    for item in data:
+        if reason := why_to_end():
+            return reason
+        call = items.split(item)
+        size = max(1, pipe.num_samples(call[0]))
+        loss, metrics = pipe.evaluate(*call, metrics=True)
+        total, count = total + size * float(loss), count + size
+        found.append((size, metrics))
+    if not count:
+        raise UsageError("validation: has no batches; an iterable that can be used only once is empty the second time")
+    return total / count, mean_metrics(found), count

@@ -16,26 +16,21 @@ from penstock.checkpoint import Checkpoints, Restored
 from penstock.deciding.plan import NAME
 from penstock.errors import NonFiniteError, UsageError, warn_user
 from penstock.feeding.feed import Feed, feed
+from penstock.feeding.item_carrier import Split
 from penstock.feeding.sharded_loaders import check_not_sharded
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planned.placement import threads_per_lane, with_threads
 from penstock.torchrun import attempt
-from penstock.training.batch_items import ItemReader, Split
-from penstock.training.callbacks.callback import Callback, Callbacks
+from penstock.training.callbacks.callback import Callback, Callbacks, Reading, Summary
 from penstock.training.callbacks.journal import Journal
 from penstock.training.callbacks.lane_memory import lane_bytes
-from penstock.training.callbacks.progress import Reading, Summary
-from penstock.training.callbacks.timeline_pages import TimelinePages
 from penstock.training.data_watch import DataWatch
-from penstock.training.fault_handling import FaultHandler
-from penstock.training.memory_retry import MemoryRetry
-from penstock.training.resume.data_position import DataPosition
-from penstock.training.resume.resuming import resume
+from penstock.training.fault_handling import FaultHandler, MemoryRetry
+from penstock.training.resume.resuming import DataPosition, resume
 from penstock.training.resume.run_folder import RunFolder
 from penstock.training.signals import Signals
-from penstock.training.stepper import Stepper, UpdateResult
+from penstock.training.stepper import ItemReader, Stepper, UpdateResult, validate
 from penstock.training.trainer_options import TrainerOptions
-from penstock.training.validation import validate
 from penstock.training.view.view import View
 
 if TYPE_CHECKING:
@@ -145,7 +140,7 @@ class Trainer:
         self.data_watch = DataWatch(pipe)
         self._should_stop, self._num_rewinds = False, 0
         self._validated = 0  # the last step that was validated
-        self._pages = TimelinePages(self.folder.path, self.pipe.internals.predicted)
+        self._pages: list[Path] = []  # of recorded steps
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._lane_bytes: tuple[int, ...] = ()
@@ -309,9 +304,8 @@ class Trainer:
         self._callbacks.notify("on_step_end", self, self.reading)
         if self._checkpoints is not None:
             self._checkpoints.poll()
-        page = self._pages.write(number, made.timeline) if made.timeline is not None and self.is_first else None
-        if page is not None:
-            self._callbacks.notify("on_record", self, page)
+        if made.timeline is not None and self.is_first:
+            self._write_page(number, made.timeline)
         if is_logged:
             self._log()
         if _is_due(number, options.checkpoint_every) and number < options.steps:
@@ -353,6 +347,18 @@ class Trainer:
         figures = self.reading.figures() | {"mean_loss": math.fsum(self._losses) / len(self._losses)}
         self._losses.clear()
         self._callbacks.notify("on_log", self, figures)
+
+    def _write_page(self, step: int, timeline: Timeline) -> None:
+        """Write the page of a recorded step; on an error, only warn, since a full disk must not end the training."""
+        page = self.folder.path / "timelines" / f"step-{step:06d}.html"
+        try:
+            page.parent.mkdir(exist_ok=True)
+            timeline.to_html(page, compare=self.pipe.internals.predicted())
+        except OSError as error:
+            warn_user(f"the timeline of step {step} was not written: {error}; the training continues")
+            return
+        self._pages.append(page)
+        self._callbacks.notify("on_record", self, page)
 
     def _validate(self) -> str | None:
         """Validate; return the signal's name if a signal ended it: a resume then validates again."""
@@ -399,7 +405,7 @@ class Trainer:
             self.validation_loss, seconds, self.folder.path, restarts=attempt(),
             resumed_from=None if restored is None else restored.step,
             checkpoints=tuple(self._checkpoints.folders()), failures=tuple(self._checkpoints.failures),
-            timelines=tuple(self._pages.paths), skipped=tuple(self._skipped),
+            timelines=tuple(self._pages), skipped=tuple(self._skipped),
         )  # fmt: skip
 
 

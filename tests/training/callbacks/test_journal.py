@@ -17,9 +17,9 @@ import processes
 from penstock.errors import CheckpointError, UsageError
 from penstock.launch.processes import train_process as running
 from penstock.training.callbacks import tensorboard
+from penstock.training.callbacks.callback import Reading, Summary
 from penstock.training.callbacks.journal import Journal, JsonLines, plain_json
 from penstock.training.callbacks.lane_memory import lane_bytes
-from penstock.training.callbacks.progress import Reading, Summary
 from penstock.training.callbacks.tensorboard import TensorBoard
 from pipelines import data, sequence
 from training_runs import StopAt, loader, make, train

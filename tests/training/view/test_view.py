@@ -14,13 +14,12 @@ from rich.console import Console
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.training.callbacks.progress import Reading, Summary
+from penstock.training.callbacks.callback import Reading, Summary
 from penstock.training.view.view import View
 from penstock.training.view.view_figures import Pace, Sparkline
 from penstock.training.view.view_lines import fault_line, summary_lines
-from penstock.training.view.view_outlet import Outlet
 from penstock.training.view.view_picture import Picture
-from penstock.training.view.view_screen import Screen
+from penstock.training.view.view_screen import Outlet, Screen
 from training_runs import StopAt, loader, make
 
 ESCAPE = re.compile(r"\033\[[\d;?]*\w")
@@ -342,7 +341,7 @@ def test_a_process_whose_output_nobody_reads_ends_well(tmp_path):
     code = (
         "import sys\n"
         "from penstock.training.view.view_screen import Screen\n"
-        "from penstock.training.callbacks.progress import Reading\n"
+        "from penstock.training.callbacks.callback import Reading\n"
         "with Screen(5000) as screen:\n"
         "    for step in range(1, 5001):\n"
         "        screen.add(Reading(step, 5000, 0, 1.0, 1.0, (0.1,), 0.1, 8))\n"

@@ -30,10 +30,10 @@ from penstock.launch.config.config_writer import to_toml
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.planned.placement import share_of_threads
 from penstock.runtime.lanes.lane_group import world_size
-from penstock.training.batch_items import ItemReader
 from penstock.training.callbacks.callback import Callback
 from penstock.training.callbacks.journal import Journal
 from penstock.training.callbacks.tensorboard import TensorBoard
+from penstock.training.stepper import ItemReader
 from penstock.training.trainer import Trainer
 
 if TYPE_CHECKING:

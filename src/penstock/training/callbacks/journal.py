@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import warn_user
+from penstock.faults.straggler import SlowLaneWarning
 from penstock.torchrun import attempt
-from penstock.training.callbacks.callback import Callback
-from penstock.training.callbacks.slow_lane_warning import SlowLaneWarning
+from penstock.training.callbacks.callback import Callback, Summary
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Summary
     from penstock.training.trainer import Trainer
 
 _NAME = "events.jsonl"

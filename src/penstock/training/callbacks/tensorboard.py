@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
-from penstock.training.callbacks.callback import Callback
+from penstock.training.callbacks.callback import Callback, Summary
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from penstock.training.callbacks.progress import Summary
     from penstock.training.trainer import Trainer
 
 # the names of the figures in TensorBoard: the part before the slash groups the charts

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from penstock.training.callbacks.callback import Callback
-from penstock.training.callbacks.slow_lane_warning import SlowLaneWarning
+from penstock.faults.straggler import SlowLaneWarning
+from penstock.training.callbacks.callback import Callback, Reading, Summary
 from penstock.training.view.view_figures import Totals
 from penstock.training.view.view_lines import (
     begin_line,
     evaluate_line,
     fault_line,
     memory_kind,
-    recover_line,
     save_line,
     summary_lines,
 )
 from penstock.training.view.view_screen import Screen
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Reading, Summary
     from penstock.training.trainer import Trainer
 
 
@@ -101,7 +98,7 @@ class View(Callback):
     def on_recover(self, trainer: Trainer, step: int) -> None:
         """Show the step from which the training continues."""
         if self._screen is not None:
-            self._screen.line(recover_line(step), style="yellow")
+            self._screen.line(f"continues from the checkpoint of step {step}", style="yellow")
 
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
         """Show the summary."""
@@ -130,7 +127,5 @@ class View(Callback):
     def __enter__(self) -> View:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.report.units import show_seconds
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 _RECENT = 20  # steps that count for the current speed
 _BARS = "▁▂▃▄▅▆▇█"
@@ -19,7 +19,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 class Pace:
     """The speed of a training over its last steps; a single step varies too much.
 
-    >>> from penstock.training.callbacks.progress import Reading
+    >>> from penstock.training.callbacks.callback import Reading
     >>> pace = Pace()
     >>> for step in (1, 2):
     ...     pace.add(Reading(step, 10, 0, 1.0, 1.0, (0.1,), step / 10, 6, 60))
@@ -75,11 +75,7 @@ class Pace:
 
 
 class Totals:
-    """The totals over all steps of this run.
-
-    Attributes:
-        first_loss: the loss of the first step.
-    """
+    """The totals over all steps of this run."""
 
     def __init__(self) -> None:
         self.first_loss: float | None = None
@@ -105,16 +101,13 @@ class Totals:
 
 
 class Sparkline:
-    """A curve as a line of bars, for any number of values.
+    """A curve as a line of at most `width` bars, for any number of values.
 
     >>> spark = Sparkline(8)
     >>> for value in (8, 7, 6, 5, 4, 3, 2, 1):
     ...     spark.add(value)
     >>> str(spark)
     '█▇▆▅▄▃▂▁'
-
-    Args:
-        width: the maximum number of bars.
     """
 
     def __init__(self, width: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.report.units import printable, show_bytes, show_seconds, show_share
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Reading, Summary
+    from penstock.training.callbacks.callback import Reading, Summary
     from penstock.training.trainer import Trainer
     from penstock.training.view.view_figures import Pace
 
@@ -96,23 +96,10 @@ def fault_line(fault: Mapping[str, Any]) -> str:
     return f"{head}: {message}" if message.startswith("step ") else f"step {fault.get('step')}: {head}: {message}"
 
 
-def recover_line(step: int) -> str:
-    """Report the checkpoint that the training continues from."""
-    return f"continues from the checkpoint of step {step}"
-
-
 def summary_lines(
     summary: Summary, *, first_loss: float | None, speed: str, events: Path | None, again: str | None
 ) -> list[str]:
-    """Describe the result of a training, the location of its files, and how to continue.
-
-    Args:
-        summary: the result.
-        first_loss: the first loss of this run.
-        speed: the speed over all steps.
-        events: the journal, if there is one.
-        again: the command to continue, if it is known.
-    """
+    """Describe the result of a training, the location of its files, and how to continue: with the command `again`."""
     why = _WHY.get(summary.status, f"Ended by {printable(summary.status)}")
     head, clock = f"{why}: {summary.step} of {summary.steps} steps", f", in {show_clock(summary.seconds)}"
     if summary.restarts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -18,7 +18,7 @@ from penstock.training.view.view_lines import show_clock, show_loss
 
 if TYPE_CHECKING:
     from penstock.report.timeline import Timeline
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 _GAP, _SPARK = "   ", 16
 _LEAST_BAR, _MOST_BAR = 4, 40
@@ -26,13 +26,7 @@ _LEAST_LANES = 2  # fewer lanes of many would say too little
 
 
 class Picture:
-    """Everything known about a training, drawn to fit the terminal.
-
-    Args:
-        steps: the number of steps.
-        step: the number of completed steps.
-        memory: the kind of memory in `lane_bytes`: held, resident, or peak allocated.
-    """
+    """Everything known about a training, drawn to fit the terminal; `Screen` describes the arguments."""
 
     def __init__(self, steps: int, *, step: int = 0, memory: str = "held") -> None:
         self.steps, self.step, self.memory = steps, step, memory
@@ -70,7 +64,8 @@ class Picture:
         for least in (words[0], clock):  # optional words
             if _LEAST_BAR + 1 + _width_of(words) >= width:
                 words.remove(least)
-        bar = ProgressBar(total=self.steps, completed=self.step, width=_bar_width(width - 2 - _width_of(words)))
+        space = max(_LEAST_BAR, min(_MOST_BAR, width - 2 - _width_of(words)))
+        bar = ProgressBar(total=self.steps, completed=self.step, width=space)
         row = Table.grid(padding=(0, 1, 0, 0))
         at = words.index(count)
         for _ in range(len(words) + 1):
@@ -135,10 +130,6 @@ def _width_of(words: Iterable[Text]) -> int:
     return sum(len(word) + 1 for word in words)
 
 
-def _bar_width(space: int) -> int:
-    return max(_LEAST_BAR, min(_MOST_BAR, space))
-
-
 def _cut(line: Text, width: int) -> Text:
     line.truncate(width - 1)
     line.no_wrap = True
@@ -156,8 +147,4 @@ def _packed(parts: Iterable[Text], width: int) -> list[Text]:
         else:
             lines.append([part])
             space = width - 1 - len(part)
-    return [_cut(_joined(line), width) for line in lines]
-
-
-def _joined(parts: Sequence[Text]) -> Text:
-    return Text(_GAP).join(parts)
+    return [_cut(Text(_GAP).join(line), width) for line in lines]

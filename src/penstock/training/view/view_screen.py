@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import os
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -13,13 +14,67 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.training.view.view_lines import step_line
-from penstock.training.view.view_outlet import Outlet
 from penstock.training.view.view_picture import Picture
 
 if TYPE_CHECKING:
-    from penstock.training.callbacks.progress import Reading
+    from penstock.training.callbacks.callback import Reading
 
 _PAUSE_SECONDS = 0.15  # between two pictures; drawing takes time from the lanes
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal or the file is gone
+
+
+class Outlet:
+    """A text file whose writes never fail: text that cannot be written is dropped, once the file is gone for good."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self.is_gone = file, False
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the file."""
+        return getattr(self._file, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the file is a terminal."""
+        try:
+            return self._file.isatty()
+        except (AttributeError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        """Write text if possible."""
+        if not self.is_gone:
+            try:
+                self._file.write(text)
+            except UnicodeEncodeError:  # the terminal cannot show bars and dots
+                self._file.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError) as error:
+                self._handle(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the file if possible."""
+        if not self.is_gone:
+            try:
+                self._file.flush()
+            except (OSError, ValueError) as error:
+                self._handle(error)
+
+    def _handle(self, error: OSError | ValueError) -> None:
+        """Mark the file as gone, unless it may recover, for example from a full disk."""
+        if isinstance(error, OSError) and error.errno not in _GONE:
+            return
+        self.is_gone = True
+        try:  # otherwise its buffer would fail again when Python exits
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):
+            pass
 
 
 class Screen:
@@ -57,9 +112,7 @@ class Screen:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add(self, reading: Reading) -> None:

@@ -121,18 +121,18 @@ def _show_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.launch.config.config import GROUPS, Config, group_of
+    from penstock.launch.config.config import Config, keys_by_group
 
     console = Console()
-    for group in GROUPS:
+    for group, names in keys_by_group().items():
         grid = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
         grid.add_column(no_wrap=True, style="cyan")
         grid.add_column()
-        for name, field in Config.model_fields.items():
-            if group_of(name) == group:
-                default = field.get_default(call_default_factory=True)
-                shown = "" if default in (None, [], {}) else f" [default: {default}]"
-                grid.add_row(f"--{name.replace('_', '-')}", Text.assemble(field.description or "", (shown, "dim")))
+        for name in names:
+            field = Config.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            shown = "" if default in (None, [], {}) else f" [default: {default}]"
+            grid.add_row(f"--{name.replace('_', '-')}", Text.assemble(field.description or "", (shown, "dim")))
         console.print(Panel(grid, title=group, title_align="left", border_style="dim"))
 
 

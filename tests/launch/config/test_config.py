@@ -14,7 +14,7 @@ import pytest
 
 from penstock.errors import CheckpointError, HangError, LaneError, LostError, NonFiniteError, UsageError
 from penstock.launch.build import trainer_builder as build
-from penstock.launch.config.config import GROUPS, Config, group_of
+from penstock.launch.config.config import Config, keys_by_group
 from penstock.launch.config.config_reader import read_config, take_flags
 from penstock.launch.config.config_writer import example_file, key_table, origins_in, to_toml
 from penstock.launch.processes.exit_codes import code_of
@@ -279,9 +279,8 @@ def test_the_file_to_begin_with_says_all_keys_and_is_right_without_its_marks(tmp
         for line in text.splitlines()
         if line.startswith("# ") and line[2:].split(" = ")[0] in Config.model_fields
     ]
-    assert [line.split(" = ")[0] for line in lines] == [
-        name for group in GROUPS for name in Config.model_fields if group_of(name) == group
-    ]
+    keys = [name for names in keys_by_group().values() for name in names]
+    assert [line.split(" = ")[0] for line in lines] == keys == list(Config.model_fields)
     for line in lines:  # each alone: some contradict each other
         assert next(iter(tomllib.loads(line))) in Config.model_fields
     assert config_of(tmp_path, text).config == Config()

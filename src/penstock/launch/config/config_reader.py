@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from penstock.errors import UsageError, nearest
 from penstock.launch.config.config import ALIASES, HINTS, Config
 from penstock.launch.config.config_checks import faults_of
-from penstock.launch.config.flag_values import expected_text, kinds_of, read_value
-from penstock.launch.config.toml_text import parse_toml, refusal_of
+from penstock.launch.config.flag_values import expected_text, kinds_of, parse_toml, read_value, refusal_of
 from penstock.torchrun import environment_faults
 
 
@@ -102,7 +101,7 @@ def read_config(path: Path | None, flags: Sequence[tuple[str, str]] = (), faults
         _take_flag(name, word, values, origins, problems)
     config = _validated(values, origins, problems)
     if config is not None:
-        problems += [f"{_place(origins, key)}{_label(origins, key)}: {what}" for key, what in faults_of(config)]
+        problems += [f"{_place(origins, key)}: {what}" for key, what in faults_of(config)]
     if problems or config is None:
         problems = list(dict.fromkeys(problems))
         raise UsageError(problems[0] if len(problems) == 1 else f"{len(problems)} faults:\n  " + "\n  ".join(problems))
@@ -173,12 +172,9 @@ def _take_flag(name: str, word: str, values: dict[str, Any], origins: dict[str, 
 
 
 def _place(origins: Mapping[str, str], key: str) -> str:
+    """Return the flag that set a key; or the key, with the line that set it."""
     origin = origins.get(key, "")
-    return f"{origin}: " if origin and not origin.startswith("--") else ""
-
-
-def _label(origins: Mapping[str, str], key: str) -> str:
-    return origins[key] if origins.get(key, "").startswith("--") else key
+    return origin if origin.startswith("--") else f"{origin}: {key}" if origin else key
 
 
 def _validated(values: dict[str, Any], origins: Mapping[str, str], problems: list[str]) -> Config | None:
@@ -190,15 +186,13 @@ def _validated(values: dict[str, Any], origins: Mapping[str, str], problems: lis
             wrong.setdefault(str(fault["loc"][0]), []).append(fault)
     for key, faults in wrong.items():
         given = values[key]
-        problems.append(f"{_place(origins, key)}{_label(origins, key)}: must be {expected_text(faults, given)}")
+        problems.append(f"{_place(origins, key)}: must be {expected_text(faults, given)}")
     sound = {key: value for key, value in values.items() if key not in wrong}
     try:  # find further faults
         config = Config(**sound)
     except ValidationError:
         return None
     problems += [
-        f"{_place(origins, key)}{_label(origins, key)}: {what}"
-        for key, what in faults_of(config)
-        if key not in wrong and key in sound
+        f"{_place(origins, key)}: {what}" for key, what in faults_of(config) if key not in wrong and key in sound
     ]
     return None

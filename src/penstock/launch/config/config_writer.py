@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from penstock.launch.config.config import GROUPS, Config, group_of
+from penstock.launch.config.config import Config, keys_by_group
 from penstock.launch.config.config_reader import LoadedConfig
 from penstock.launch.config.flag_values import kinds_of
 
@@ -41,9 +41,9 @@ def _toml_key(name: str) -> str:
 def to_toml(given: LoadedConfig) -> str:
     """Return all keys of a configuration, with the source of each value."""
     lines = []
-    for group in GROUPS:
+    for group, names in keys_by_group().items():
         lines += ["", f"# {group}"]
-        for name in _keys(group):
+        for name in names:
             value, origin = getattr(given.config, name), given.origins.get(name, "default")
             lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}  # {origin}")
     return "\n".join(lines[1:]) + "\n"
@@ -55,27 +55,23 @@ def origins_in(text: str) -> dict[str, str]:
     return {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines}
 
 
-def _keys(group: str) -> Iterator[str]:
-    return (name for name in Config.model_fields if group_of(name) == group)
-
-
 def example_file() -> str:
     """Return an example file: each key with its meaning and, as a comment, its default."""
     lines = [
         "# The configuration of `penstock train`: all keys with their defaults. Remove the # from the keys you change.",
         "# Each key is also a flag, such as --micro-batches 8. Flags override this file.",
     ]
-    for group in GROUPS:
+    for group, names in keys_by_group().items():
         lines += ["", f"# ---- {group}"]
-        for name in _keys(group):
+        for name in names:
             field = Config.model_fields[name]
             default = field.get_default(call_default_factory=True)
             lines += ["", *(f"# {line}" for line in textwrap.wrap(field.description or "", _WIDTH))]
-            lines.append(f"# {name} = {_sample(name) if default is None else toml_value(default)}")
+            lines.append(f"# {name} = {_SAMPLES[name] if default is None else toml_value(default)}")
     return "\n".join(lines) + "\n"
 
 
-_SAMPLES = {
+_SAMPLES = {  # of the keys without a default
     "weight": '"sum"',
     "schedule": '"1f1b"',
     "validation": '"my_data.py:validation"',
@@ -96,20 +92,15 @@ _SAMPLES = {
 }
 
 
-def _sample(name: str) -> str:
-    """Return an example value for a key without a default."""
-    return _SAMPLES[name]
-
-
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "table"}
 
 
 def key_table() -> str:
     """Return all keys as tables in Markdown, for the documentation."""
     lines = []
-    for group in GROUPS:
+    for group, names in keys_by_group().items():
         lines += [f"### {group}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for name in _keys(group):
+        for name in names:
             field = Config.model_fields[name]
             default = field.get_default(call_default_factory=True)
             words = " or ".join(word for kind, word in _WORDS.items() if kind in kinds_of(name))

@@ -1,15 +1,47 @@
-"""Flag values: convert the text of a flag to a value, and describe the type of a key."""
+"""Flag values: convert TOML and the text of a flag to values, refuse unusable values, and describe expected ones."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from penstock.errors import nearest
 from penstock.launch.config.config import Config
-from penstock.launch.config.toml_text import parse_toml
 
+_MOST_LEVELS = 100  # of nested lists and tables: readers and writers of values recurse once per level
+_MOST_BITS = 63  # without the sign: the range of TOML and torch
+_MOST_SHOWN = 80  # characters of a value in a message
 _SWITCHED = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the values of a TOML text; raise a ValueError that says why it cannot be read."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not TOML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"its lists or tables are nested more than {_MOST_LEVELS} levels deep") from None
+    except ValueError:  # from int() of a number with thousands of digits
+        raise ValueError("has an integer that does not fit in 64 bits") from None
+
+
+def refusal_of(value: Any) -> str | None:  # noqa: ANN401 - whatever TOML can hold
+    """Return why a value is unusable (nested too deep, too large, or a text with NUL), or None."""
+    texts = value if isinstance(value, list) else [value]
+    # values in a table are for the callable, which may accept it
+    if any(isinstance(one, str) and "\0" in one for one in texts):
+        return f"must not contain a NUL character; given: {value!r:.{_MOST_SHOWN}}"
+    level = [value]
+    for _ in range(_MOST_LEVELS + 1):
+        if any(isinstance(one, int) and one.bit_length() > _MOST_BITS for one in level):
+            return "has an integer that does not fit in 64 bits"
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for part in inner for one in part]
+        if not level:
+            return None
+    return f"is nested more than {_MOST_LEVELS} levels deep"
 
 
 def kinds_of(name: str) -> set[type]:
@@ -31,7 +63,7 @@ def kinds_of(name: str) -> set[type]:
 
 
 def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - depends on the key
-    """Return the value of a flag from its text.
+    """Return the value of a flag from its text; raise a ValueError if the text is invalid.
 
     >>> read_value("lr", "1e-3"), read_value("schedule", "1f1b"), read_value("devices", "cpu,cpu")
     (0.001, '1f1b', ['cpu', 'cpu'])
@@ -39,9 +71,6 @@ def read_value(name: str, word: str) -> Any:  # noqa: ANN401 - depends on the ke
     ({'width': 128}, False)
     >>> read_value("batch_dim", "1"), read_value("batch_dim", "x=1")
     (1, {'x': 1})
-
-    Raises:
-        ValueError: if the text is invalid.
     """
     kinds = kinds_of(name)
     if bool in kinds and word.lower() in _SWITCHED:

@@ -221,8 +221,8 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
         from penstock import explain
+        from penstock.launch.build.data_source import explain_bad_batches
         from penstock.launch.build.trainer_builder import build_parts, lanes_of, threads_of
-        from penstock.launch.build.trial_batch import explain_bad_batches
         from penstock.model.example import BatchLayout, read_example
         from penstock.pipeline.planned.placement import with_threads
         from penstock.schedules import load_csv

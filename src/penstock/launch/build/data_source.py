@@ -1,19 +1,25 @@
-"""Data source: the batches that a configuration names, and the first of them as an example."""
+"""Data source: the batches that a configuration names, and the first of them, which must fit the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import UsageError
+import torch
+
+from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short
+from penstock.launch.build.named_parts import call, check_arguments
 from penstock.launch.build.small_gpt import load_text
-from penstock.launch.build.user_callables import call, check_arguments
+from penstock.model.example import arguments_of
+from penstock.model.source import line_of
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.launch.config.config import Config
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MOST = 6  # maximum number of parts of a batch to show
 
 
 class Text:
@@ -51,8 +57,6 @@ class Text:
         self._epoch, self._given = state["epoch"], state["given"]
 
     def __iter__(self) -> Iterator[Any]:
-        import torch
-
         numbers = load_text().numbers
         border = len(numbers) * 9 // 10
         part = numbers[border:] if self._is_held_out else numbers[:border]
@@ -88,11 +92,7 @@ class Batches:
 
 
 def build_data(config: Config) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """Return the batches for training, and those for validation or None.
-
-    Raises:
-        UsageError: if the data does not exist or its arguments are wrong.
-    """
+    """Return the batches for training, and those for validation or None."""
     train, validation = _made("data", config.data, config.data_args)
     if config.validation is not None:
         if validation is not None:
@@ -132,8 +132,6 @@ def _can_iterate(thing: object) -> bool:
 
 def _doubled(item: Any) -> Any:  # noqa: ANN401 - an item of the data
     """Return an item with its floating-point tensors in double precision."""
-    import torch
-
     if isinstance(item, torch.Tensor):
         return item.double() if item.is_floating_point() else item
     if isinstance(item, Mapping):
@@ -145,8 +143,6 @@ def _doubled(item: Any) -> Any:  # noqa: ANN401 - an item of the data
 
 def first_item(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     """Return the first item, and data that still includes it; the global random state does not change."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         state = data.state_dict() if isinstance(data, Text) else None
         batches = iter(data)
@@ -163,7 +159,6 @@ def first_item(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 
 def count_tokens_of(example: Any) -> Callable[[Any], int] | None:  # noqa: ANN401 - a batch
     """Return a function that counts the tokens of an item; None if batches are not rows of integers."""
-    import torch
 
     def tokens(batch: Any) -> torch.Tensor | None:  # noqa: ANN401 - a batch
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
@@ -178,3 +173,66 @@ def count_tokens_of(example: Any) -> Callable[[Any], int] | None:  # noqa: ANN40
         return 0 if found is None else found.numel()
 
     return count
+
+
+# ---- messages in terms of the data
+
+
+def check_pair(config: Config, item: Any) -> None:  # noqa: ANN401 - an item of the data
+    """Refuse an item that is not (batch, target) with a UsageError, if the loss takes a target."""
+    if not (isinstance(item, (tuple, list)) and len(item) == 2):
+        raise UsageError(
+            f"data: {config.data} yields {_kind(item)}, but loss = {config.loss!r} takes a target: yield (batch, "
+            f"target), or a batch alone with loss = 'model' if the model returns its loss; the first item: "
+            f"{show_batch(item)}"
+        )
+
+
+@contextmanager
+def explain_bad_batches(config: Config, model: Any, example: Any) -> Iterator[None]:  # noqa: ANN401 - as users give them
+    """If capturing or measuring fails inside, call the plain model; raise a UsageError if this fails too."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CaptureError) or not isinstance(error, PenstockError):
+            _call(config, model, example)
+        raise
+
+
+def _call(config: Config, model: Any, example: Any) -> None:  # noqa: ANN401 - as users give them
+    is_half = AUTOCAST.get(config.precision)
+    try:
+        args, kwargs = arguments_of(example)
+        with torch.no_grad(), nullcontext() if is_half is None else torch.autocast("cpu", dtype=is_half):
+            for module in model if isinstance(model, list) else [model]:
+                made = module(*args, **kwargs)
+                args, kwargs = made if isinstance(made, tuple) else (made,), {}
+    except Exception as error:
+        where = line_of(error)
+        raise UsageError(
+            f"the model raises on the first batch of data ({show_batch(example)}): {error_in_short(error)}"
+            f"{where and ' '}{where}; this also happens without a pipeline. Check the batches of {config.data} and the"
+            " model"
+        ) from None
+
+
+def show_batch(batch: Any) -> str:  # noqa: ANN401 - whatever the data yields
+    """Return the types and shapes of a batch, without values.
+
+    >>> show_batch((torch.zeros(2, 3), {"y": torch.zeros(2, dtype=torch.int64)}))
+    '(float32 [2, 3], {y: int64 [2]})'
+    """
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {show_batch(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        few = [show_batch(part) for part in batch[:_MOST]] + (["…"] if len(batch) > _MOST else [])
+        return ("({})" if isinstance(batch, tuple) else "[{}]").format(", ".join(few))
+    return type(batch).__name__
+
+
+def _kind(item: Any) -> str:  # noqa: ANN401 - an item of the data
+    if isinstance(item, (tuple, list)):
+        return f"{type(item).__name__}s of {len(item)}"
+    return f"items of type {type(item).__name__}"

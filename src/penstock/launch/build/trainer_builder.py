@@ -20,11 +20,15 @@ from penstock.deciding.plan import NAME, Plan
 from penstock.devices import cuda
 from penstock.devices.kinds import kind_of
 from penstock.errors import ScheduleError, UsageError
-from penstock.launch.build.data_source import build_data, count_tokens_of, first_item
-from penstock.launch.build.model_source import build_model
-from penstock.launch.build.optimization import build_loss, build_rate, build_weight, optimizer_maker
-from penstock.launch.build.trial_batch import check_pair, explain_bad_batches
-from penstock.launch.build.user_callables import call
+from penstock.launch.build.data_source import (
+    AUTOCAST,
+    build_data,
+    check_pair,
+    count_tokens_of,
+    explain_bad_batches,
+    first_item,
+)
+from penstock.launch.build.named_parts import build_loss, build_model, build_rate, build_weight, call, optimizer_maker
 from penstock.launch.config.config_checks import node_counts
 from penstock.launch.config.config_writer import to_toml
 from penstock.pipeline.pipeline import Pipeline
@@ -43,7 +47,6 @@ if TYPE_CHECKING:
 
 _BUILD_SECONDS = 600.0  # minimum timeout while the first lane measures and cuts, and the others wait
 _OF_A_MACHINE = {"nproc", "node_rank", "rdzv_endpoint", "rdzv_conf", "max_restarts", "spares", "log_dir"}
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,7 @@ class Parts:
 
 
 def build_parts(config: Config) -> Parts:
-    """Return the model and the data.
-
-    Raises:
-        UsageError: if something cannot be found or does not take its arguments.
-    """
+    """Return the model and the data."""
     _seed_generators(config.seed)
     options_of(config.compile)  # check the options before the expensive parts
     model, example = build_model(config)
@@ -75,9 +74,8 @@ def build_parts(config: Config) -> Parts:
         if has_target:
             check_pair(config, item)
         example = ItemReader(None, has_target=has_target).call(item)[0]
-        example = (
-            tuple(example) if isinstance(example, list) else example
-        )  # a DataLoader yields several tensors as a list
+        if isinstance(example, list):  # a DataLoader yields several tensors as a list
+            example = tuple(example)
     return Parts(model, example, data, validation)
 
 
@@ -147,11 +145,7 @@ def build_trainer(
 
 
 def _check_same(config: Config, pipe: Pipeline) -> None:
-    """Check that all processes have the same configuration, since machines may have different files.
-
-    Raises:
-        UsageError: in all processes; the message names the settings that differ.
-    """
+    """Raise in all processes if their configurations differ, since machines may have different files."""
     everyone = pipe.internals.gather(config.model_dump(mode="json", exclude=_OF_A_MACHINE))
     different = [
         f"{name}: " + ", ".join(f"{given[name]!r} (lane {lane})" for lane, given in enumerate(everyone))
@@ -188,7 +182,7 @@ def _pipeline(
         stages_per_lane=config.stages_per_lane,
         cuts=config.cuts,
         keep=config.keep,  # type: ignore[arg-type]  # checked with the configuration
-        autocast=_AUTOCAST.get(config.precision),
+        autocast=AUTOCAST.get(config.precision),
         scaler=scaler,
         optimizer=make if has_updates else None,
         memory_limit=config.memory_limit,

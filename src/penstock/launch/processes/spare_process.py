@@ -53,7 +53,7 @@ def _warm_up(path: Path) -> None:
     import penstock.launch.build.trainer_builder
     import penstock.launch.processes.train_process
     import penstock.training.view.view  # noqa: F401
-    from penstock.launch.build.model_source import build_model
+    from penstock.launch.build.named_parts import build_model
     from penstock.launch.config.config_reader import read_config
     from penstock.model.capture.capture import capture
 

@@ -17,10 +17,9 @@ from penstock.launch.build import trainer_builder as build
 from penstock.launch.config.config import Config, keys_by_group
 from penstock.launch.config.config_reader import read_config, take_flags
 from penstock.launch.config.config_writer import example_file, key_table, origins_in, to_toml
-from penstock.launch.processes.exit_codes import code_of
+from penstock.launch.processes.exit_codes import Policy, code_of
 from penstock.launch.processes.process_logs import Tail
-from penstock.launch.processes.restart_policy import Policy
-from penstock.launch.processes.tee import Tee
+from penstock.launch.processes.worker_process import Tee
 from penstock.torchrun import attempt
 
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from penstock.cli.main import app
 from penstock.errors import UsageError
 from penstock.launch.build.trainer_builder import build_trainer
 from penstock.launch.config.config_reader import read_config
-from penstock.launch.processes.ports import check_endpoint
+from penstock.launch.processes.launcher import check_endpoint
 
 COMMAND = str(Path(sys.executable).parent / "penstock")
 SMALL = """

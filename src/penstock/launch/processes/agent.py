@@ -1,31 +1,48 @@
-"""Agent: torchrun's agent with Penstock's rules for restarts and for processes that hang."""
+"""Agent: torchrun's agent with Penstock's rules for the rendezvous, for restarts and for processes that hang."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
+import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import registry
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from penstock.launch.processes.exit_codes import DONE, INTERRUPTED, LATE
+from penstock.errors import UsageError
+from penstock.launch.config.config_checks import node_counts
+from penstock.launch.processes.exit_codes import DONE, INTERRUPTED, LATE, Policy, Verdict
 from penstock.launch.processes.process_logs import RunLogs
-from penstock.launch.processes.restart_policy import Policy, Verdict
 from penstock.launch.processes.spare_pool import Spares
-from penstock.launch.processes.worker_process import AGAIN_FLAG
+from penstock.launch.processes.worker_process import AGAIN_FLAG, COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG
 from penstock.runtime.lanes.hang_report import state_of
+from penstock.training.resume.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from penstock.launch.config.config import Config
 
 _PATIENCE_SECONDS = 2.0  # for the others after one process failed: they notice at once, unless they hang
 _INTERVAL_SECONDS = 0.05
 _STOPPED_LOOKS, _POLL_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported
 _SPARE_SECONDS = 10.0  # then the training has started, and the imports of spare processes do not disturb it
+_UNLIMITED = 1 << 20  # restarts of torch's agent: `Policy` limits them per hour
+_HOST = "127.0.0.1"
+_WAITING = 128  # maximum number of pending connections
 
 
 class LeaveNow(BaseException):
@@ -207,13 +224,70 @@ class Agent(LocalElasticAgent):
         return [fault for fault in found if isinstance(fault, dict)]
 
     def _write(self, note: dict[str, Any]) -> None:
-        line = (json.dumps({"time": round(time.time(), 3), **note}) + "\n").encode()
         try:
-            self._faults.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._faults, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.write(file, line)
-            finally:
-                os.close(file)
+            RunFolder(self._faults.parent, is_first=False).append(self._faults.name, note)
         except OSError as error:
             self._say(f"Warning: {self._faults} cannot be written: {error.strerror}")
+
+
+def make_agent(config: Config, path: Path, logs: RunLogs, again: str | None, say: Callable[[str], None]) -> Agent:
+    """Return the agent of this machine for a configuration, which is in the file `path` too."""
+    fewest, most = node_counts(config)
+    is_static = config.rdzv_backend == "static"
+    settings: dict[str, Any] = {"timeout": 900, **config.rdzv_conf}
+    if is_static:
+        settings["rank"] = config.node_rank
+    is_ours = most == 1 and config.rdzv_endpoint is None and config.rdzv_backend == "c10d"
+    endpoint = config.rdzv_endpoint or f"{_HOST}:0"
+    local = _HOST if most == 1 else None
+    name = config.rdzv_id or uuid.uuid4().hex
+    try:
+        parameters = RendezvousParameters(config.rdzv_backend, endpoint, name, fewest, most, local, **settings)
+        handler = _loopback_handler(parameters) if is_ours else registry.get_rendezvous_handler(parameters)
+    except (ValueError, ImportError, TypeError) as error:
+        raise UsageError(f"rdzv: {error}") from error
+    if is_ours:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    address, port = parse_rendezvous_endpoint(endpoint, default_port=29400) if is_static else (None, None)
+    words = [RESOLVED_FLAG, f"{PARENT_FLAG}={os.getpid()}", *([] if again is None else [f"{COMMAND_FLAG}={again}"])]
+    spec = WorkerSpec(
+        role="penstock",
+        local_world_size=config.nproc or 1,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "penstock.launch.worker", str(path), *words),
+        max_restarts=_UNLIMITED,
+        monitor_interval=0.05,
+        master_addr=address,
+        master_port=port,
+        local_addr=local,
+    )
+    return Agent(
+        spec,
+        logs,
+        policy=Policy(config.max_restarts),
+        folder=Path(config.folder),
+        grace_seconds=config.grace_seconds,
+        say=say,
+        config=path if config.spares and config.max_restarts else None,
+    )
+
+
+def _loopback_handler(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a c10d rendezvous whose stores listen on the loopback interface only, where other machines reach none.
+
+    The store of torch listens on all interfaces unless it gets a socket that is already listening.
+    """
+    store = _store()
+    handler = create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    handler._create_tcp_store_server = lambda *_: _store()  # type: ignore[method-assign]  # one store per attempt
+    return handler
+
+
+def _store() -> Any:  # noqa: ANN401 - torch's store
+    with socket.socket() as listening:
+        listening.bind((_HOST, 0))
+        listening.listen(_WAITING)
+        port = listening.getsockname()[1]
+        number = listening.detach()  # the store owns the socket from now on
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=number)

@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,15 @@ from penstock.errors import OutputError, UsageError
 from penstock.launch.config.config_checks import node_counts
 from penstock.launch.config.config_writer import to_toml
 from penstock.launch.processes.exit_codes import DONE, INTERRUPTED, LOST, RAISED
-from penstock.launch.processes.ports import check_endpoint
-from penstock.launch.processes.worker_process import COMMAND_FLAG, PARENT_FLAG, RESOLVED_FLAG
 
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
     from penstock.launch.config.config_reader import LoadedConfig
     from penstock.launch.processes.agent import Agent
-    from penstock.launch.processes.process_logs import RunLogs, Show
+    from penstock.launch.processes.process_logs import Show
 
-_UNLIMITED = 1 << 20  # restarts of torch's agent: `Policy` limits them per hour
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STORE_SECONDS = 5.0  # to wait for a store of torch
 
 
 def needs_processes(config: Config) -> bool:
@@ -51,7 +49,7 @@ def start_processes(given: LoadedConfig, *, show: Show = "drawn", again: str | N
         check_endpoint(config.rdzv_endpoint, is_shared=not is_one)
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from penstock.launch.processes.agent import LeaveNow
+    from penstock.launch.processes.agent import LeaveNow, make_agent
     from penstock.launch.processes.process_logs import Follower, RunLogs, quiet_torch
     from penstock.training.resume.run_folder import RunFolder
 
@@ -62,13 +60,12 @@ def start_processes(given: LoadedConfig, *, show: Show = "drawn", again: str | N
     path = folder / f"config-{socket.gethostname()}-{os.getpid()}.toml"
     path.write_text(to_toml(given))
     quiet_torch(folder / f"launcher-{socket.gethostname()}.log")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = (
-        "SIGQUIT"  # the agent handles the others, since torch would not wait for a save
-    )
+    # the agent handles the other signals, since torch would not wait for a save
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (config.nproc or 1))))
     try:
         with Follower() as follower:
-            agent = _agent(config, path, RunLogs(folder, follower, show=show), again)
+            agent = make_agent(config, path, RunLogs(folder, follower, show=show), again, _say)
             with _handling(agent):
                 return _code(agent, agent.run())
     except LeaveNow as leave:
@@ -98,57 +95,6 @@ def _make(folder: Path) -> Path:
     return folder
 
 
-def _agent(config: Config, path: Path, logs: RunLogs, again: str | None) -> Agent:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import registry
-    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-    from penstock.launch.processes.agent import Agent
-    from penstock.launch.processes.loopback import HOST, loopback_handler
-    from penstock.launch.processes.restart_policy import Policy
-
-    fewest, most = node_counts(config)
-    is_static = config.rdzv_backend == "static"
-    settings: dict[str, Any] = {"timeout": 900, **config.rdzv_conf}
-    if is_static:
-        settings["rank"] = config.node_rank
-    is_ours = most == 1 and config.rdzv_endpoint is None and config.rdzv_backend == "c10d"
-    endpoint = config.rdzv_endpoint or f"{HOST}:0"
-    local = HOST if most == 1 else None
-    name = config.rdzv_id or uuid.uuid4().hex
-    try:
-        parameters = RendezvousParameters(config.rdzv_backend, endpoint, name, fewest, most, local, **settings)
-        handler = loopback_handler(parameters) if is_ours else registry.get_rendezvous_handler(parameters)
-    except (ValueError, ImportError, TypeError) as error:
-        raise UsageError(f"rdzv: {error}") from error
-    if is_ours:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    address, port = parse_rendezvous_endpoint(endpoint, default_port=29400) if is_static else (None, None)
-    words = [RESOLVED_FLAG, f"{PARENT_FLAG}={os.getpid()}", *([] if again is None else [f"{COMMAND_FLAG}={again}"])]
-    spec = WorkerSpec(
-        role="penstock",
-        local_world_size=config.nproc or 1,
-        rdzv_handler=handler,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "penstock.launch.worker", str(path), *words),
-        max_restarts=_UNLIMITED,
-        monitor_interval=0.05,
-        master_addr=address,
-        master_port=port,
-        local_addr=local,
-    )
-    return Agent(
-        spec,
-        logs,
-        policy=Policy(config.max_restarts),
-        folder=Path(config.folder),
-        grace_seconds=config.grace_seconds,
-        say=_say,
-        config=path if config.spares and config.max_restarts else None,
-    )
-
-
 @contextmanager
 def _handling(agent: Agent) -> Iterator[None]:
     """Let the agent handle signals inside."""
@@ -161,12 +107,76 @@ def _handling(agent: Agent) -> Iterator[None]:
 
 
 def _code(agent: Agent, result: Any) -> int:  # noqa: ANN401 - torch's RunResult, or None
-    if result is None:  # the other machines ended the training
-        return DONE
-    if not result.is_failed():
+    if result is None or not result.is_failed():  # None: the other machines ended the training
         return DONE
     if agent.verdict is None:
         return RAISED
     if not agent.verdict.is_reported and agent.verdict.code not in (DONE, INTERRUPTED):
         _say(f"Error: {agent.verdict.why}")
     return agent.verdict.code
+
+
+# ---- the endpoint of the rendezvous
+
+
+def check_endpoint(endpoint: str, *, is_shared: bool) -> None:
+    """Check that a rendezvous at the endpoint is possible.
+
+    Args:
+        endpoint: HOST:PORT.
+        is_shared: whether other machines or launchers use the endpoint too; then its store may be running already.
+
+    Raises:
+        UsageError: if the host is unknown or another program uses the port.
+    """
+    host, port = _parts(endpoint)
+    try:
+        places = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UsageError(f"rdzv_endpoint: there is no host {host!r}: {error.strerror}") from error
+    if not port or not any(_is_here(str(place)) for place in places):
+        return
+    with socket.socket(socket.AF_INET6 if all(":" in str(place) for place in places) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            return
+        except OSError as error:
+            reason = error.strerror
+    if is_shared and _is_store(host, port):
+        return
+    from penstock.runtime.wire.rendezvous import owner_of_port
+
+    raise UsageError(
+        f"rdzv_endpoint: port {port} is in use{owner_of_port(port)} ({reason}); use another port, or leave the key out "
+        "to use a free one"
+    )
+
+
+def _parts(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":") if endpoint.rpartition(":")[2].isdecimal() else (endpoint, "", "29400")
+    return host.strip("[]"), int(port)
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address belongs to this machine: only such addresses can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Return whether a store of torch answers there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in the stubs
+
+    try:
+        with socket.create_connection((host, port), _STORE_SECONDS):
+            pass
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
+    except (OSError, RuntimeError):
+        return False
+    return True

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import threading
 import traceback
 import warnings
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import in_short
+from penstock.errors import LaneError, PenstockError, in_short
 from penstock.faults.orphans import end_forks_with_this_process
-from penstock.launch.processes.exit_codes import AGAIN, DONE, RAISED, code_of, code_of_status
-from penstock.launch.processes.shutdown_deadline import shutdown_deadline
+from penstock.launch.processes.exit_codes import AGAIN, DONE, INTERRUPTED, LATE, RAISED, code_of, code_of_status
 from penstock.torchrun import attempt
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _MOST_NOTED = 2000  # characters of a message in faults.jsonl
 _MOST_SAID = 20_000  # characters of a message on stderr: it may contain a whole tensor
+_POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OUR_FOLDER = str(Path(__file__).parent.parent.parent)
 
 
 class _TerminatedError(BaseException):
@@ -110,15 +114,12 @@ def _say(text: str) -> None:
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """Tell warnings of ours in a line; others with their place."""
-    own = str(Path(__file__).parent.parent.parent)
-    where = "" if filename.startswith(own) else f" ({category.__name__}, {filename}:{lineno})"
+    where = "" if filename.startswith(_OUR_FOLDER) else f" ({category.__name__}, {filename}:{lineno})"
     _say(f"Warning: {message}{where}")
 
 
 def _report(error: BaseException, code: int) -> None:
     """Report the error, only in the process where it happened; with a traceback only if user code raised."""
-    from penstock.errors import LaneError, PenstockError
-
     if getattr(error, "was_reported", False):
         return
     if isinstance(error, KeyboardInterrupt):
@@ -136,8 +137,7 @@ def _report(error: BaseException, code: int) -> None:
 def _trace(error: BaseException) -> str:
     """Return the traceback of an error without the frames of Penstock."""
     trace = traceback.TracebackException.from_exception(error)
-    own = str(Path(__file__).parent.parent.parent)
-    trace.stack[:] = [frame for frame in trace.stack if not frame.filename.startswith(own)] or trace.stack
+    trace.stack[:] = [frame for frame in trace.stack if not frame.filename.startswith(_OUR_FOLDER)] or trace.stack
     return "".join(trace.format())
 
 
@@ -163,3 +163,46 @@ def _note(given: LoadedConfig, error: BaseException, code: int, trainer: Trainer
         )
     except OSError as problem:
         _say(f"Warning: faults.jsonl cannot be written: {problem.strerror}")
+
+
+@contextmanager
+def shutdown_deadline(seconds: float) -> Iterator[None]:
+    """Inside, end this process the given time after a signal to end; only works in the main thread.
+
+    The interpreter may be in a long computation, or wait for a value that never comes; then it does not run Python
+    signal handlers. Therefore the C-level handler wakes a thread, which measures the time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    is_over = threading.Event()
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_count, args=(ours, is_over, seconds), name="penstock-grace", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        is_over.set()
+        theirs.shutdown(socket.SHUT_RDWR)  # a forked data worker may still have it open
+        theirs.close()
+        thread.join()
+        ours.close()
+
+
+def _count(wakeup: socket.socket, is_over: threading.Event, seconds: float) -> None:
+    number = 0
+    while number not in _POLITE:
+        byte = wakeup.recv(1)
+        if not byte:
+            return
+        number = byte[0]
+    if not is_over.wait(seconds):
+        name = signal.Signals(number).name
+        sys.stderr.write(
+            f"Error: {name}: not saved within {seconds:g} s, so the process ends. Earlier checkpoints are kept.\n"
+        )
+        sys.stderr.flush()
+        os._exit(INTERRUPTED if number == signal.SIGINT else LATE)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 AGAIN_FLAG = "--again"  # this is a restart after lost processes
 RESOLVED_FLAG = "--resolved"  # the launcher wrote the file, which has the source of each value
@@ -42,30 +43,16 @@ def main(words: Sequence[str]) -> int:
     except PenstockError as error:
         sys.stderr.write(f"Error: {error}\n")
         return BAD_CONFIG
-    from penstock.launch.processes.tee import Tee
     from penstock.launch.processes.train_process import run_here
     from penstock.training.view.view import View
 
     views = [View(again=again)]
     log = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if (
-        RESOLVED_FLAG in rest and log and sys.stdout.isatty()
-    ):  # the drawn view is not logged, so also write lines to the log
+    # the drawn view is not logged, so also write lines to the log
+    if RESOLVED_FLAG in rest and log and sys.stdout.isatty():
         sys.stderr = cast("TextIO", Tee(sys.stderr, Path(log).with_name("stderr.log")))
         views.append(View(quiet=True, again=again, file=Path(log).with_name("stdout.log").open("w")))
     return run_here(given, callbacks=tuple(views), is_again=is_again).code
-
-
-def _leave(code: int) -> NoReturn:
-    """End with a code; after a failure, end at once, since cleaning up may wait for processes that are gone."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # a closed terminal, which Python would report as a failure
-        os._exit(code)
-    if code:
-        os._exit(code)
-    sys.exit(code)
 
 
 def _main(words: Sequence[str]) -> int:
@@ -81,8 +68,29 @@ def _main(words: Sequence[str]) -> int:
 
 def enter(words: Sequence[str]) -> NoReturn:
     """Run a training process, and end with its exit code."""
-    _leave(_main(words))
+    code = _main(words)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a closed terminal, which Python would report as a failure
+        os._exit(code)
+    if code:  # end at once, since cleaning up may wait for processes that are gone
+        os._exit(code)
+    sys.exit(code)
 
 
-if __name__ == "__main__":
-    enter(sys.argv[1:])
+class Tee:
+    """A stream whose output also goes to a file; errors of the file, such as a full disk, are ignored."""
+
+    def __init__(self, stream: TextIO, path: Path) -> None:
+        self._stream, self._file = stream, path.open("w", errors="replace")
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        with suppress(OSError):
+            self._file.write(text)
+            self._file.flush()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all other methods are those of the stream
+        return getattr(self._stream, name)

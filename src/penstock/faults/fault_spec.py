@@ -35,28 +35,17 @@ class FaultSpec:
 
     >>> print(FaultSpec.parse("kill@lane=1,step=3,action=B2"))
     kill@lane=1,step=3,action=B2
-
-    Attributes:
-        kind: the kind of fault.
-        lane: the lane.
-        rank: the process.
-        step: the step.
-        action: a kind of action (`F`), with its micro-batch (`B2`) or also its stage (`1F0`); or a point outside
-            actions: step, data, optimizer, save.
-        attempt: the number of restarts before the fault; 0 by default, so that it does not happen again after a
-            restart.
-        seconds: the length of a delay.
-        code: the exit code.
     """
 
     kind: str
     lane: int | None = None
-    rank: int | None = None
+    rank: int | None = None  # the process
     step: int | None = None
+    # a kind of action (`F`), with its micro-batch (`B2`) or also its stage (`1F0`); or a point outside actions
     action: str | None = None
-    attempt: int = 0
-    seconds: float | None = None
-    code: int | None = None
+    attempt: int = 0  # the number of restarts before the fault: by default, it does not happen again after a restart
+    seconds: float | None = None  # the length of a delay
+    code: int | None = None  # the exit code
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -100,11 +89,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
-        """Parse the text form of a fault.
-
-        Raises:
-            UsageError: if the text is invalid.
-        """
+        """Parse the text form of a fault."""
         kind, _, rest = text.partition("@")
         given = _read_pairs(rest, _KEYS, text) if rest.strip() else {}
         numbers = {key: _whole(key, given[key]) for key in ("lane", "rank", "step", "attempt", "code") if key in given}
@@ -120,17 +105,11 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class Chaos:
-    """Random faults.
+    """Random faults."""
 
-    Attributes:
-        mtti: the mean time between two faults, in seconds, over all processes.
-        seed: the same seed gives the same faults at the same times.
-        kinds: the kinds to choose from.
-    """
-
-    mtti: float
-    seed: int = 0
-    kinds: tuple[str, ...] = ("kill", "stop", "raise")
+    mtti: float  # the mean time between two faults, in seconds, over all processes
+    seed: int = 0  # the same seed gives the same faults at the same times
+    kinds: tuple[str, ...] = ("kill", "stop", "raise")  # to choose from
 
     def __post_init__(self) -> None:
         able = ("kill", "stop", "exit", "raise", "oom")
@@ -144,11 +123,7 @@ class Chaos:
 
 
 def parse(text: str) -> list[FaultSpec | Chaos]:
-    """Parse faults, separated by semicolons.
-
-    Raises:
-        UsageError: with the invalid part.
-    """
+    """Parse faults, separated by semicolons; raise a UsageError with the invalid part."""
     pieces = [piece.strip() for piece in text.split(";") if piece.strip()]
     if not pieces:
         raise UsageError(f"faults {text!r}: empty; example: kill@lane=1,step=3,action=B2")

@@ -44,13 +44,9 @@ class Injector:
         self, wanted: Sequence[FaultSpec | Chaos], *, rank: int = 0, world_size: int = 1, attempt: int = 0
     ) -> None:
         self.wanted, self.rank, self.attempt = tuple(wanted), rank, attempt
-        self._faults = [
-            one
-            for one in self.wanted
-            if isinstance(one, FaultSpec) and one.attempt == attempt and one.rank in (None, rank)
-        ]
-        self._at_actions = [one for one in self._faults if one.is_at_action]
-        self._at_points = [one for one in self._faults if not one.is_at_action]
+        own = [one for one in self.wanted if isinstance(one, FaultSpec) and one.rank in (None, rank)]
+        self._at_actions = [one for one in own if one.attempt == attempt and one.is_at_action]
+        self._at_points = [one for one in own if one.attempt == attempt and not one.is_at_action]
         chaos = [one for one in self.wanted if isinstance(one, Chaos)]
         if len(chaos) > 1:
             raise UsageError("faults: mtti= is given twice")
@@ -80,7 +76,7 @@ class Injector:
         )
         return cls.parse(text, rank=rank, world_size=size, attempt=attempt)
 
-    def at(self, point: str, *, lane: int, step: int, action: str | None = None) -> None:
+    def at(self, point: str, *, lane: int, step: int) -> None:
         """Inject the faults for a point outside of actions: step, data, optimizer, save.
 
         From then on, `step` is also the step of the actions.
@@ -89,10 +85,9 @@ class Injector:
             point: the point.
             lane: the lane.
             step: the step.
-            action: a description of the place for messages.
         """
         self._step = step
-        where = f"lane {lane}, step {step}, {action or point}"
+        where = f"lane {lane}, step {step}, {point}"
         for fault in self._at_points:
             if fault.action == point and fault.lane in (None, lane) and fault.step in (None, step):
                 _INJECT[fault.kind](fault, where)
@@ -212,10 +207,6 @@ def _delay(fault: FaultSpec, where: str) -> None:  # noqa: ARG001 - the same sig
     time.sleep(fault.seconds or 0.0)
 
 
-def _nothing(fault: FaultSpec, where: str) -> None:
-    """Do nothing: these faults change values or skip messages."""
-
-
 def _announce(fault: FaultSpec, where: str) -> None:
     """Print the fault first: afterwards this process cannot."""
     sys.stderr.write(f"penstock: injected fault: {fault} ({where})\n")
@@ -229,10 +220,7 @@ _INJECT: dict[str, Callable[[FaultSpec, str], None]] = {
     "raise": _raise,
     "oom": _run_out_of_memory,
     "delay": _delay,
-    "nan": _nothing,
-    "corrupt": _nothing,
-    "drop": _nothing,
-}
+}  # the other kinds change values or skip messages
 
 
 def _fill_with_nan(values: Sequence[torch.Tensor]) -> None:

@@ -15,10 +15,10 @@ def is_lost(error: BaseException) -> bool:
     >>> is_lost(LostError("lane 1 is gone")), is_lost(ValueError("mine"))
     (True, False)
     """
-    return any(isinstance(one, (HangError, LostError)) or _is_of_network(one) for one in _chain(error))
+    return any(isinstance(one, (HangError, LostError)) or _is_of_network(one) for one in causes_of(error))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes."""
     seen: set[int] = set()
     one: BaseException | None = error

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from penstock.faults.nonfinite_operation import OpFinder, is_finite
+from penstock.model.source import line_of_frame
 from penstock.runtime.step import Step
 from penstock.schedule.actions import Action, Kind
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 _NO_TARGET = object()
 _FORWARD = (Kind.F, Kind.RECOMPUTE)
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+# they write constants: an infinity from them is intended, as in a mask
+_CONSTANT = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where")
 
 
 @dataclass(frozen=True)
@@ -30,24 +37,15 @@ class Place:
 
     >>> print(Place("action", lane=1, stage=1, mb=2, action="1F2", what="an output", operation="log at model.py:9"))
     lane 1, stage 1, micro-batch 2, action 1F2 (forward): an output is not finite, first made by log at model.py:9
-
-    Attributes:
-        kind: "input" (in the batch), "weight" (in a parameter or buffer before the step), or "action".
-        lane: the lane; -1 for the batch.
-        stage: the stage; -1 for the batch.
-        mb: the micro-batch; -1 for a weight.
-        action: the action, such as `1F2`, if one made the value.
-        what: the name of the input, the parameter or the result.
-        operation: the operation within the action, with its module and line if they are known.
     """
 
-    kind: str
-    lane: int = -1
-    stage: int = -1
-    mb: int = -1
-    action: str = ""
-    what: str = ""
-    operation: str = ""
+    kind: str  # "input" (in the batch), "weight" (in a parameter or buffer before the step), or "action"
+    lane: int = -1  # -1 for the batch
+    stage: int = -1  # -1 for the batch
+    mb: int = -1  # the micro-batch; -1 for a weight
+    action: str = ""  # such as `1F2`, if one made the value
+    what: str = ""  # the name of the input, the parameter or the result
+    operation: str = ""  # within the action, with its module and line if they are known
 
     def __str__(self) -> str:
         if self.kind == "input":
@@ -122,13 +120,13 @@ class _Finder:
     def check_inputs(self, step: Step) -> None:
         """Check the batch, and the parameters and buffers of the stages."""
         for mb, given in enumerate(step.batch.inputs):
-            self.found += [Place("input", mb=mb, what=name) for name, value in given.items() if not is_finite(value)]
+            self.found += [Place("input", mb=mb, what=name) for name, value in given.items() if not _is_finite(value)]
         for mb, target in enumerate(step.targets):
-            if any(isinstance(thing, torch.Tensor) and not is_finite(thing) for thing in target):
+            if any(isinstance(thing, torch.Tensor) and not _is_finite(thing) for thing in target):
                 self.found.append(Place("input", mb=mb, what="target"))
         for (lane, index), stage in self._stages.items():
             held = [*stage.named_parameters(), *stage.named_buffers()]
-            bad = [name for name, tensor in held if not is_finite(tensor) and not _is_mask(tensor)]
+            bad = [name for name, tensor in held if not _is_finite(tensor) and not _is_mask(tensor)]
             self.found += [Place("weight", lane, index, what=name) for name in bad]
 
     def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
@@ -137,7 +135,7 @@ class _Finder:
             return False
         if instruction.kind in (*_FORWARD, *_BACKWARD) and not self._pipe.internals.is_compiled:
             held = self._stages[lane, instruction.stage].held
-            self._open.finder = OpFinder({id(held.get(name)): name for name in held})
+            self._open.finder = _OpFinder({id(held.get(name)): name for name in held})
             self._open.finder.__enter__()
         return True
 
@@ -146,7 +144,7 @@ class _Finder:
         ops = self._close()
         if self._inner is not None:
             self._inner.after(lane, self._number(step_number), instruction, values)
-        bad = [value for value in values if not is_finite(value)]
+        bad = [value for value in values if not _is_finite(value)]
         if instruction.kind in _FORWARD:
             bad = [value for value in bad if not (value.dim() and _is_mask(value))]
         if not bad or instruction.kind not in (*_FORWARD, *_BACKWARD):
@@ -171,8 +169,8 @@ class _Finder:
         if self._inner is not None:
             self._inner.failed(lane, self._number(step_number), instruction)
 
-    def _close(self) -> OpFinder | None:
-        ops: OpFinder | None = getattr(self._open, "finder", None)
+    def _close(self) -> _OpFinder | None:
+        ops: _OpFinder | None = getattr(self._open, "finder", None)
         if ops is not None:
             self._open.finder = None
             ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -202,3 +200,71 @@ class _Finder:
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's infinities may be intended: it requires no gradient and has no NaN."""
     return not tensor.requires_grad and not bool(torch.isnan(tensor).any())
+
+
+# ---- the operation within an action
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite; integers always are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+        return True
+    values = tensor.detach()
+    if values.layout is torch.sparse_coo:
+        values = values._values()
+    return bool(torch.isfinite(values).all())
+
+
+class _OpFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the first operation that made a NaN from numbers, and the first that made an infinity from finite ones."""
+
+    def __init__(self, name_of: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name_of, self._module = name_of, ""  # of the stage's tensors by id, to name the module of an operation
+        self.nan = self.infinity = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operation and check its result."""
+        made = func(*args, **(kwargs or {}))
+        if not self.nan:
+            self._check(func, made, args, kwargs)
+        return made
+
+    def _check(self, func: Any, made: Any, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
+        name = func.overloadpacket.__name__
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        own = next((self._name_of[id(tensor)] for tensor in given if id(tensor) in self._name_of), "")
+        self._module = own.rpartition(".")[0] or own or self._module
+        values = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor) and not _is_finite(leaf)]
+        if not values or name in _UNWRITTEN:
+            return
+        if any(map(_has_nan, values)):
+            if not any(map(_has_nan, given)) or name.endswith("_"):
+                self.nan = self._describe(name, own) + self._infinite(given)
+        elif not self.infinity and name not in _CONSTANT and all(map(_is_finite, given)):
+            self.infinity = self._describe(name, own)
+
+    def _infinite(self, given: list[torch.Tensor]) -> str:
+        if all(map(_is_finite, given)):
+            return ""
+        return f", from an infinity{f' made by {self.infinity}' if self.infinity else ''}"
+
+    def _describe(self, name: str, own: str) -> str:
+        module = f" in {self._module}" if own else f" after {self._module}" if self._module else ""
+        line = next((line for frame in _frames() if (line := line_of_frame(frame))), "")
+        return f"{name.strip('_')}{module}{f' at {line}' if line else ''}"
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return False
+    values = tensor.detach()
+    return bool(torch.isnan(values._values() if values.layout is torch.sparse_coo else values).any())
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the stack frames from the innermost to the stage; frames outside the stage are not part of the model."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("stage_run.py"):
+        yield frame
+        frame = frame.f_back

@@ -7,9 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from penstock.errors import LostError, PenstockError
+from penstock.faults.lost_peers import causes_of
+from penstock.model.profiling.analytic import analytic
+from penstock.planning.partition.partition import partition
+from penstock.planning.partition.recompute_selection import select_recomputed
+from penstock.planning.simulate import simulate
 from penstock.report.units import show_bytes
 from penstock.schedule.keep_policies import POLICIES
+from penstock.schedules import build
 
 if TYPE_CHECKING:
     from penstock.model.profile import Profile
@@ -34,33 +42,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("a mistake"))
     (True, False)
     """
-    import torch
-
-    seen: set[int] = set()
-    chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen and not isinstance(chain, LostError):  # that only guesses
-        seen.add(id(chain))
-        if isinstance(chain, (MemoryError, torch.OutOfMemoryError)):
+    for one in causes_of(error):
+        if isinstance(one, LostError):  # it only guesses
+            return False
+        if isinstance(one, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(chain, (RuntimeError, OSError)) and any(sign in str(chain) for sign in _SIGNS):
+        if isinstance(one, (RuntimeError, OSError)) and any(sign in str(one) for sign in _SIGNS):
             return True
-        chain = chain.__cause__ or chain.__context__
     return False
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting for the same step.
+    """A setting for the same step."""
 
-    Attributes:
-        words: the setting.
-        lane_bytes: the peak memory of each lane: weights, gradients, optimizer state and saved values.
-        extra: its cost, in words.
-    """
-
-    words: str
-    lane_bytes: tuple[float, ...]
-    extra: str = ""
+    words: str  # the setting
+    lane_bytes: tuple[float, ...]  # the peak of each lane: weights, gradients, optimizer state and saved values
+    extra: str = ""  # its cost, in words
 
     @property
     def peak_bytes(self) -> float:
@@ -81,7 +79,8 @@ def advice(pipe: Pipeline, error: BaseException) -> str:
     except Exception as trouble:  # counting may fail in the model itself; the original error must still be reported
         return f"{lines[0]} The advice failed: {type(trouble).__name__}: {trouble}"
     lane = int(match[1]) if match else max(range(len(now.lane_bytes)), key=now.lane_bytes.__getitem__)
-    lines.append(f"Predicted now: {_per_lane(now.lane_bytes)}, without the workspace of kernels.")
+    per_lane = ", ".join(f"lane {lane} {show_bytes(size)}" for lane, size in enumerate(now.lane_bytes))
+    lines.append(f"Predicted now: {per_lane}, without the workspace of kernels.")
     less = sorted((o for o in others if o.peak_bytes < now.peak_bytes * 0.98), key=lambda o: o.peak_bytes)
     if not less:
         lines.append("No known setting needs less memory. Use smaller batches, or devices with more memory.")
@@ -99,14 +98,11 @@ def advice(pipe: Pipeline, error: BaseException) -> str:
 
 
 def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
-    """Return the memory of the current settings and of other settings.
-
-    Raises:
-        PenstockError: if the model cannot be counted.
-    """
+    """Return the memory of the current settings and of other settings."""
     schedule, cuts = pipe.schedule, pipe.cuts
-    size = _samples(pipe)
-    profile = _count(pipe, size)
+    total = pipe.internals.captured.call.batch_size  # of the example: the batch that failed is not known here
+    size = -(-total // min(total, schedule.num_mbs))  # of a micro-batch
+    profile = analytic(pipe.internals.captured, batch_size=size)
     keep = pipe.internals.keep
     now = Option("as it is", _lane_bytes(profile, schedule, cuts, keep))
     found = []
@@ -123,8 +119,6 @@ def options(pipe: Pipeline) -> tuple[Option, list[Option]]:
 
 def _fitted(profile: Profile, schedule: Schedule, cuts: Sequence[int], now: Option) -> Iterator[Option]:
     """Yield the option to recompute only as much as necessary, with the smallest memory limit that works."""
-    from penstock.planning.partition.recompute_selection import select_recomputed
-
     least = None
     for percent in range(90, 9, -10) if schedule.versions is None else ():
         limit = float(int(now.peak_bytes * percent / 100))
@@ -145,12 +139,10 @@ def _smaller(
     if size < 2:
         return
     try:
-        from penstock.schedules import build
-
         twice = build(
             schedule.name, lanes=schedule.num_lanes, micro_batches=2 * schedule.num_mbs, stages_per_lane=_per(schedule)
         )
-        half = _count(pipe, -(-size // 2))
+        half = analytic(pipe.internals.captured, batch_size=-(-size // 2))
         held = _lane_bytes(half, twice, cuts, keep)
     except PenstockError:  # a schedule without a builder
         return
@@ -159,9 +151,6 @@ def _smaller(
 
 def _more_lanes(pipe: Pipeline, profile: Profile) -> Iterator[Option]:
     """Yield the option of twice as many lanes, each on its own device."""
-    from penstock.planning.partition.partition import partition
-    from penstock.schedules import build
-
     schedule, keep = pipe.schedule, set(pipe.internals.keep)
     how = keep.pop() if len(keep) == 1 else "hold"
     try:
@@ -180,22 +169,8 @@ def _per(schedule: Schedule) -> int | None:
     return per_lane if per_lane > 1 else None
 
 
-def _samples(pipe: Pipeline) -> int:
-    """Return the number of samples in a micro-batch of the example; the batch that failed is not known here."""
-    total = pipe.internals.captured.call.batch_size
-    return -(-total // min(total, pipe.schedule.num_mbs))
-
-
-def _count(pipe: Pipeline, size: int) -> Profile:
-    from penstock.model.profiling.analytic import analytic
-
-    return analytic(pipe.internals.captured, batch_size=size)
-
-
 def _lane_bytes(profile: Profile, schedule: Schedule, cuts: Sequence[int], keep: Sequence[str]) -> tuple[float, ...]:
     """Return the peak memory of each lane in a simulated step."""
-    from penstock.planning.simulate import simulate
-
     timeline = simulate(schedule, profile.costs(tuple(cuts)), keep=tuple(keep))  # type: ignore[arg-type]
     ranges = profile.graph.stages(tuple(cuts))
     held = []
@@ -203,7 +178,3 @@ def _lane_bytes(profile: Profile, schedule: Schedule, cuts: Sequence[int], keep:
         nodes = [node for stage in schedule.stages_of(lane) for node in ranges[stage]]
         held.append(peak + profile.state_bytes(nodes))
     return tuple(held)
-
-
-def _per_lane(held: Sequence[float]) -> str:
-    return ", ".join(f"lane {lane} {show_bytes(size)}" for lane, size in enumerate(held))

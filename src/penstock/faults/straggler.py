@@ -21,22 +21,14 @@ class SlowLane:
 
     >>> print(SlowLane(2, 1.8, 0.9, 0.5, (2,)))
     lane 2 takes 1.8 times as long as the others: 900 ms of compute per step, the others 500 ms (stage 2)
-
-    Attributes:
-        lane: the number of the lane.
-        ratio: its compute time divided by the median of the others.
-        seconds: its compute time per step.
-        others_seconds: the median of the others.
-        stages: the stages that it runs.
-        is_as_planned: whether its stages were predicted to take longer, so that the cuts are the cause, not the device.
     """
 
     lane: int
-    ratio: float
-    seconds: float
-    others_seconds: float
-    stages: tuple[int, ...] = ()
-    is_as_planned: bool = False
+    ratio: float  # its compute time divided by the median of the others
+    seconds: float  # its compute time per step
+    others_seconds: float  # the median of the others
+    stages: tuple[int, ...] = ()  # that it runs
+    is_as_planned: bool = False  # whether they were predicted to take longer: the cuts are the cause, not the device
 
     def __str__(self) -> str:
         stages = f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"

@@ -106,11 +106,7 @@ class Content:
     # ---- save
 
     def collect(self, step: int, notes: Mapping[str, Any]) -> Snapshot:
-        """Return the state of this process. The tensors are the live ones, not copies.
-
-        Raises:
-            UsageError: for a state that cannot be saved.
-        """
+        """Return the state of this process. The tensors are the live ones, not copies."""
         lanes, count = self.pipe.lanes, self.pipe.schedule.num_lanes
         files: dict[str, dict[str, torch.Tensor]] = {}
         optim: dict[int, dict[str, torch.Tensor]] = {}  # for each lane
@@ -176,10 +172,8 @@ class Content:
     def load_all_but_model(self, prepared: Sequence[Any], state: Mapping[str, Any]) -> Callable[[], None]:
         """Load everything except the model; return a function that restores the previous state.
 
-        User objects can refuse a state. They are loaded before the model, so a refusal changes nothing.
-
-        Raises:
-            MisfitError: if an object refuses its state.
+        User objects can refuse a state, which raises a MisfitError. They are loaded before the model, so a refusal
+        changes nothing.
         """
         undo: list[Callable[[], object]] = []
 

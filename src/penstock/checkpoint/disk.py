@@ -46,11 +46,7 @@ class Disk:
                 path.unlink(missing_ok=True)
 
     def write_file(self, path: Path, parts: Iterable[bytes | memoryview]) -> int:
-        """Write a new file; return its size in bytes.
-
-        Raises:
-            OSError: if it cannot be written; no partial file is left.
-        """
+        """Write a new file; return its size in bytes. If it cannot be written, no partial file is left."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         num_bytes = 0
         try:
@@ -91,11 +87,7 @@ def chunks(view: memoryview) -> Iterable[memoryview]:
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Open a regular file, not a link or a pipe; return its handle and its size in bytes.
-
-    Raises:
-        OSError: if it cannot be opened or is not a regular file.
-    """
+    """Open a regular file, not a link or a pipe; return its handle and its size in bytes."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):

@@ -37,15 +37,9 @@ class Staging:
         self._memory: Files = {}
 
     def copy(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> tuple[Files, list[Callable[[], None]]]:
-        """Return copies of tensors, and functions that wait until the copies can be read.
+        """Return copies of the tensors of each file, and functions that wait until the copies can be read.
 
         A copy from a GPU runs in the GPU's current stream, so later work in that stream does not change it.
-
-        Args:
-            files: for each file, its tensors by name.
-
-        Raises:
-            RuntimeError: if a tensor cannot be copied.
         """
         names = [(file, *tensors) for file, tensors in files.items()]
         given = [tensor for tensors in files.values() for tensor in tensors.values()]

@@ -58,11 +58,7 @@ def to_bytes(plain: Mapping[str, Any]) -> bytes:
 
 
 def read_json(path: Path, *, num_bytes: int | None = None, xxh3: str | None = None) -> dict[str, Any]:
-    """Read a JSON object of a checkpoint, and check its size and checksum if they are given.
-
-    Raises:
-        CheckpointError: with the file and the fault.
-    """
+    """Read a JSON object of a checkpoint, and check its size and checksum if they are given."""
     try:
         handle, size = open_plain(path)
         with os.fdopen(handle, "rb") as file:
@@ -86,25 +82,15 @@ def read_json(path: Path, *, num_bytes: int | None = None, xxh3: str | None = No
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint.
-
-    Attributes:
-        folder: its folder.
-        step: the step of the training.
-        order: the newest checkpoint of a folder has the largest number.
-        plan: the cuts, schedule, lanes and micro-batches of the saved pipeline.
-        versions: the versions of Penstock and its packages.
-        aliases: additional names of tensors that are stored once.
-        files: the size and checksums of each file.
-    """
+    """The contents of a checkpoint."""
 
     folder: Path
     step: int
-    order: int
-    plan: Mapping[str, Any]
-    versions: Mapping[str, str]
-    aliases: Mapping[str, str]
-    files: Mapping[str, Mapping[str, Any]]
+    order: int  # the newest checkpoint of a folder has the largest number
+    plan: Mapping[str, Any]  # the cuts, schedule, lanes and micro-batches of the saved pipeline
+    versions: Mapping[str, str]  # of Penstock and its packages
+    aliases: Mapping[str, str]  # additional names of tensors that are stored once
+    files: Mapping[str, Mapping[str, Any]]  # the size and checksums of each file
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest file."""
@@ -136,11 +122,7 @@ class Manifest:
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
     def check_sizes(self) -> None:
-        """Check that all files exist with the right size; read nothing.
-
-        Raises:
-            CheckpointError: with the name of the file.
-        """
+        """Check that all files exist with the right size; read nothing."""
         for name, entry in self.files.items():
             path = self.folder / name
             try:
@@ -154,11 +136,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: if it is missing, damaged, or invalid.
-    """
+    """Read and check the manifest of a checkpoint."""
     path = folder / MANIFEST
     plain = read_json(path)
     if plain.get("form") != FORM:

@@ -92,11 +92,7 @@ def complete(folder: Path) -> list[Manifest]:
 
 
 def read_state(manifest: Manifest) -> dict[str, Any]:
-    """Read the state file of a checkpoint.
-
-    Raises:
-        CheckpointError: if it is damaged.
-    """
+    """Read and check the state file of a checkpoint."""
     entry = manifest.files["state.json"]
     state = read_json(manifest.folder / "state.json", num_bytes=entry["bytes"], xxh3=entry["xxh3"])
     missing = {"step", "notes", "schedulers", "scaler", "data", "optimizer", "random"} - state.keys()

@@ -70,20 +70,15 @@ class Job:
 
 
 class Saving:
-    """A save in progress.
-
-    Attributes:
-        fault: why this process could not write its shards, or "".
-        failure: why the checkpoint did not become complete, or ""; only the first process knows it.
-        is_complete: whether the checkpoint is complete; only the first process knows it.
-        complaint: an error after the checkpoint was complete, or "".
-        is_told: whether `on_saved` was called.
-    """
+    """A save in progress."""
 
     def __init__(self, job: Job, disk: Disk) -> None:
         self.job, self._disk = job, disk
-        self.fault = self.failure = self.complaint = ""
-        self.is_complete = self.is_told = False
+        self.fault = ""  # why this process could not write its shards
+        self.failure = ""  # why the checkpoint did not become complete; only the first process knows it
+        self.complaint = ""  # an error after the checkpoint was complete
+        self.is_complete = False  # only the first process knows it
+        self.is_told = False  # whether `on_saved` was called
         self.others_fault = ""  # set by the caller's thread if another process could not write
         self._written = threading.Event()
         self._is_hurried, self._hurry_seconds = False, _HURRY_SECONDS

@@ -157,11 +157,7 @@ def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def set_generator_states(plain: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Restore the states of all generators; a device without a saved state keeps its current one.
-
-    Raises:
-        CheckpointError: if the data are not generator states.
-    """
+    """Restore the states of all generators; a device without a saved state keeps its current one."""
     states = from_plain(plain)
     try:
         torch.set_rng_state(states["torch"])

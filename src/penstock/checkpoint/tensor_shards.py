@@ -55,11 +55,7 @@ class Stored:
 
 
 def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that safetensors can hold these tensors.
-
-    Raises:
-        UsageError: with the first tensor that it cannot hold.
-    """
+    """Raise a UsageError with the first tensor that safetensors cannot hold."""
     kinds = set(map(attrgetter("dtype", "layout"), tensors.values()))
     if all(dtype in SAFE_NAMES and layout is torch.strided for dtype, layout in kinds):
         return
@@ -73,11 +69,7 @@ def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_shard(disk: Disk, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write CPU tensors as a safetensors file; return its entry in the manifest.
-
-    Raises:
-        OSError: if it cannot be written; no partial file is left.
-    """
+    """Write CPU tensors as a safetensors file; return its entry in the manifest."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     form_of = {name: {"dtype": SAFE_NAMES[t.dtype], "shape": list(t.shape)} for name, t in tensors.items()}
     at = 0

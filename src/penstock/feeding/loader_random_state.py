@@ -36,11 +36,7 @@ def own_draws_of(loader: object) -> dict[str, Any]:
 
 
 def check_draws(loader: object, draws: Mapping[str, Any], *, is_own_only: bool = False) -> None:
-    """Check that states fit a loader's generators; change nothing.
-
-    Raises:
-        UsageError: if the loader has other generators, or the states are invalid.
-    """
+    """Raise a UsageError if states do not fit a loader's generators; change nothing."""
     try:
         own, states = _generators_of(loader), list(draws["own"])
         if len(own) != len(states):

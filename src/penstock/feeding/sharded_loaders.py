@@ -58,11 +58,7 @@ def _is_many(count: object) -> bool:
 
 
 def check_not_sharded(loader: object, pipe: Pipeline, what: str) -> None:
-    """Raise if a loader shards the data and the lanes of the pipeline are processes.
-
-    Raises:
-        UsageError: with the part that shards, and what to use instead.
-    """
+    """Raise a UsageError if a loader shards the data and the lanes of the pipeline are processes."""
     if len(pipe.lanes) < pipe.schedule.num_lanes and (shards := share_of(loader)):
         raise UsageError(
             f"{what}: it gives each process a different part of the data ({shards}), but the processes are lanes of "

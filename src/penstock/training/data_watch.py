@@ -28,13 +28,7 @@ class DataWatch:
     """Watches waits for data, in its own thread, while it is open.
 
     If a wait takes longer than the pipeline's timeout, the waiting thread raises a HangError and the other processes
-    are notified. If the waiting code cannot be interrupted, `on_stuck` is called.
-
-    Args:
-        pipe: the pipeline that uses the data.
-
-    Attributes:
-        on_stuck: called with the error if it could not be raised; by default it prints the error to stderr.
+    are notified. If the waiting code cannot be interrupted, `on_stuck` is called with the error.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -68,11 +62,7 @@ class DataWatch:
             self._has_signal = False
 
     def watched(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of the data.
-
-        Raises:
-            HangError: if no item comes within the pipeline's timeout.
-        """
+        """Yield the items of the data; raise a HangError if no item comes within the pipeline's timeout."""
         iterator: Iterator[Any] | None = None
         while True:
             self._begin(data)

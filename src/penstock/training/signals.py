@@ -16,13 +16,10 @@ class Signals:
     The first signal is recorded, and the training ends after its step. A second SIGINT raises KeyboardInterrupt; a
     second SIGTERM or SIGHUP has its previous effect. Only the main thread can catch signals; in other threads, nothing
     is caught.
-
-    Attributes:
-        received: the name of the first signal, or None.
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received: str | None = None  # the name of the first signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:

@@ -59,16 +59,7 @@ class UpdateResult:
 
 
 class Stepper:
-    """Runs updates.
-
-    Args:
-        pipe: the pipeline.
-        optimizer: the optimizer; None if the schedule updates weights within the step.
-        schedulers: the learning-rate schedulers.
-        scaler: the pipeline's GradScaler.
-        clip: the maximum norm of all gradients.
-        accumulate: the number of batches per update.
-    """
+    """Runs updates; `Trainer` describes the arguments."""
 
     def __init__(
         self, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any],
@@ -187,15 +178,8 @@ def validate(
 ) -> tuple[float, dict[str, float], int] | str:
     """Return the mean loss and metrics per sample and the number of samples; or the reason for an early end.
 
-    Args:
-        pipe: the pipeline.
-        data: the batches.
-        items: reads the items.
-        why_to_end: called before each batch; returns a reason to end. A long validation must not use up the time that a
-            job scheduler leaves for the checkpoint.
-
-    Raises:
-        UsageError: if there are no batches.
+    `why_to_end` is called before each batch: a long validation must not use up the time that a job scheduler leaves for
+    the checkpoint.
     """
     total, count, found = 0.0, 0, []
     for item in data:

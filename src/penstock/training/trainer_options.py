@@ -16,11 +16,7 @@ ON_OOM = ("split", "stop")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """The options of a trainer, named as its arguments.
-
-    Raises:
-        UsageError: with all faults.
-    """
+    """The options of a trainer, named as its arguments; wrong ones raise a UsageError with all faults."""
 
     steps: int
     validate_every: int

@@ -56,14 +56,7 @@ class LeaveNow(BaseException):
 class Agent(LocalElasticAgent):
     """Starts and watches the processes of this machine, and restarts them if a retry can help.
 
-    Args:
-        spec: what to start.
-        logs: where the output goes.
-        policy: decides about restarts.
-        folder: the run folder.
-        grace_seconds: time for processes to end after a signal.
-        say: shows a line.
-        config: the configuration file; if given, spare processes are kept ready for a restart.
+    With `config`, the path of the configuration, it keeps spare processes ready for a restart.
     """
 
     def __init__(

@@ -35,13 +35,8 @@ def needs_processes(config: Config) -> bool:
 def start_processes(given: LoadedConfig, *, show: Show = "drawn", again: str | None = None) -> int:
     """Start processes, watch them until the training ends, and return its exit code.
 
-    Args:
-        given: the configuration.
-        show: what the first process shows: a view "drawn" in a terminal, "lines", or "nothing".
-        again: the command that resumes the training, for the summary if it ends early.
-
-    Raises:
-        UsageError: if the folder is in use, or the rendezvous endpoint cannot be used.
+    The command `again` resumes the training; the summary names it if the training ends early. A folder in use, or a
+    rendezvous endpoint that cannot be used, raises a UsageError.
     """
     config = given.config
     is_one = node_counts(config)[1] == 1

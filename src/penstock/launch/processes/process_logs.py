@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-Show = Literal["drawn", "lines", "nothing"]
+Show = Literal["drawn", "lines", "nothing"]  # of the first process: a view in a terminal, lines, or nothing
 _SECONDS = 0.05
 _HOLD_SECONDS = 1.0
 
@@ -126,11 +126,6 @@ class RunLogs(LogsSpecs):
 
     In a terminal, the first process draws its own view; otherwise its output is followed. Of the other processes, only
     stderr is shown.
-
-    Args:
-        folder: folder of the files.
-        follower: shows the files.
-        show: what the first process shows: a view "drawn" in a terminal, "lines", or "nothing".
     """
 
     def __init__(self, folder: Path, follower: Follower, *, show: Show = "drawn") -> None:

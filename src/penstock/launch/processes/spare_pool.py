@@ -22,12 +22,7 @@ _WORKER = ("-u", "-m", "penstock.launch.worker")
 class Spares:
     """The spare processes of a machine, as many as it has training processes.
 
-    They start some time after the training, so that they do not slow down its start, and sleep until they are needed.
-
-    Args:
-        count: number of spare processes.
-        config: the configuration file.
-        seconds: delay after the start of the training processes.
+    They start some seconds after the training, to leave its start alone, and sleep until they are needed.
     """
 
     def __init__(self, count: int, config: str, *, seconds: float) -> None:

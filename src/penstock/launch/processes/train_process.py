@@ -53,11 +53,7 @@ def run_here(
 ) -> Outcome:
     """Train; report an error on stderr and in faults.jsonl of the run folder, and turn it into an exit code.
 
-    Args:
-        given: the configuration.
-        callbacks: callbacks of the trainer.
-        progress: called with the current activity before the first step.
-        is_again: whether this is a restart after lost processes.
+    `progress` is called with the current activity before the first step; `is_again` is for a restart.
     """
     shown, warnings.showwarning = warnings.showwarning, _show_warning  # type: ignore[assignment]  # takes all
     before = signal.signal(signal.SIGTERM, _leave)

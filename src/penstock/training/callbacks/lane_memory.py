@@ -27,11 +27,6 @@ def lane_bytes(
     On a GPU, it is the peak memory of the device. On a CPU with lanes as processes, it is the current memory of the
     process. On a CPU with lanes as threads, it is the lane's parameters, gradients, buffers and optimizer state, plus
     the peak of saved values in a recorded step; shared memory counts for the first lane.
-
-    Args:
-        pipe: the pipeline.
-        optimizers: the optimizers of its parameters.
-        timeline: the timeline of a recorded step.
     """
     are_processes = len(pipe.lanes) < pipe.schedule.num_lanes
     state_of = {} if are_processes else _states(optimizers)

@@ -65,8 +65,8 @@ RETURNED = {
         "report.bubble_causes.Causes",
         "report.timeline.Memory",
         "report.timeline.Span",
-        "training.callbacks.progress.Reading",
-        "training.callbacks.progress.Summary",
+        "training.callbacks.callback.Reading",
+        "training.callbacks.callback.Summary",
     ],
     "penstock.schedules": ["schedule.registry.Entry"],
 }

@@ -95,8 +95,14 @@ def _destinations_on(device: Any) -> Destinations:  # noqa: ANN401 - any user ar
 class Feed:
     """The batches of a loader; each iteration is one epoch.
 
-    When the loop ends, for any reason, its thread is stopped and batches that were read in advance are dropped. `feed`
-    describes the arguments; `to` has the destination of each tensor.
+    When the loop ends, for any reason, its thread is stopped and batches that were read in advance are dropped.
+
+    Args:
+        loader: any iterable.
+        to: the destination of each tensor.
+        ahead: the number of batches to prepare in advance.
+        split: a function from an item to (batch, target).
+        thread: whether a thread reads the loader; "auto": only if reading is slow.
     """
 
     def __init__(

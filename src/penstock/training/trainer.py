@@ -135,7 +135,7 @@ class Trainer:
         self._check_options()
         self._memory_retry = MemoryRetry(self)
         self._callbacks = Callbacks(_with_defaults(callbacks, view=view))
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: Checkpoints  # while it runs
         self._signals = Signals()
         self.data_watch = DataWatch(pipe)
         self._should_stop, self._num_rewinds = False, 0
@@ -229,7 +229,6 @@ class Trainer:
         return made
 
     def _resume(self, faults: FaultHandler) -> Restored | None:
-        assert self._checkpoints is not None
         with nullcontext() if self._resumes_data else self._position.kept():
             restored = resume(self._checkpoints, str(self.options.resume), self.folder.path, self.stepper.optimizers)
         if restored is not None:
@@ -302,8 +301,7 @@ class Trainer:
             self.reading = replace(self.reading, lane_bytes=self._lane_bytes)
         self._losses.append(made.loss)
         self._callbacks.notify("on_step_end", self, self.reading)
-        if self._checkpoints is not None:
-            self._checkpoints.poll()
+        self._checkpoints.poll()
         if made.timeline is not None and self.is_first:
             self._write_page(number, made.timeline)
         if is_logged:
@@ -379,14 +377,12 @@ class Trainer:
         return None
 
     def _save(self, *, wait: bool = False) -> None:
-        assert self._checkpoints is not None
         notes = {"skipped": self._skipped, "steps": self.options.steps, "validated": self._validated == self.step}
         if self.step:
             self._checkpoints.save(self.step, notes=notes, wait=wait)
 
     def _rewind(self, number: int) -> None:
         """Restore the weights of the last checkpoint, and continue with the data that follows."""
-        assert self._checkpoints is not None
         self._checkpoints.wait()
         with self._position.kept():
             restored = self._checkpoints.restore("newest")
@@ -399,7 +395,6 @@ class Trainer:
         self._callbacks.notify("on_recover", self, restored.step)
 
     def _summary(self, status: str, restored: Restored | None, seconds: float) -> Summary:
-        assert self._checkpoints is not None
         return Summary(
             status, self.step, self.options.steps, None if self.reading is None else self.reading.loss,
             self.validation_loss, seconds, self.folder.path, restarts=attempt(),

@@ -190,19 +190,15 @@ class Callbacks:
             except Exception as error:
                 if callback.strict:
                     raise
-                self._warn(callback, name, error)
+                if (id(callback), name) not in self._warned:
+                    self._warned.add((id(callback), name))
+                    warn_user(
+                        f"{type(callback).__name__}.{name} raised {error_in_short(error)}; the training continues. "
+                        "This warning appears once. Set strict = True in the callback to end the training instead"
+                    )
 
     def close(self) -> None:
         """Close all callbacks; ignore errors."""
         for callback in self._all:
             with suppress(Exception):
                 callback.close()
-
-    def _warn(self, callback: Callback, name: str, error: Exception) -> None:
-        if (id(callback), name) in self._warned:
-            return
-        self._warned.add((id(callback), name))
-        warn_user(
-            f"{type(callback).__name__}.{name} raised {error_in_short(error)}; the training continues. "
-            "This warning appears once. Set strict = True in the callback to end the training instead"
-        )

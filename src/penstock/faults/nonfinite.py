@@ -111,11 +111,8 @@ class _Finder:
         self._pipe, self._ran = pipe, ran
         self._inner: Watch | None = pipe.watch
         self.found: list[Place] = []  # from all lanes of this process; append is thread-safe
-        self._stages = {(e.lane, s): run.stage for e in self._executors() for s, run in e.stages.items()}
+        self._stages = {(e.lane, s): run.stage for e in pipe.internals.executors() for s, run in e.stages.items()}
         self._open = threading.local()
-
-    def _executors(self) -> Sequence[Any]:
-        return self._pipe.internals.executors()
 
     def check_inputs(self, step: Step) -> None:
         """Check the batch, and the parameters and buffers of the stages."""

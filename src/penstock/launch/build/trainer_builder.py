@@ -274,9 +274,5 @@ def environment(pipe: Pipeline) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "processes": world_size(),
-        "devices": [_device_name(device) for device in pipe.devices],
+        "devices": [f"{device}: {kind_of(device).name(device)}" for device in pipe.devices],
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device}: {kind_of(device).name(device)}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from penstock.launch.config.config import Config, keys_by_group
 from penstock.launch.config.config_reader import LoadedConfig
-from penstock.launch.config.flag_values import kinds_of
 
 _WIDTH = 100
 
@@ -90,21 +89,3 @@ _SAMPLES = {  # of the keys without a default
     "rdzv_id": '"my-run"',
     "log_dir": '"logs"',
 }
-
-
-_WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "table"}
-
-
-def key_table() -> str:
-    """Return all keys as tables in Markdown, for the documentation."""
-    lines = []
-    for group, names in keys_by_group().items():
-        lines += [f"### {group}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for name in names:
-            field = Config.model_fields[name]
-            default = field.get_default(call_default_factory=True)
-            words = " or ".join(word for kind, word in _WORDS.items() if kind in kinds_of(name))
-            shown = "–" if default is None else f"`{toml_value(default)}`"
-            lines.append(f"| `{name}` | {words} | {shown} | {field.description} |")
-        lines.append("")
-    return "\n".join(lines)

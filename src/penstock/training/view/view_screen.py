@@ -24,10 +24,10 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal or the
 
 
 class Outlet:
-    """A text file whose writes never fail: text that cannot be written is dropped, once the file is gone for good."""
+    """A text file whose writes never fail: text that cannot be written is dropped."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self.is_gone = file, False
+        self._file, self.is_gone = file, False  # gone for good
 
     @property
     def encoding(self) -> str:

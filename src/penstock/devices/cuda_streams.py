@@ -214,7 +214,7 @@ class CudaStreams:
         event.record(self.compute)
         return event
 
-    def nanoseconds(self, stamp: Event) -> int:
+    def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
         """Return the time of a stamp on the host's clock; waits until the stream has reached it."""
         stamp.synchronize()
         return self._base_ns + int(self._base.elapsed_time(stamp) * 1e6)

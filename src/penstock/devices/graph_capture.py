@@ -5,21 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 Replay = Callable[[], None]
-
-
-class Maker(Protocol):
-    """Makes the graphs of one lane."""
-
-    def capturing(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[Replay]:
-        """Capture the work inside; the yielded function replays it."""
-        ...
 
 
 class CudaGraphs:
@@ -61,11 +52,6 @@ class CudaGraphs:
         """
         with suppress(RuntimeError):  # it was closed already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-
-
-def make_graphs() -> Maker:
-    """Return a graph maker for one lane."""
-    return CudaGraphs()
 
 
 @contextmanager

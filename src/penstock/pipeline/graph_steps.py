@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from penstock.devices.device_names import has_graphs
-from penstock.devices.graph_capture import Maker, make_graphs, no_collection
+from penstock.devices.graph_capture import CudaGraphs, no_collection
+from penstock.devices.kinds import has_graphs
 from penstock.devices.streams import after_callers
 from penstock.errors import LaneError, UsageError, warn_user
 from penstock.model.structure import flatten, plain_values
@@ -69,7 +69,7 @@ class GraphSteps:
     ) -> None:
         self._setup, self._lane_group, self.parameters = setup, lane_group, parameters
         self._progress, self._wanted = progress, wanted
-        self._makers: dict[int, Maker] = {}
+        self._makers: dict[int, CudaGraphs] = {}
         self._tapes: dict[object, dict[int, Tape]] = {}
         self._counts: Counter[object] = Counter()  # steps of each shape
         self._gradients = _Gradients()
@@ -220,9 +220,9 @@ class GraphSteps:
         else:
             self._disable(why)
 
-    def _maker(self, lane: int) -> Maker:
+    def _maker(self, lane: int) -> CudaGraphs:
         if lane not in self._makers:
-            self._makers[lane] = make_graphs()
+            self._makers[lane] = CudaGraphs()
         return self._makers[lane]
 
     def _capture_obstacle(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices.graph_capture import Maker, Replay
+from penstock.devices.graph_capture import CudaGraphs, Replay
 from penstock.devices.streams import Event, Streams, Workspace
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.executor import Executor, Handlers
@@ -119,7 +119,7 @@ class Capture:
 
     is_replay = False
 
-    def __init__(self, executor: Executor, maker: Maker, on_capture: Callable[[], None]) -> None:
+    def __init__(self, executor: Executor, maker: CudaGraphs, on_capture: Callable[[], None]) -> None:
         self._executor, self._maker, self._on_capture = executor, maker, on_capture
         self._streams = executor.streams
         self._stages: Mapping[int, StageRun] = executor.stages

@@ -93,23 +93,9 @@ class Replayed:
         ranges = graph.stages(cuts if training == self.training else match_cuts(self.graph, cuts, graph))
         held = held_by_stage(self.graph, cuts)
         paths = [path for path, _ in self.model.named_modules()]
-        programs = []
         with in_mode(self.model, training=training), self._original_devices.restored():
-            for index in range(len(ranges)):
-                part = make_part(recording, ranges, held, paths, index)
-                is_last = index == len(ranges) - 1
-                programs.append(
-                    ReplayProgram(
-                        self.model,
-                        self.call,
-                        graph,
-                        recording,
-                        part,
-                        held_names=held[index],
-                        index=index,
-                        is_last=is_last,
-                    )
-                )
+            parts = [make_part(recording, ranges, held, paths, index) for index in range(len(ranges))]
+            programs = [ReplayProgram(self.model, self.call, graph, part) for part in parts]
         return programs, Results(
             lambda: programs[-1].template, [f"output:{i}" for i in range(len(recording.outputs))], takes_all=True
         )

@@ -125,27 +125,27 @@ class Recording:
         cached: those of them that a second call does not change.
     """
 
-    units: list[Unit]
-    seen: list[Seen]
-    range_of: dict[tuple[str, int], tuple[int, int]]
-    reads_data: bool
-    reads_where: str
-    template: object
-    outputs: list[int]
-    template_of: dict[tuple[str, int], object]
-    unimaginable: frozenset[Callable[..., Any]] = frozenset()
-    readers: frozenset[Callable[..., Any]] = frozenset()
-    uncuttable: frozenset[int] = frozenset()
+    units: list[Unit] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    range_of: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    reads_data: bool = False
+    reads_where: str = ""
+    template: object = None
+    outputs: list[int] = field(default_factory=list)
+    template_of: dict[tuple[str, int], object] = field(default_factory=dict)
+    unimaginable: set[Callable[..., Any]] = field(default_factory=set)
+    readers: set[Callable[..., Any]] = field(default_factory=set)
+    uncuttable: set[int] = field(default_factory=set)
     calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
-    hooked: frozenset[str] = frozenset()
+    hooked: set[str] = field(default_factory=set)
     draws_python_random: bool = False
-    changed: frozenset[str] = frozenset()
-    filling: frozenset[str] = frozenset()
-    filled: frozenset[str] = frozenset()
-    cached: frozenset[str] = frozenset()
+    changed: set[str] = field(default_factory=set)
+    filling: set[str] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+    cached: set[str] = field(default_factory=set)
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -211,15 +211,13 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
         states.restore()
     if recorder.leaf_paths - whole:  # these modules call no submodule, so they are units
         return _record_once(model, call, whole | frozenset(recorder.leaf_paths))
-    recorder.reads_data |= is_random
-    recorder.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
+    recorder.found.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
     recording = recorder.recording(result)
+    recording.reads_data |= is_random
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
-    recording.changed = frozenset(changed)
     hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
-    recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
-    recording.filling = frozenset(recorder.filling)
-    recording.filled, recording.cached = frozenset(filled), frozenset(cached)
+    recording.hooked = hooked | ((_escaped(recording) | recording.filling) - units)
+    recording.changed, recording.filled, recording.cached = changed, filled, cached
     return recording
 
 
@@ -295,21 +293,11 @@ class _Recorder(Walk):
     def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
         super().__init__()
         self.unit_paths, self.held = units, held
-        self.units: list[Unit] = []
-        self.seen: list[Seen] = []
+        self.found = Recording()
         self.index_of: dict[int, int] = {}
-        self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
-        self.reads_data, self.reads_where = False, ""
         self.held_at: dict[int, set[int]] = {}
         self.open_at: list[int] = []  # for each running call, the number of units before it
         self.leaf_paths: set[str] = set()
-        self.uncuttable: set[int] = set()
-        self.unimaginable: set[Callable[..., Any]] = set()
-        self.readers: set[Callable[..., Any]] = set()
-        self.template_of: dict[tuple[str, int], object] = {}
-        self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
-        self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
-        self.filling: set[str] = set()
         self.changes_of: dict[int, set[int]] = {}  # for the id of each held tensor, the units that change it
         self._hooks: Any = None
 
@@ -330,9 +318,9 @@ class _Recorder(Walk):
         original: Any = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: type, /, *args: object, **kwargs: object) -> object:
-            first = len(self.units)
+            first = len(self.found.units)
             result = original.__get__(None, cls)(*args, **kwargs)
-            self.uncuttable |= set(range(first, len(self.units)))
+            self.found.uncuttable |= set(range(first, len(self.found.units)))
             return result
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -345,7 +333,7 @@ class _Recorder(Walk):
         """Forbid a cut between two units that the model recomputes together; the recompute would cross the cut."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and self._hooks is not None and hooks[0] is self._hooks[0]:
-            self.uncuttable.add(len(self.units) - 1)
+            self.found.uncuttable.add(len(self.found.units) - 1)
         self._hooks = hooks
 
     @property
@@ -354,13 +342,13 @@ class _Recorder(Walk):
 
         Inside a call that has not reached a unit yet, it is the next unit; a cut before it lies before the whole call.
         """
-        count = len(self.units)
+        count = len(self.found.units)
         return count if count in self.open_at else max(0, count - 1)
 
     def on_call(
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        first, before = len(self.units), dict(self.ordinals)
+        first, before = len(self.found.units), dict(self.ordinals)
         containers = _containers_in((args, kwargs))
         if path not in self.unit_paths:
             self.open_at.append(first)
@@ -369,19 +357,19 @@ class _Recorder(Walk):
             finally:
                 self.open_at.pop()
             self._note_filled(path, containers)
-            if len(self.units) == first and path:
+            if len(self.found.units) == first and path:
                 self.leaf_paths.add(path)
-            elif len(self.units) > first:
-                self.range_of[path, ordinal] = (first, len(self.units) - 1)
+            elif len(self.found.units) > first:
+                self.found.range_of[path, ordinal] = (first, len(self.found.units) - 1)
                 calls = {inner: count - before.get(inner, 0) for inner, count in self.ordinals.items()}
-                self.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
-                made, self.template_of[path, ordinal] = flatten(result)
+                self.found.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
+                made, self.found.template_of[path, ordinal] = flatten(result)
                 given, _ = flatten((args, dict(kwargs)))
-                self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+                self.found.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
             return result
-        self.units.append(Unit(path, ordinal))
+        self.found.units.append(Unit(path, ordinal))
         self._note_checkpoint()
-        self.range_of[path, ordinal] = (first, first)
+        self.found.range_of[path, ordinal] = (first, first)
         given, _ = flatten((args, dict(kwargs)))
         versions = [tensor._version for tensor in given]
         for tensor in given:
@@ -389,8 +377,8 @@ class _Recorder(Walk):
         result = self.whole(call, args, kwargs)
         self._note_filled(path, containers)
         self.mark_outputs(result, path, ordinal)
-        made, self.template_of[path, ordinal] = flatten(result)
-        self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+        made, self.found.template_of[path, ordinal] = flatten(result)
+        self.found.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
         self._note_changes(given, versions)
         return result
 
@@ -405,47 +393,47 @@ class _Recorder(Walk):
         if reads_data(function) or is_data_shaped(function, args):
             self._note_read()
         elif is_plain_result(result):
-            self.readers.add(function)
+            self.found.readers.add(function)
             self._note_read()
         elif not works_on_holes(function, args, kwargs, result):
-            self.unimaginable.add(function)
+            self.found.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
         if function is torch.autograd.grad:  # one stage must have all operations that this gradient goes through
             first = min((s.producer for t in given for s in self._seen_of(t)), default=self.now)
-            self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
+            self.found.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
         self.mark_results(result)
         return result
 
     def _note_filled(self, path: str, containers: list[tuple[Any, list[int]]]) -> None:
         """Record a module that adds items to a list or dict among its arguments, or removes them."""
         if any(_ids_in(container) != before for container, before in containers):
-            self.filling.add(path)
+            self.found.filling.add(path)
 
     def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
-        return [self.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
+        return [self.found.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
 
     def _note_read(self) -> None:
         from penstock.model.source import line_of_stack
 
-        self.reads_where = self.reads_where or line_of_stack()
-        self.reads_data = True
+        self.found.reads_where = self.found.reads_where or line_of_stack()
+        self.found.reads_data = True
 
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
             self.held_at.setdefault(self.now, set()).add(id(tensor))
         if self.marks_of(tensor):  # also a buffer after an in-place change: it is a value
             index: int = self.index_of[id(tensor)]
-            self.seen[index].uses.add(self.now)
-            if is_argument and index not in self.units[-1].inputs:
-                self.units[-1].inputs.append(index)
+            self.found.seen[index].uses.add(self.now)
+            if is_argument and index not in self.found.units[-1].inputs:
+                self.found.units[-1].inputs.append(index)
 
     def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(given, versions, strict=True):
             if tensor._version != version and id(tensor) in self.held:
                 self.changes_of.setdefault(id(tensor), set()).add(self.now)
             if tensor._version != version and self.marks_of(tensor):
-                self.seen[self.index_of[id(tensor)]].changes.add(self.now)
+                self.found.seen[self.index_of[id(tensor)]].changes.add(self.now)
 
     def around_changed_buffers(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[int]:
         """Return the cuts between the code that reads or changes a buffer and the code that changes it last.
@@ -457,7 +445,7 @@ class _Recorder(Walk):
         for name, tensor in before.items():
             new, changes = after.get(name), set(self.changes_of.get(id(tensor), ()))
             if new is not None and new is not tensor and id(new) in self.index_of:
-                changes.add(self.seen[self.index_of[id(new)]].producer)
+                changes.add(self.found.seen[self.index_of[id(new)]].producer)
             last = max(changes, default=-1)
             uses = {at for at, held in self.held_at.items() if id(tensor) in held and at <= last}
             found |= set(range(min(uses | changes, default=0) + 1, last + 1))
@@ -466,40 +454,27 @@ class _Recorder(Walk):
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
         index = self.index_of.get(id(tensor))  # all seen tensors are kept alive, so ids are unique
         if index is None:
-            self.index_of[id(tensor)] = len(self.seen)
+            self.index_of[id(tensor)] = len(self.found.seen)
             producer = -1 if mark[1] < 0 else self.now
-            self.seen.append(Seen(producer, tensor, [(producer, mark)]))
+            self.found.seen.append(Seen(producer, tensor, [(producer, mark)]))
         else:
-            self.seen[index].marks.append((self.now, mark))
+            self.found.seen[index].marks.append((self.now, mark))
 
     def recording(self, result: object) -> Recording:
         tensors, template = flatten(result, drop=is_cache)
         for index, held in self.held_at.items():
-            if self.units:
-                self.units[min(index, len(self.units) - 1)].held |= held
+            if self.found.units:
+                self.found.units[min(index, len(self.found.units) - 1)].held |= held
         for tensor in tensors:  # a tensor without a mark is a parameter that the model returns
             if id(tensor) not in self.index_of:
-                self.mark(tensor, ("", 0, -1000 - len(self.seen)))
+                self.mark(tensor, ("", 0, -1000 - len(self.found.seen)))
         outputs = [self.index_of[id(tensor)] for tensor in tensors]
         for index in outputs:
-            self.seen[index].uses.add(self.now)
+            self.found.seen[index].uses.add(self.now)
         # the recording lives on, so it must not keep memory, autograd graphs, or gradient accumulators of this stream
-        known = [Known.of(seen.tensor) for seen in self.seen if isinstance(seen.tensor, torch.Tensor)]
-        for seen, of_it in zip(self.seen, known, strict=True):
+        known = [Known.of(seen.tensor) for seen in self.found.seen if isinstance(seen.tensor, torch.Tensor)]
+        for seen, of_it in zip(self.found.seen, known, strict=True):
             seen.tensor.__dict__.pop("_penstock_marks", None)
             seen.tensor = of_it
-        return Recording(
-            self.units,
-            self.seen,
-            self.range_of,
-            self.reads_data,
-            self.reads_where,
-            template,
-            outputs,
-            self.template_of,
-            frozenset(self.unimaginable),
-            frozenset(self.readers),
-            frozenset(self.uncuttable),
-            self.calls_in,
-            self.shapes_of,
-        )
+        self.found.template, self.found.outputs = template, outputs
+        return self.found

@@ -45,22 +45,17 @@ def make_part(
             wanted.update({mark: name for _, mark in seen.marks})
         if is_received and any(change in nodes for change in _changes(recording, number)):
             copied.add(name)
+    is_last = index == len(ranges) - 1
     return Part(
-        start=nodes.start,
-        stop=nodes.stop if index < len(ranges) - 1 else 2**60,
-        range_of=recording.range_of,
+        index,
+        nodes.start,
+        2**60 if is_last else nodes.stop,
+        is_last,
+        held[index],
+        recording,
         uncalled=_uncalled(recording, ranges, held, paths),
-        template_of=recording.template_of,
         wanted=wanted,
         copied=frozenset(copied),
-        is_dynamic=recording.reads_data,
-        seen_of=recording.seen_of,
-        hooked=recording.hooked,
-        calls_in=recording.calls_in,
-        unimaginable=recording.unimaginable,
-        readers=recording.readers,
-        draws_python_random=recording.draws_python_random,
-        filling=recording.filling,
     )
 
 
@@ -92,24 +87,21 @@ class ReplayProgram:
 
     reassigned: tuple[str, ...] = ()
 
-    def __init__(
-        self, model: nn.Module, call: Call, graph: Graph, recording: Recording, part: Part,
-        *, held_names: tuple[str, ...], index: int, is_last: bool,
-    ) -> None:  # fmt: skip
-        self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
-        self.changed = recording.changed.intersection(held_names)  # the buffers that a forward may change
+    def __init__(self, model: nn.Module, call: Call, graph: Graph, part: Part) -> None:
+        recording = part.recording
+        self.call, self.part, self.held_names = call, part, part.held_names
+        self.changed = recording.changed.intersection(part.held_names)  # the buffers that a forward may change
         self.shell = make_shell(model, recording.filled)
         caches = [container for name, container in containers_of(self.shell).items() if name in recording.cached]
         self._caches = [(cache, cache.copy()) for cache in caches]
         self._known_shapes: dict[Any, Any] = {}
-        self._num_outputs = len(recording.outputs)
         self.template: object = recording.template  # of the last result
         given = tuple(f"input:{name}" for name in call.names)
         self._given = len(given)
         nodes = range(part.start, min(part.stop, len(graph.nodes)))
         if part.is_dynamic:
-            self._from: tuple[str, ...] = (f"notes_{index - 1}",) if index else ()
-            own: tuple[str, ...] = (f"notes_{index}",)
+            self._from: tuple[str, ...] = (f"notes_{part.index - 1}",) if part.index else ()
+            own: tuple[str, ...] = (f"notes_{part.index}",)
         else:
             self._from = tuple(
                 f"value_{i}" for i, seen in enumerate(recording.seen)
@@ -120,7 +112,7 @@ class ReplayProgram:
                 if seen.producer in nodes and any(use >= nodes.stop for use in seen.uses)
             )  # fmt: skip
         self.inputs = given + self._from
-        self.outputs = tuple(f"output:{i}" for i in range(self._num_outputs)) if is_last else own
+        self.outputs = tuple(f"output:{i}" for i in range(len(recording.outputs))) if part.is_last else own
         self._places = self._prepare(nodes, graph, recording)
 
     def _prepare(self, nodes: range, graph: Graph, recording: Recording) -> list[tuple[nn.Module, str, str, str]]:
@@ -175,7 +167,7 @@ class ReplayProgram:
     @property
     def draws_python_random(self) -> bool:
         """Whether the forward draws Python's or numpy's random numbers."""
-        return self.part.draws_python_random
+        return self.part.recording.draws_python_random
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
         """Raise: replayed stages run the model's own Python code, and Inductor needs a traced graph."""
@@ -230,7 +222,7 @@ class ReplayProgram:
         return (notes, *(next(tensor_of[mark] for mark in marks if mark in tensor_of) for marks in sent))
 
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
-        if self.is_last:
+        if self.part.is_last:
             tensors, self.template = flatten(result, drop=is_cache)
             return tuple(tensors)
         if self.part.is_dynamic:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
+from penstock.model.capture.replay.call_recorder import Recording
 from penstock.model.capture.replay.control_notes import Notes
 from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import model_hooks, without_model_hooks
@@ -41,39 +42,31 @@ class Part:
     """The part of a forward that a stage plays.
 
     Attributes:
+        index: the index of the stage.
         start: its first unit.
         stop: the first unit after it.
-        range_of: for each module call, the first and the last unit in it.
+        is_last: whether it is the last stage.
+        held_names: the names of the parameters and buffers of the stage.
+        recording: the recorded run of the whole forward.
         uncalled: for each module that was not called, a unit of the stage to which it belongs.
-        template_of: for each module call, the template of its result.
         wanted: for each mark of a tensor that the stage receives or sends, the name of the value.
         copied: the names of the received values that the stage changes in place.
-        is_dynamic: whether control flow depends on data; the stages then send notes.
-        seen_of: for each module call, the descriptions of its results in the recording, with a `Size` for each
-            dimension; a call is missing if they are unknown.
-        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
-        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
-        unimaginable: torch functions that do not work on holes.
-        readers: torch functions that were seen to read data.
-        draws_python_random: whether the forward draws Python's or numpy's random numbers.
-        filling: the modules that change a list or dict among their arguments.
     """
 
+    index: int
     start: int
     stop: int
-    range_of: Mapping[tuple[str, int], tuple[int, int]]
+    is_last: bool
+    held_names: tuple[str, ...]
+    recording: Recording
     uncalled: Mapping[str, tuple[int, int]]
-    template_of: Mapping[tuple[str, int], object]
     wanted: Mapping[Mark, str]
     copied: frozenset[str]
-    is_dynamic: bool
-    seen_of: Mapping[tuple[str, int], list[list[Any]]]
-    hooked: frozenset[str]
-    calls_in: Mapping[tuple[str, int], Mapping[str, int]]
-    unimaginable: frozenset[Callable[..., Any]]
-    readers: frozenset[Callable[..., Any]]
-    draws_python_random: bool
-    filling: frozenset[str] = frozenset()
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether control flow depends on data; the stages then send notes."""
+        return self.recording.reads_data
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
         """Return the first and the last unit in a call.
@@ -81,9 +74,9 @@ class Part:
         An additional call of a module belongs to the same units as its last recorded call. The call of a module that
         was never called in the recording belongs to the stage that holds its parameters.
         """
-        while ordinal > 0 and (path, ordinal) not in self.range_of:
+        while ordinal > 0 and (path, ordinal) not in self.recording.range_of:
             ordinal -= 1
-        return self.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
+        return self.recording.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
 
 
 class _Guarded(TorchFunctionMode):
@@ -169,14 +162,14 @@ class Play(Walk):
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._fill_holes()
-            if last < self.part.start and path not in self.part.hooked:
+            if last < self.part.start and path not in self.part.recording.hooked:
                 return self._skip(path, ordinal, call, args, kwargs)
             if first >= self.part.start:
                 self.is_before = False
         if first >= self.part.stop and not self.is_before:
             self._note_live_tensors()  # while the variables of the model's code still exist
             raise Done
-        if last >= self.part.stop or self.is_before or path in self.part.hooked:
+        if last >= self.part.stop or self.is_before or path in self.part.recording.hooked:
             given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
             result = self.inside(path, ordinal, call, args, kwargs)
             made = flatten(result)[0] if self.part.is_dynamic else []
@@ -233,7 +226,7 @@ class Play(Walk):
             )
 
     def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        return function in self.part.unimaginable or is_data_shaped(function, args)
+        return function in self.part.recording.unimaginable or is_data_shaped(function, args)
 
     def _place(self) -> str:
         """Return the name of the current read of data: the frame, and the number of the read in it."""
@@ -291,7 +284,7 @@ class Play(Walk):
 
     def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run a torch function on holes, which computes shapes without data and without random numbers."""
-        if reads_data(function) or function in self.part.readers:
+        if reads_data(function) or function in self.part.recording.readers:
             return self._remember()
         if self._is_shaped_by_data(function, args):
             return self._remember(is_shape=True)
@@ -326,7 +319,7 @@ class Play(Walk):
         self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
         """Return holes for the results of a call that belongs to an earlier stage."""
-        for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
+        for inner, count in self.part.recording.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
         _before_hooks(self.modules[path], args, kwargs)
         given, _ = flatten((args, dict(kwargs)))
@@ -336,7 +329,7 @@ class Play(Walk):
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
             # a module that fills a list must run each time; it fills the list with holes
-            if key not in self.known_shapes or path in self.part.filling:
+            if key not in self.known_shapes or path in self.part.recording.filling:
                 self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
             noted, template = self.known_shapes[key]
         leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
@@ -345,10 +338,10 @@ class Play(Walk):
         return _after_hooks(self.modules[path], args, kwargs, result)
 
     def _template(self, path: str, ordinal: int, count: int) -> object:
-        while ordinal > 0 and (path, ordinal) not in self.part.template_of:
+        while ordinal > 0 and (path, ordinal) not in self.part.recording.template_of:
             ordinal -= 1
         one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
-        return self.part.template_of.get((path, ordinal), one_or_more)
+        return self.part.recording.template_of.get((path, ordinal), one_or_more)
 
     def _learn(
         self,
@@ -365,7 +358,7 @@ class Play(Walk):
             with without_model_hooks(self.modules[path]):  # `_after_hooks` calls them on the result
                 return self._rehearse(call, args, kwargs, given)
         except Exception:
-            seen = self.part.seen_of.get((path, ordinal))
+            seen = self.part.recording.seen_of.get((path, ordinal))
             if seen is None:
                 raise
             return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))

@@ -11,10 +11,10 @@ from torch import nn
 from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short, nearest
 from penstock.model.capture.direct import Direct, sequence_of
 from penstock.model.capture.exported import Exported
+from penstock.model.capture.replay.module_shell import hooks_in
 from penstock.model.capture.replayed import Replayed
 from penstock.model.example import Call, read_example
 from penstock.model.graph import Graph
-from penstock.model.module_hooks import hooks_in
 from penstock.model.source import line_of
 from penstock.model.stages import Chain
 from penstock.model.visit import Visitor

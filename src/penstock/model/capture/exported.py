@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError, PenstockError, UsageError, warn_user
-from penstock.model.capture.export.exported_stage import cut_program
-from penstock.model.capture.export.exported_visit import visit_export
+from penstock.model.capture.export.exported_stage import StageBuilder, visit_export
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
-from penstock.model.capture.export.traced_graph import ExportGraph, read_graph
+from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
 from penstock.model.capture.export.tracing import OpenDims, trace
 from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.example import Call
@@ -69,7 +68,7 @@ class _Form:
             except CaptureError as error:
                 self._refusals[training] = error
                 raise
-            graph = read_graph(traced, self._model, self.call)
+            graph = GraphReader(traced, self._model, self.call).read()
             self._made[training] = (graph, traced.template, traced.guards)
         return self._made[training]
 
@@ -194,16 +193,9 @@ class Exported:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each node to a visitor."""
         exported = self._side(self.training)[0]
         call = self.call if batch_size is None else self.call.resized(batch_size)
-        held = held_tensors(self.model) | exported.constants
         where = device or main_device(self.model, self.call)
-        visit_export(
-            exported,
-            visitor,
-            inputs=[tensor.to(where) for tensor in call.tensors],
-            held={name: tensor.to(where) for name, tensor in held.items()},
-            batch_size=call.batch_size,
-            device=where,
-        )
+        held = {name: tensor.to(where) for name, tensor in (held_tensors(self.model) | exported.constants).items()}
+        visit_export(exported, visitor, call.map(lambda tensor: tensor.to(where)), held, where)
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, in the current form, and the description of the result."""
@@ -223,7 +215,7 @@ class Exported:
         ranges = exported.graph.stages(own)
         device = main_device(self.model, self.call)
         programs: list[Program] = [
-            cut_program(exported, nodes, is_last=index == len(ranges) - 1, device=device)
+            StageBuilder(exported, nodes, is_last=index == len(ranges) - 1).cut(device)
             for index, nodes in enumerate(ranges)
         ]
         values = exported.graph.values

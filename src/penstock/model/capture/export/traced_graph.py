@@ -74,12 +74,9 @@ class ExportGraph:
         return next((value for at, value in reversed(versions) if before is None or at < before), versions[0][1])
 
 
-def read_graph(traced: Traced, model: nn.Module, call: Call) -> ExportGraph:
-    """Return the graph of a traced model."""
-    return _Reader(traced, model, call).read()
+class GraphReader:
+    """Reads the graph of a traced model."""
 
-
-class _Reader:
     def __init__(self, traced: Traced, model: nn.Module, call: Call) -> None:
         self.traced, self.call = traced, call
         self.program = traced.program
@@ -94,6 +91,7 @@ class _Reader:
         self.symbols: frozenset[Any] = frozenset()
 
     def read(self) -> ExportGraph:
+        """Return the graph."""
         open_regions(self.program.graph_module)
         self._read_placeholders()
         output = next(node for node in self.program.graph.nodes if node.op == "output")

@@ -23,7 +23,7 @@ from penstock.model.example import Call
 from penstock.model.parameters import new_tensors_on_meta
 from penstock.model.preserve.model_state import TORCH_ATTRIBUTES, preserve_attributes
 from penstock.model.preserve.modes import RandomStates
-from penstock.model.source import is_called_by_torch, line_of, line_of_stack
+from penstock.model.source import is_called_by_torch, line_of, line_of_stack, line_of_trace
 from penstock.model.structure import flatten, plain_values
 
 
@@ -254,8 +254,6 @@ def _is_unbacked(value: object) -> bool:
 
 
 def _where(node: torch.fx.Node) -> str:
-    from penstock.model.source import line_of_trace
-
     return line_of_trace(node.meta.get("stack_trace") or "")
 
 

@@ -14,12 +14,19 @@ from torch import nn
 from penstock.model.capture.export.tracing import is_cache
 from penstock.model.capture.replay.forward_walk import Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import containers_of, make_shell
-from penstock.model.capture.replay.placeholder_tensors import describe, works_on_holes
-from penstock.model.capture.replay.torch_functions import is_data_shaped, is_plain_result, is_query, reads_data
+from penstock.model.capture.replay.torch_functions import (
+    describe,
+    is_data_shaped,
+    is_plain_result,
+    is_query,
+    reads_data,
+    works_on_holes,
+)
 from penstock.model.example import Call
 from penstock.model.parameters import held_tensors, new_tensors_on_meta
 from penstock.model.preserve.model_state import preserve_state
 from penstock.model.preserve.modes import RandomStates, in_mode
+from penstock.model.source import line_of_stack
 from penstock.model.structure import flatten
 
 _TRIES = 4
@@ -414,8 +421,6 @@ class _Recorder(Walk):
         return [self.found.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
 
     def _note_read(self) -> None:
-        from penstock.model.source import line_of_stack
-
         self.found.reads_where = self.found.reads_where or line_of_stack()
         self.found.reads_data = True
 

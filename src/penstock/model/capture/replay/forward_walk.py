@@ -24,6 +24,7 @@ from torch.overrides import (
     _push_mode,
 )
 
+from penstock.model.structure import flatten
 from penstock.randomness.draw_names import enter
 
 # the path of the module, the ordinal of the call, the number of the tensor; outputs have the numbers -1, -2, ...
@@ -236,8 +237,6 @@ class Walk(TorchFunctionMode):
 
     def mark_outputs(self, result: object, path: str, ordinal: int) -> list[torch.Tensor]:
         """Mark the tensors that a call returns as its outputs; return them."""
-        from penstock.model.structure import flatten
-
         tensors, _ = flatten(result)
         for index, tensor in enumerate(tensors):
             self.mark(tensor, (path, ordinal, -1 - index))

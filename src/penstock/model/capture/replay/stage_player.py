@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,20 +21,23 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
 from penstock.model.capture.replay.call_recorder import Recording
-from penstock.model.capture.replay.control_notes import Notes
 from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
-from penstock.model.capture.replay.module_shell import model_hooks, without_model_hooks
-from penstock.model.capture.replay.placeholder_tensors import describe, described, run_on_holes
+from penstock.model.capture.replay.module_shell import is_of_library, model_hooks, without_model_hooks
 from penstock.model.capture.replay.torch_functions import (
+    describe,
+    described,
     is_data_shaped,
     is_device_question,
     is_plain_result,
     is_query,
     reads_data,
+    run_on_holes,
 )
-from penstock.model.module_hooks import is_of_library
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
+
+if TYPE_CHECKING:
+    from penstock.model.capture.replay.replayed_stage import Notes
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,12 @@ ARROWS = {
     "model/small_models": "",
     "randomness": "",
     "compile": "devices randomness",
-    "model": "compile files",
-    "model/preserve": "devices model",
-    "model/capture/export": "compile devices model model/preserve randomness",
-    "model/capture/replay": "compile model model/capture/export model/preserve randomness",
-    "model/capture": "compile model model/capture/export model/capture/replay model/preserve randomness",
-    "model/profiling": "devices model model/preserve",
-    "infer/graph": "compile devices model model/capture model/capture/export model/preserve model/profiling",
+    "model": "compile devices files",
+    "model/capture/export": "compile devices model randomness",
+    "model/capture/replay": "compile model model/capture/export randomness",
+    "model/capture": "compile model model/capture/export model/capture/replay randomness",
+    "model/profiling": "devices model",
+    "infer/graph": "compile devices model model/capture model/capture/export model/profiling",
     "runtime/backward": "compile",
     "runtime/keep": "devices model/profiling",
     "schedule": "files",
@@ -47,7 +46,7 @@ ARROWS = {
     "infer/stream": "devices infer/graph model runtime",
     "infer": "infer/graph infer/stream",
     "pipeline/splitting": "model runtime",
-    "pipeline/exactness": "devices model model/preserve pipeline/splitting runtime",
+    "pipeline/exactness": "devices model pipeline/splitting runtime",
     "runtime/graphs": "devices model runtime schedule",
     "runtime/lanes": "devices model runtime runtime/wire schedule",
     "schedule/builders": "schedule",
@@ -66,7 +65,7 @@ ARROWS = {
         "planning/partition runtime/keep runtime/lanes schedule schedules"
     ),
     "pipeline": (
-        "compile deciding devices model model/capture model/preserve pipeline/exactness pipeline/planned "
+        "compile deciding devices model model/capture pipeline/exactness pipeline/planned "
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
         "runtime/lanes runtime/wire schedule"
     ),

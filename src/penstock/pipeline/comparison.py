@@ -10,8 +10,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.example import arguments_of
-from penstock.model.preserve.model_state import preserve_attributes
-from penstock.model.preserve.modes import in_mode
+from penstock.model.preserve import in_mode, preserve_attributes
 from penstock.pipeline.state_snapshot import preserved_state
 from penstock.runtime.losses import find_loss
 from penstock.runtime.step import Mode

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.tensor_values import is_same_kind, restore_values
+from penstock.model.preserve import RandomStates, is_same_kind, restore_values
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.preserve.original_devices import on_device
+from penstock.model.preserve import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.pipeline.executor_setup import stage_on
 from penstock.runtime.lanes.lane_group import LaneGroup

@@ -23,9 +23,7 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.modes import RandomStates, in_mode
-from penstock.model.preserve.original_devices import OriginalDevices
-from penstock.model.preserve.tensor_values import restore_values
+from penstock.model.preserve import OriginalDevices, RandomStates, in_mode, restore_values
 from penstock.model.stages import Chain, HeldTensors, Results, Stage, make_chain
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor

@@ -17,8 +17,7 @@ from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
-from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.original_devices import OriginalDevices, on_device
+from penstock.model.preserve import OriginalDevices, in_mode, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 

@@ -22,9 +22,7 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.model_state import preserve_state
-from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.original_devices import OriginalDevices
+from penstock.model.preserve import OriginalDevices, in_mode, preserve_state
 from penstock.model.stages import Chain, Results, Stage, make_chain
 from penstock.model.visit import Visitor
 

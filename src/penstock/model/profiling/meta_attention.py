@@ -19,11 +19,7 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., object], _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func in (aten.scaled_dot_product_attention.default, torch.nn.functional.scaled_dot_product_attention):
             fused = _fused(*args, **(kwargs or {}))

@@ -137,11 +137,7 @@ class _Watch(TorchFunctionMode):
         self.calls: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., object], _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -32,7 +32,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload[..., Any],
-        types: object,
+        _: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:

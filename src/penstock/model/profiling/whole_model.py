@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.model.preserve.model_state import preserve_state
-from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve import RandomStates, preserve_state
 from penstock.model.structure import flatten
 
 if TYPE_CHECKING:

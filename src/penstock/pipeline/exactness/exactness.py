@@ -20,7 +20,7 @@ from torch import nn
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError, warn_user
 from penstock.model.example import Call, arguments_of
-from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness_advice import (

@@ -13,9 +13,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.example import Call
-from penstock.model.preserve.model_state import preserve_attributes
-from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.tensor_values import restore_values
+from penstock.model.preserve import RandomStates, preserve_attributes, restore_values
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.deterministic import Deterministic

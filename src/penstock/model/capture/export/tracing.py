@@ -21,8 +21,7 @@ from penstock.errors import CaptureError
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards, hint
 from penstock.model.example import Call
 from penstock.model.parameters import new_tensors_on_meta
-from penstock.model.preserve.model_state import TORCH_ATTRIBUTES, preserve_attributes
-from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve import TORCH_ATTRIBUTES, RandomStates, preserve_attributes
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack, line_of_trace
 from penstock.model.structure import flatten, plain_values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.model.capture.export.tracing import is_cache
-from penstock.model.capture.replay.forward_walk import Mark, Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import containers_of, make_shell
 from penstock.model.capture.replay.torch_functions import (
     describe,
@@ -24,8 +24,7 @@ from penstock.model.capture.replay.torch_functions import (
 )
 from penstock.model.example import Call
 from penstock.model.parameters import held_tensors, new_tensors_on_meta
-from penstock.model.preserve.model_state import preserve_state
-from penstock.model.preserve.modes import RandomStates, in_mode
+from penstock.model.preserve import RandomStates, in_mode, preserve_state
 from penstock.model.source import line_of_stack
 from penstock.model.structure import flatten
 
@@ -140,8 +139,8 @@ class Recording:
     template: object = None
     outputs: list[int] = field(default_factory=list)
     template_of: dict[tuple[str, int], object] = field(default_factory=dict)
-    unimaginable: set[Callable[..., Any]] = field(default_factory=set)
-    readers: set[Callable[..., Any]] = field(default_factory=set)
+    unimaginable: set[Function] = field(default_factory=set)
+    readers: set[Function] = field(default_factory=set)
     uncuttable: set[int] = field(default_factory=set)
     calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
@@ -352,9 +351,7 @@ class _Recorder(Walk):
         count = len(self.found.units)
         return count if count in self.open_at else max(0, count - 1)
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         first, before = len(self.found.units), dict(self.ordinals)
         containers = _containers_in((args, kwargs))
         if path not in self.unit_paths:
@@ -389,7 +386,7 @@ class _Recorder(Walk):
         self._note_changes(given, versions)
         return result
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         if is_query(function):
             return function(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))

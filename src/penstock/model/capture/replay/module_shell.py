@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.model.preserve.model_state import CONTAINERS, TORCH_ATTRIBUTES
+from penstock.model.preserve import CONTAINERS, TORCH_ATTRIBUTES
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

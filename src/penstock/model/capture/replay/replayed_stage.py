@@ -22,7 +22,7 @@ from penstock.model.capture.replay.module_shell import HOOKS, containers_of, is_
 from penstock.model.capture.replay.stage_player import Part, Play
 from penstock.model.example import Call
 from penstock.model.graph import Graph
-from penstock.model.preserve.model_state import refill
+from penstock.model.preserve import refill
 from penstock.model.stages import HeldTensors
 from penstock.model.structure import flatten
 from penstock.randomness.draw_names import here, seeded_python

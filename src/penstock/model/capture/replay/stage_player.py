@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
 from penstock.model.capture.replay.call_recorder import Recording
-from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Done, Frame, Function, Kwargs, Mark, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import is_of_library, model_hooks, without_model_hooks
 from penstock.model.capture.replay.torch_functions import (
     describe,
@@ -89,13 +89,7 @@ class _Guarded(TorchFunctionMode):
         super().__init__()
         self._play = play
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def __torch_function__(self, function: Function, _: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ANN401
         if is_device_question(function) and args[0].is_meta:
             return self._play.device
         if not is_query(function):
@@ -158,9 +152,7 @@ class Play(Walk):
             torch.set_grad_enabled(is_grad_enabled)  # the forward may have ended while it had changed this
         return result
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Skip calls before the stage, make its own calls, and end the forward at the first call after it."""
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
@@ -194,7 +186,7 @@ class Play(Walk):
         """Return whether a module is a unit: no module inside it is watched."""
         return not any(inner.startswith(f"{path}.") for inner in self.modules)
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Run a function, on holes before the stage and on data within it; record the data that it reads."""
         if self.pending:
             self._fill_holes()
@@ -228,7 +220,7 @@ class Play(Walk):
                 " that replay cannot see; cut the model elsewhere, or pass a list of stage modules"
             )
 
-    def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    def _is_shaped_by_data(self, function: Function, args: Args) -> bool:
         return function in self.part.recording.unimaginable or is_data_shaped(function, args)
 
     def _place(self) -> str:
@@ -285,7 +277,7 @@ class Play(Walk):
 
     # --- before the stage: holes -----------------------------------------------------------------------------------
 
-    def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _imagine(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Run a torch function on holes, which computes shapes without data and without random numbers."""
         if reads_data(function) or function in self.part.recording.readers:
             return self._remember()
@@ -318,9 +310,7 @@ class Play(Walk):
         self.mark_results(result)
         return result
 
-    def _skip(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def _skip(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Return holes for the results of a call that belongs to an earlier stage."""
         for inner, count in self.part.recording.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
@@ -347,14 +337,7 @@ class Play(Walk):
         return self.part.recording.template_of.get((path, ordinal), one_or_more)
 
     def _learn(
-        self,
-        path: str,
-        ordinal: int,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        given: list[torch.Tensor],
+        self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs, *, given: list[torch.Tensor]
     ) -> Any:  # noqa: ANN401
         """Find the shapes of a call's results by a run on holes; if that fails, take them from the recording."""
         try:
@@ -366,9 +349,7 @@ class Play(Walk):
                 raise
             return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))
 
-    def _rehearse(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
-    ) -> Any:  # noqa: ANN401
+    def _rehearse(self, call: Function, args: Args, kwargs: Kwargs, given: list[torch.Tensor]) -> Any:  # noqa: ANN401
         """Make a call on holes; return the descriptions of its results, and their template."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
         ordinals, num_borrowed = dict(self.ordinals), len(self.replaced_buffers)
@@ -396,12 +377,12 @@ class _NoHook:
         """Do nothing."""
 
 
-def _changes_in_place(function: Callable[..., Any]) -> bool:
+def _changes_in_place(function: Function) -> bool:
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
-def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _before_hooks(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Call the forward pre-hooks that are part of the model on the arguments of a skipped module."""
     for number in model_hooks(module, "_forward_pre_hooks"):
         hook = module._forward_pre_hooks[number]
@@ -411,7 +392,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
             hook(module, args)
 
 
-def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
+def _after_hooks(module: nn.Module, args: Args, kwargs: Kwargs, result: Any) -> Any:  # noqa: ANN401
     """Call the forward hooks that are part of the model, but not the user's, on the result of a skipped module."""
     of_model = model_hooks(module, "_forward_hooks")
     for number, hook in module._forward_hooks.items():

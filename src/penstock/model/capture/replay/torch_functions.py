@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from penstock.model.capture.replay.forward_walk import tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, tensors_in
 
-Function = Callable[..., Any]
 _META = torch.device("meta")
 
 
@@ -106,7 +105,7 @@ def hole_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def run_on_holes(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:  # noqa: ANN401
+def run_on_holes(function: Function, args: Args, kwargs: Kwargs, device: torch.device) -> Any:  # noqa: ANN401
     """Run a torch function on holes, which computes shapes without data and without random numbers."""
     args, named = _as_holes(args), {key: _as_holes(value) for key, value in kwargs.items()}
     if function in _makers():
@@ -118,7 +117,7 @@ def run_on_holes(function: Function, args: tuple[Any, ...], kwargs: Mapping[str,
     return _fresh(function(*args, **named))
 
 
-def works_on_holes(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> bool:
+def works_on_holes(function: Function, args: Args, kwargs: Kwargs, result: object) -> bool:
     """Return whether a function works on holes, and its result has the same shapes and dtypes as with data."""
     try:
         imagined = run_on_holes(function, args, kwargs, torch.device("cpu"))

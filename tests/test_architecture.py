@@ -34,7 +34,7 @@ ARROWS = {
     "model/profiling": "devices model",
     "infer/graph": "compile devices model model/capture model/capture/export model/profiling",
     "runtime/backward": "compile",
-    "runtime/keep": "devices model/profiling",
+    "runtime/keep": "compile devices model model/profiling",
     "schedule": "files",
     "report": "files schedule",
     "planning": "model report schedule",

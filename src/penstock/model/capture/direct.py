@@ -24,7 +24,7 @@ from penstock.model.parameters import (
     unsaved_names,
 )
 from penstock.model.preserve import OriginalDevices, RandomStates, in_mode, restore_values
-from penstock.model.stages import Chain, HeldTensors, Results, Stage, make_chain
+from penstock.model.stages import Chain, HeldTensors, Results, Stage
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 from penstock.randomness.draw_names import enter
@@ -191,7 +191,7 @@ class Direct:
             return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
         first = self.model.get_submodule(self.paths[0]) if self.spreads else self.model
-        return make_chain(self.model, stages, example=self.call, results_of=results, forward_of=first)
+        return Chain(self.model, stages, example=self.call, results=results, forward_of=first)
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each module to a visitor."""

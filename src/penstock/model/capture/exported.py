@@ -18,7 +18,7 @@ from penstock.model.example import Call
 from penstock.model.graph import Graph
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
 from penstock.model.preserve import OriginalDevices, in_mode, on_device
-from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
+from penstock.model.stages import Chain, Forms, Program, Results, Stage
 from penstock.model.visit import Visitor
 
 _MOST_FORMS = 6  # traced forms; batches that fit none of them are replayed
@@ -281,14 +281,8 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
-    return make_chain(
-        exported.model,
-        stages,
-        example=exported.call,
-        results_of=lambda training: side(training)[1],
-        has_fixed_shapes=True,
-        forms=Forms(lambda: exported.form, choose),
-    )
+    forms = Forms(lambda: exported.form, choose)
+    return Chain(exported.model, stages, example=exported.call, results=lambda training: side(training)[1], forms=forms)
 
 
 def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool) -> str:

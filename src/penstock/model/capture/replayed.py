@@ -23,7 +23,7 @@ from penstock.model.parameters import (
     unsaved_names,
 )
 from penstock.model.preserve import OriginalDevices, in_mode, preserve_state
-from penstock.model.stages import Chain, Results, Stage, make_chain
+from penstock.model.stages import Chain, Results, Stage
 from penstock.model.visit import Visitor
 
 
@@ -77,7 +77,7 @@ class Replayed:
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
-        return make_chain(self.model, stages, example=self.call, results_of=lambda training: side(training)[1])
+        return Chain(self.model, stages, example=self.call, results=lambda training: side(training)[1])
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each unit to a visitor."""

@@ -24,7 +24,6 @@ from penstock.model.capture.capture import Captured, capture
 from penstock.model.capture.direct import Direct
 from penstock.model.capture.exported import Exported
 from penstock.model.capture.replayed import Replayed
-from penstock.model.compound_stages import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.exactness.exactness import OnlyWholeError
@@ -34,7 +33,7 @@ from penstock.pipeline.splitting.custom_split import Split, split_batch
 from penstock.pipeline.splitting.packed_images import PackedSplit
 from penstock.planning.partition.cut_rules import find_places
 from penstock.planning.partition.recompute_selection import select_recomputed
-from penstock.runtime.keep.recompute import Recomputed
+from penstock.runtime.keep.recompute import compound_chain
 from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
@@ -182,8 +181,8 @@ class PlannedModel:
             for nodes in self.captured.graph.stages(cuts)
         ]
         again = {run.start for runs in recomputed for run in runs}
-        special = {number for number, start in enumerate(starts) if start in again}
-        return compound_chain(self.captured.split(inner), groups, special, Recomputed)
+        numbers = {number for number, start in enumerate(starts) if start in again}
+        return compound_chain(self.captured.split(inner), groups, numbers)
 
 
 def plan_model(

@@ -66,10 +66,6 @@ class _ModuleArguments:
         """Detach the tensors: their autograd graphs would keep all activations of the model in memory."""
         self.tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
 
-    def forget(self) -> None:
-        """Release the tensors of the example."""
-        self.tensors = []
-
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = rebuild(self.template, tensors)
         return args, kwargs
@@ -99,9 +95,10 @@ class Direct:
         return self._places_of[training]
 
     def _forget(self) -> None:
+        """Release the tensors of the example."""
         for places in self._places_of.values():
             for place in places:
-                place.forget()
+                place.tensors = []
 
     def _run(self, call: Call) -> list[_ModuleArguments]:
         """Run all modules once; return the arguments of each module, and the result of the last one."""

@@ -21,9 +21,6 @@ from penstock.deciding.defaults import default_micro_batches
 from penstock.deciding.plan import Plan, plan_path
 from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.model.capture.capture import Captured, capture
-from penstock.model.capture.direct import Direct
-from penstock.model.capture.exported import Exported
-from penstock.model.capture.replayed import Replayed
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.exactness.exactness import OnlyWholeError
@@ -52,7 +49,7 @@ Model = nn.Module | Sequence[nn.Module] | Captured
 
 def module_of(model: Model) -> tuple[nn.Module | Sequence[nn.Module], Captured | None]:
     """Return the module or the stage modules, and the captured model; None for it if `model` is not captured yet."""
-    return (model.model, model) if isinstance(model, (Direct, Exported, Replayed)) else (cast("nn.Module", model), None)
+    return (model.model, model) if isinstance(model, Captured) else (cast("nn.Module", model), None)
 
 
 @dataclass(frozen=True)

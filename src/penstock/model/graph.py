@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.errors import GraphError
@@ -67,10 +68,7 @@ class Value:
 
     def bytes_at(self, batch_size: int) -> int:
         """Return its bytes for a batch size."""
-        count = self.item_bytes
-        for size in self.shape:
-            count *= max(0, size.at(batch_size))
-        return count
+        return self.item_bytes * math.prod(max(0, size.at(batch_size)) for size in self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(str(size) for size in self.shape)}]"
@@ -184,16 +182,19 @@ class Graph:
             if 0 <= value.producer < cut <= self.last_use_of[index] and not self.nodes[value.producer].is_free
         )
 
-    def crossing_bytes(self, batch_size: int | None = None) -> tuple[int, ...]:
-        """Return the bytes that cross each cut, from 0 to the number of nodes; model outputs cross all later cuts."""
+    def crossing_bytes(self, batch_size: int | None = None, *, of_gradients: bool = False) -> tuple[int, ...]:
+        """Return the bytes that cross each cut, from 0 to the number of nodes; model outputs cross all later cuts.
+
+        With `of_gradients`, only values with a gradient count.
+        """
         change = [0] * (len(self.nodes) + 2)
         size = self.batch_size if batch_size is None else batch_size
         for index, value in enumerate(self.values):
             last = self.last_use_of[index]
-            if value.producer >= 0 and last > value.producer and not self.nodes[value.producer].is_free:
+            if last > value.producer and not self.is_free(index) and (value.has_grad or not of_gradients):
                 change[value.producer + 1] += value.bytes_at(size)
                 change[last + 1] -= value.bytes_at(size)
-        return tuple(_running_sums(change))[: len(self.nodes) + 1]
+        return tuple(accumulate(change))[: len(self.nodes) + 1]
 
     def stages(self, cuts: Sequence[int]) -> list[range]:
         """Return the nodes of each stage.
@@ -243,13 +244,6 @@ def graph_of(plain: Mapping[str, Any]) -> Graph:
         batch_size=plain["batch_size"],
         uncuttable=frozenset(plain["uncuttable"]),
     )
-
-
-def _running_sums(changes: Iterable[int]) -> Iterable[int]:
-    total = 0
-    for change in changes:
-        total += change
-        yield total
 
 
 def _faults(graph: Graph) -> Iterable[str]:

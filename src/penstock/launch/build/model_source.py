@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError, nearest
 from penstock.launch.build.small_gpt import load_text, make_gpt
 from penstock.launch.build.user_callables import call, check_arguments
-from penstock.model.small_models.named_models import checked, config_of
+from penstock.model.small_models.named_models import checked, class_of, config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,8 +59,6 @@ def _from_transformers(settings: dict[str, Any]) -> nn.Module:
         plain = config_of(kind)
     except UsageError as error:
         raise UsageError(f"model: {error}") from error
-    from penstock.model.small_models.small_class import class_of
-
     for name in settings:
         if not hasattr(plain, name) and name not in ("architectures", "transformers_version", "torch_dtype", "dtype"):
             raise UsageError(f"model_args: a config of {kind} has no {name!r}.{nearest(name, vars(plain))}")

@@ -28,6 +28,7 @@ def capture(
 ) -> Captured:
     """Capture a model: sequences directly, other models by torch.export if it keeps their behaviour, else by replay.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> captured = capture(model, torch.zeros(3, 4))
     >>> captured.path, [str(captured.graph.values[v]) for v in captured.graph.crossing(2)]

@@ -16,8 +16,8 @@ from penstock.schedule.actions import Action, Kind
 if TYPE_CHECKING:
     from penstock.pipeline.past_steps import PastStep
     from penstock.pipeline.pipeline import Pipeline
-    from penstock.runtime.action_watch import Watch
     from penstock.runtime.lane_program import Instruction
+    from penstock.runtime.step import Watch
 
 _NO_TARGET = object()
 _FORWARD = (Kind.F, Kind.RECOMPUTE)

@@ -90,11 +90,6 @@ class Call:
     batch_name: str = ""
 
     @property
-    def is_batched(self) -> tuple[bool, ...]:
-        """Whether each tensor has a batch dimension."""
-        return tuple(dim is not None for dim in self.batch_dims)
-
-    @property
     def batch_dim(self) -> int:
         """The batch dimension of the tensor that gives the batch size."""
         return self.batch_dims[self.names.index(self.batch_name)] or 0

@@ -180,10 +180,8 @@ class BatchReader:
         if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.alternatives:
             return None
         weight = self._exactness.weight
-        if weight is not None and not (
-            self._num_mbs == 1 and isinstance(weight, CountRule)
-        ):  # a single one has weight 1
-            return None
+        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, CountRule)):
+            return None  # a single micro-batch has weight 1
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
             return None

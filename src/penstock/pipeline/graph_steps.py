@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,14 +27,7 @@ if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
 
 
-class Run(Protocol):
-    """A function that runs a step once on all lanes."""
-
-    def __call__(self, step: Step, *, is_recorded: bool) -> None:
-        """Run the step."""
-        ...
-
-
+Run = Callable[..., None]  # run(step, is_recorded=...) runs a step once on all lanes
 GraphsOption = bool | Literal["auto"]
 
 _MOST_SEEN = 256

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from penstock.planning.cluster import Cluster
     from penstock.planning.explain.explanation import Explanation
     from penstock.planning.memory_limits import Limit
-    from penstock.runtime.action_watch import Watch
+    from penstock.runtime.step import Watch
 
 _NOTHING = object()  # marks a missing target; None is a valid target
 
@@ -356,9 +356,7 @@ class Pipeline(ModelInterface):
             if made is None:
                 return None
             results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
-            with torch.autocast(
-                self.devices[0].type, enabled=False
-            ):  # autocast must not change the dtype of the results
+            with torch.autocast(self.devices[0].type, enabled=False):  # it must not change the dtype of the results
                 if self._steps.reader.is_split and len(results) > 1:
                     joined = join_rows(results, sizes)
                 else:
@@ -419,7 +417,7 @@ class Pipeline(ModelInterface):
 
     @property
     def watch(self) -> Watch | None:
-        """The object that sees every action before and after it runs; see `penstock.runtime.action_watch`."""
+        """The object that sees every action before and after it runs; see `penstock.runtime.step`."""
         return self._steps.watch
 
     @watch.setter

@@ -24,7 +24,7 @@ from penstock.runtime.losses import LossFunction, SumReductionMode, read_loss, t
 from penstock.runtime.step import Mode, Step
 
 if TYPE_CHECKING:
-    from penstock.runtime.action_watch import Watch
+    from penstock.runtime.step import Watch
 
 _SEED_LIMIT = 1 << 62
 

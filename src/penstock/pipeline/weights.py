@@ -278,9 +278,8 @@ class Weights:
         """Show an overflow on one lane to all lanes, so that either all lanes skip the update or none does."""
         own = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
         is_finite = all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
-        self._placeholder.grad = (
-            None if own else torch.zeros_like(self._placeholder)
-        )  # the gradient that the scaler checks on this lane
+        # the gradient that the scaler checks on this lane
+        self._placeholder.grad = None if own else torch.zeros_like(self._placeholder)
         if all(self._lane_group.control.gather(is_finite)):
             return
         for parameter in (*own, self._placeholder):
@@ -417,9 +416,8 @@ def _update_groups(schedule: Schedule) -> list[list[int]] | None:
 
 
 def _total(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    there = sorted(
-        (g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse
-    )  # dense first: torch cannot add a dense tensor to a sparse one in place
+    # dense first: torch cannot add a dense tensor to a sparse one in place
+    there = sorted((g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse)
     if not there:
         return None
     total = there[0].clone()

@@ -11,12 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import UsageError, warn_user
 from penstock.model.structure import flatten
+from penstock.runtime.loss_weights import IGNORED
 
 LossFunction = Callable[..., Any]
 # a function from a micro-batch and its target to the count that the loss averages over; "sum" for a loss that is a sum
 Weight = Callable[[Any, Any], Any] | Literal["sum"] | None
-
-_IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
 
 
 def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) -> torch.Tensor:
@@ -234,7 +233,7 @@ def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], tar
     """Warn if a mean over tokens would be wrong with micro-batches weighted by samples; return whether it warned."""
     if getattr(loss, "reduction", "mean") != "mean":
         return False
-    ignored = getattr(loss, "ignore_index", _IGNORED)
+    ignored = getattr(loss, "ignore_index", IGNORED)
     has_target = any(target is not None for target in targets)
     things = targets if has_target else batches
     counts = [[int((tensor != ignored).sum()) for tensor in _labels(thing)] for thing in things]

@@ -1,39 +1,40 @@
-"""Step: the data that all lanes share in one call of a pipeline: the micro-batches, the loss and the mode."""
+"""Step: the data that all lanes share in one call of a pipeline: the micro-batches, the loss, the mode, the watch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from penstock.runtime.action_watch import Watch
-
 if TYPE_CHECKING:
     from penstock.runtime.batch_loss import BatchLoss
+    from penstock.runtime.graphs.lane_graphs import Capture, Tape
+    from penstock.runtime.lane_program import Instruction
 
 # Called in the last stage with the model's results for a micro-batch, its number and its target. Returns the loss, or
 # None if there is none, and the metrics that the loss function returned with it.
 Finish = Callable[[Sequence[Any], int, tuple[Any, ...]], tuple[torch.Tensor | None, dict[str, torch.Tensor]]]
 
 
-class Tapes(Protocol):
-    """A replacement for the actions of a lane's program in a step.
+class Watch(Protocol):
+    """An object that sees every action, on the thread of its lane. `pipe.watch = watch` starts it.
 
-    Attributes:
-        is_replay: whether captured work is replayed, so that torch itself computes nothing.
+    Steps then run one action after another, never as CUDA graphs. Either all processes have a watch, or none has.
     """
 
-    is_replay: bool
-
-    def open(self, step: Step) -> tuple[Step, list[tuple[Callable[..., None], Any]]]:
-        """Begin a step: return the step to run, and the function to call for each instruction."""
+    def before(self, lane: int, step_number: int, instruction: Instruction) -> bool:
+        """Return whether to run the action; if this method raises, the action fails."""
         ...
 
-    def close(self) -> None:
-        """End a step."""
+    def after(self, lane: int, step_number: int, instruction: Instruction, values: Sequence[torch.Tensor]) -> None:
+        """Receive the values that an action made: activations, the loss and gradients, but not its inputs."""
+        ...
+
+    def failed(self, lane: int, step_number: int, instruction: Instruction) -> None:
+        """Receive an action that failed after `before`; `after` is not called for it."""
         ...
 
 
@@ -103,9 +104,25 @@ class Step:
     seeds: torch.Tensor | None = None
     seed: int = 0
     measures_memory: bool = False
-    tapes: Mapping[int, Tapes] | None = None
+    tapes: Mapping[int, Tape | Capture] | None = None
     watch: Watch | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     over_batch: BatchLoss | None = None
     given: tuple[Any, ...] = ()
+
+
+def new_tensors(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors of `found` that share no memory with `known`; one tensor for each piece of memory."""
+    seen = {_memory(tensor) for tensor in known}
+    made: dict[int, torch.Tensor] = {}
+    for value in found:
+        if isinstance(value, torch.Tensor) and _memory(value) not in seen:
+            made.setdefault(_memory(value), value)
+    return list(made.values())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:  # a sparse tensor has several pieces of memory
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr() or id(tensor)

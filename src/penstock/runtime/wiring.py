@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.errors import GraphError
 
+if TYPE_CHECKING:
+    from penstock.model.stages import Stage
+
 _GIVEN = "input:"  # the names of the model's inputs begin with it
-
-
-class StageInterface(Protocol):
-    """The inputs and outputs of a stage, by name."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the values that the stage needs."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the values that the stage makes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class Wiring:
         return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
 
 
-def wire(stages: Sequence[StageInterface], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
+def wire(stages: Sequence[Stage], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
     """Return the wiring of some stages.
 
     Args:

@@ -293,9 +293,8 @@ def _with_smaller_micro_batches(planned: PlannedModel, request: Request, batch_s
     The processes do not communicate here: all of them get the same result.
     """
     schedule = planned.plan.schedule
-    if (
-        isinstance(request.plan, Plan) and not planned.plan.is_for_costs
-    ):  # the schedule was built by name, and can be built again
+    if isinstance(request.plan, Plan) and not planned.plan.is_for_costs:
+        # the schedule was built by name, and can be built again
         request = replace(request, schedule=planned.plan.asked.get("schedule", ""), plan=None)
     if not isinstance(request.schedule, str) or _is_file(request.schedule) or request.split is not None:
         return None
@@ -383,9 +382,8 @@ def _only_cuts(cut_request: CutRequest, schedule: Schedule, captured: Captured) 
         return tuple(int(cut) for cut in cut_request.cuts)
     is_forced = captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages
     if is_forced or schedule.num_stages == 1:
-        find_places(
-            captured.graph, schedule.num_stages, cut_request.cuts, ()
-        )  # raises for cuts that the model does not have
+        # raises for cuts that the model does not have
+        find_places(captured.graph, schedule.num_stages, cut_request.cuts, ())
         return tuple(range(1, schedule.num_stages))
     return None
 

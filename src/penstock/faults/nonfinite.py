@@ -14,8 +14,8 @@ from penstock.runtime.step import Step
 from penstock.schedule.actions import Action, Kind
 
 if TYPE_CHECKING:
-    from penstock.pipeline.past_steps import PastStep
     from penstock.pipeline.pipeline import Pipeline
+    from penstock.pipeline.step_runner import PastStep
     from penstock.runtime.lane_program import Instruction
     from penstock.runtime.step import Watch
 

@@ -14,7 +14,7 @@ from penstock.model.example import Call, arguments_of, array_hint
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness import Exactness
-from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
+from penstock.pipeline.splitting.batch_splits import Split, samples_of, split_batch
 from penstock.runtime.loss_weights import CountRule
 from penstock.runtime.losses import LossFunction, counts_of, loss_factors, needs_target, warn_of_uneven_tokens
 from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_structure, sizes_of

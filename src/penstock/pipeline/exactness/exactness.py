@@ -30,7 +30,6 @@ from penstock.pipeline.exactness.exactness_advice import (
     check_own_weight,
     option_for,
 )
-from penstock.pipeline.exactness.loss_probes import probe_tolerance, probes
 from penstock.pipeline.exactness.loss_samples import (
     FEW,
     artificial_labels,
@@ -39,6 +38,8 @@ from penstock.pipeline.exactness.loss_samples import (
     ignoring,
     label_names,
     moved_to,
+    probe_tolerance,
+    probes,
     rows_of,
     special_values,
     with_ignored,
@@ -61,8 +62,7 @@ from penstock.pipeline.exactness.scoring import (
     run_call,
     score_losses,
 )
-from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
-from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.pipeline.splitting.batch_splits import PackedSplit, Split, samples_of, split_batch
 from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import (
     CountRule,

@@ -26,8 +26,7 @@ from penstock.model.stages import Chain
 from penstock.pipeline.exactness.exactness import OnlyWholeError
 from penstock.pipeline.planned.placement import with_threads
 from penstock.pipeline.planned.plan_reuse import fingerprint_of, reusable_plan
-from penstock.pipeline.splitting.custom_split import Split, split_batch
-from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.pipeline.splitting.batch_splits import PackedSplit, Split, split_batch
 from penstock.planning.partition.cut_rules import find_places
 from penstock.planning.partition.recompute_selection import select_recomputed
 from penstock.runtime.keep.recompute import compound_chain

@@ -11,11 +11,10 @@ from torch import nn
 
 from penstock.compile.options import GroupError, Options, compiled
 from penstock.errors import CaptureError
-from penstock.model.capture.mode_matching import held_by_stage
 from penstock.model.capture.replay.module_shell import HOOKS, make_shell
 from penstock.model.capture.replay.replayed_visit import move_shell, run_with
 from penstock.model.example import Call
-from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.graph import Graph, Node, Size, Value, held_by_stage
 from penstock.model.parameters import (
     held_tensors,
     main_device,

@@ -13,9 +13,8 @@ from penstock.model.capture.export.exported_stage import StageBuilder, visit_exp
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
 from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
 from penstock.model.capture.export.tracing import OpenDims, trace
-from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.example import Call
-from penstock.model.graph import Graph
+from penstock.model.graph import Graph, held_by_stage, match_cuts
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
 from penstock.model.preserve import OriginalDevices, in_mode, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.capture.replay.call_recorder import Recording, Seen, record
 from penstock.model.capture.replay.replayed_stage import ReplayProgram, make_part
 from penstock.model.capture.replay.replayed_visit import visit_replay
 from penstock.model.example import Call
-from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.graph import Graph, Node, Size, Value, held_by_stage, match_cuts
 from penstock.model.parameters import (
     held_tensors,
     main_device,

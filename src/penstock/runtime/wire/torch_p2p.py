@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from penstock.devices.kinds import kind_of
 from penstock.runtime.wire.messages import Description, Head
-from penstock.runtime.wire.transport import Payload
-from penstock.runtime.wire.value_carrier import Announce, Introduce
+from penstock.runtime.wire.transport import Announce, Introduce, Payload
 
 _ANNOUNCEMENT = struct.Struct("<I")  # the tag
 _UNUSED_NUMBER = 0  # the number in the head, which this carrier does not use

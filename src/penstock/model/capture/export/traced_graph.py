@@ -21,10 +21,11 @@ from penstock.model.capture.export.traced_operations import (
     is_tensor,
     module_of,
     op_name,
+    open_regions,
     signature_of,
+    stops_gradients,
     written_by,
 )
-from penstock.model.capture.export.traced_regions import open_regions, stops_gradients
 from penstock.model.capture.export.tracing import Traced
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Parameter, Size, Value

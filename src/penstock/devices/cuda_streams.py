@@ -257,9 +257,6 @@ class LentStream:
 
     Used for steps that launch no torch operations, such as replays of graphs: these operations would not run on the
     lane's own stream. In a small step, ordering two streams takes the host longer than the step takes the GPU.
-
-    Args:
-        own: the streams of the lane.
     """
 
     __slots__ = ("_own",)

@@ -79,19 +79,12 @@ class HeldTensors:
 
 
 class Program(Protocol):
-    """The code that a stage runs, in training or in evaluation.
+    """The code that a stage runs, in training or in evaluation."""
 
-    Attributes:
-        inputs: the names of the values that it needs.
-        outputs: the names of the values that it makes for later stages or for the caller.
-        held_names: the parameters and buffers that it uses.
-        reassigned: the buffers that it replaces by a new tensor.
-    """
-
-    held_names: tuple[str, ...]
-    reassigned: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    held_names: tuple[str, ...]  # the parameters and buffers that it uses
+    reassigned: tuple[str, ...]  # the buffers that it replaces by a new tensor
+    inputs: tuple[str, ...]  # the names of the values that it needs
+    outputs: tuple[str, ...]  # the names of the values that it makes for later stages or for the caller
 
     def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs from the inputs."""
@@ -158,14 +151,10 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of the stages: one set of programs for each group of batch shapes.
+    """The forms of the stages: one set of programs for each group of batch shapes."""
 
-    Attributes:
-        now: returns the number of the form that the stages run.
-        choose: selects the form for the shapes of a call in a mode, and captures it if there is none yet.
-    """
-
-    now: Callable[[], int]
+    now: Callable[[], int]  # returns the number of the form that the stages run
+    # selects the form for the shapes of a call in a mode, and captures it if there is none yet
     choose: Callable[[Call, bool], None]
 
 

@@ -47,15 +47,7 @@ def _needs_sync(tensor: torch.Tensor) -> bool:
 
 
 class BatchReader:
-    """A reader of batches that are like the example.
-
-    Args:
-        chain: the stages, with the example.
-        num_mbs: the number of micro-batches per step.
-        loss: the user's loss function.
-        exactness: finds what the loss averages over.
-        split: the user's function that cuts batches, if there is one.
-    """
+    """A reader of batches that are like the example."""
 
     def __init__(
         self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, exactness: Exactness, split: Split | None

@@ -32,31 +32,22 @@ _STATISTICS = 1 << 16  # the first exchange number of statistics; parameters hav
 
 @dataclass
 class ExecutorSetup:
-    """The executors of the lanes in this process, and their parts that are the same in all steps.
+    """The executors of the lanes in this process, and their parts that are the same in all steps."""
 
-    Attributes:
-        chains: one chain of stages per way of the schedule. Two lanes that share a stage run copies of its program.
-        schedule: the schedule that the lanes run.
-        keep: the keep policy of each stage.
-        devices: the device of each lane.
-        transports: the transport of each lane in this process.
-        streams: the streams of each lane in this process.
-        rows: for each lane, its row of the status board.
-        optimizers: the optimizer of each stage, if the schedule updates weights within the step.
-        defers_batch_norm: whether batch norm updates its running statistics once per step, from the whole batch.
-        is_compiled: whether the stages are compiled. If so, one lane at a time runs a forward, because the compiler
-            works for one thread at a time.
-    """
-
+    # one chain of stages per way of the schedule. Two lanes that share a stage run copies of its program
     chains: Sequence[Chain]
-    schedule: Schedule
-    keep: tuple[Keep, ...]
-    devices: Sequence[torch.device]
-    transports: Mapping[int, Transport]
-    streams: Mapping[int, Streams]
-    rows: Mapping[int, memoryview]
+    schedule: Schedule  # the schedule that the lanes run
+    keep: tuple[Keep, ...]  # the keep policy of each stage
+    devices: Sequence[torch.device]  # the device of each lane
+    transports: Mapping[int, Transport]  # the transport of each lane in this process
+    streams: Mapping[int, Streams]  # the streams of each lane in this process
+    rows: Mapping[int, memoryview]  # for each lane, its row of the status board
+    # the optimizer of each stage, if the schedule updates weights within the step
     optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
+    # whether batch norm updates its running statistics once per step, from the whole batch
     defers_batch_norm: bool = False
+    # whether the stages are compiled. If so, one lane at a time runs a forward, because the compiler works for one
+    # thread at a time
     is_compiled: bool = False
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Run = Callable[..., None]  # run(step, is_recorded=...) runs a step once on all lanes
-GraphsOption = bool | Literal["auto"]
+GraphsOption = bool | Literal["auto"]  # "auto" uses graphs if possible
 
 _MOST_SEEN = 256
 _MOST_SHAPES = 8  # batch shapes with graphs: the most frequent ones; batches of other shapes run eagerly
@@ -42,13 +42,6 @@ class GraphSteps:
     first time during a capture. The second step is captured and then replayed; all later steps are replayed. Graphs
     depend on the addresses of parameters and buffers, on which of them need a gradient, and on hooks. The pipeline
     compares all of these before each replay. If one has changed, all graphs are captured again.
-
-    Args:
-        wanted: True, False, or "auto", which uses graphs if possible.
-        setup: the executors of the lanes in this process.
-        lane_group: all lanes, including those of other processes.
-        parameters: a function that yields the parameters of the lanes in this process.
-        progress: a function that is called after each captured action.
     """
 
     def __init__(

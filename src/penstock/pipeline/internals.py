@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class Internals:
-    """The internal parts of a pipeline that other packages use.
-
-    Args:
-        pipe: the pipeline.
-    """
+    """The internal parts of a pipeline that other packages use."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe

@@ -30,9 +30,6 @@ class StateSnapshot:
 
     Each `take` copies all buffers, changed or not. Torch's version counter cannot show which of them have changed: it
     misses changes by batch norm, by a CUDA graph, or through `.data`.
-
-    Args:
-        pipe: the pipeline.
     """
 
     def __init__(self, pipe: Pipeline) -> None:

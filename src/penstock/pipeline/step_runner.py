@@ -65,39 +65,22 @@ class PastSteps:
 
 @dataclass
 class StepRunner:
-    """The runner of all steps of a pipeline: it makes a step from a batch, runs it on the lanes, and ends it.
+    """The runner of all steps of a pipeline: it makes a step from a batch, runs it on the lanes, and ends it."""
 
-    Attributes:
-        chain: the stages, with the example and the structure of the results.
-        setup: the executors of the lanes.
-        lane_group: the lanes.
-        weights: the parameters and gradients, including those that lanes share.
-        graphs: runs training steps as CUDA graphs if possible.
-        reader: checks batches and cuts them into micro-batches.
-        loss: the user's loss function.
-        scaler: the user's GradScaler, if there is one.
-        loss_over_batch: whether one loss is computed on the outputs of all micro-batches.
-        watch: an object that sees every action, if there is one.
-        recording: the open recording, if there is one.
-        past: the last training steps.
-        number: the number of the last step.
-        is_closed: whether the lanes are stopped.
-    """
-
-    chain: Chain
-    setup: ExecutorSetup
-    lane_group: LaneGroup
-    weights: Weights
-    graphs: GraphSteps
-    reader: BatchReader
-    loss: LossFunction | None
-    scaler: torch.amp.GradScaler | None
-    loss_over_batch: bool
-    watch: Watch | None = None
-    recording: Recording | None = None
-    past: PastSteps = field(default_factory=PastSteps)
-    number: int = 0
-    is_closed: bool = False
+    chain: Chain  # the stages, with the example and the structure of the results
+    setup: ExecutorSetup  # the executors of the lanes
+    lane_group: LaneGroup  # the lanes
+    weights: Weights  # the parameters and gradients, including those that lanes share
+    graphs: GraphSteps  # runs training steps as CUDA graphs if possible
+    reader: BatchReader  # checks batches and cuts them into micro-batches
+    loss: LossFunction | None  # the user's loss function
+    scaler: torch.amp.GradScaler | None  # the user's GradScaler, if there is one
+    loss_over_batch: bool  # whether one loss is computed on the outputs of all micro-batches
+    watch: Watch | None = None  # an object that sees every action, if there is one
+    recording: Recording | None = None  # the open recording, if there is one
+    past: PastSteps = field(default_factory=PastSteps)  # the last training steps
+    number: int = 0  # the number of the last step
+    is_closed: bool = False  # whether the lanes are stopped
 
     # ---- begin
 
@@ -206,9 +189,7 @@ class StepRunner:
     def run_untracked(self, step: Step, *, gathers: bool) -> None:
         """Run a training step without graphs, without a recording, and without an update of statistics.
 
-        Args:
-            step: the step.
-            gathers: whether to sum the gradients of parameters that several lanes share.
+        With `gathers`, sum the gradients of parameters that several lanes share.
         """
         try:
             with self.weights.summed_over_lanes(is_scaled=False) if gathers else nullcontext():

@@ -26,14 +26,6 @@ class Weights:
     A parameter that stages of several lanes use is on each of these lanes. If the lanes are in one process and on one
     device, they use the same tensor. Otherwise, its gradients are summed once at the end of a step, and are then the
     same on all lanes.
-
-    Args:
-        chains: the stages, for each way of the schedule.
-        schedule: the schedule, which assigns stages to lanes.
-        devices: the device of each lane.
-        lane_group: the lanes.
-        make_optimizer: makes an optimizer from a list of parameters, if the schedule updates weights within the step.
-        is_scaled: whether a GradScaler is used.
     """
 
     def __init__(

@@ -131,11 +131,7 @@ class DeferredStatistics(TorchFunctionMode):
 
     @torch.no_grad()
     def commit(self, *others: DeferredStatistics) -> None:
-        """End the step: update the running statistics and the counters once.
-
-        Args:
-            others: the statistics that other lanes collected for the same stage.
-        """
+        """End the step: update running statistics and counters once, also from other lanes of the same stage."""
         sums: dict[tuple[str, int], list[_Sum]] = {}
         for statistics in (self, *others):
             for key, found in statistics._sums.items():

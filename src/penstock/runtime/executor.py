@@ -38,17 +38,7 @@ def _default_modes(kind: str) -> Iterator[None]:
 
 
 class Executor:
-    """The executor of one lane.
-
-    Args:
-        program: the program of the lane.
-        stages: the stages of the lane, by number.
-        transport: sends and receives values.
-        board_row: the row of the lane on the status board.
-        streams: the streams on which the lane works.
-        versions: the versions of the weights; None if weights do not change within a step.
-        program_of: a function from any lane to its program, for errors.
-    """
+    """The executor of one lane. `program_of` returns the program of any lane, for errors."""
 
     def __init__(
         self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
@@ -56,7 +46,7 @@ class Executor:
     ) -> None:  # fmt: skip
         self.program_of = program_of
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
-        self.versions, self.streams = versions, streams
+        self.versions, self.streams = versions, streams  # no versions: weights do not change within a step
         self._row = board_row
         self._kind = next(iter(stages.values())).device.type
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}

@@ -12,25 +12,15 @@ _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 
 
 class Instruction(NamedTuple):
-    """One action of a lane.
+    """One action of a lane."""
 
-    Attributes:
-        place: the index in the lowered lanes, which identifies the action in a timeline.
-        kind: the kind of the action.
-        stage: the stage of the action.
-        mb: the micro-batch of the action.
-        peer: for a transfer, the stage at the other end.
-        lane: for a transfer, the lane of that stage.
-        version: the version of the weights that the action uses; for an update, the version that it makes.
-    """
-
-    place: int
-    kind: Kind
-    stage: int
-    mb: int
-    peer: int
-    lane: int
-    version: int
+    place: int  # the index in the lowered lanes, which identifies the action in a timeline
+    kind: Kind  # the kind of the action
+    stage: int  # the stage of the action
+    mb: int  # the micro-batch of the action
+    peer: int  # for a transfer, the stage at the other end
+    lane: int  # for a transfer, the lane of that stage
+    version: int  # the version of the weights that the action uses; for an update, the version that it makes
 
     @property
     def action(self) -> Action:
@@ -40,20 +30,13 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneProgram:
-    """The instructions of one lane for a step.
+    """The instructions of one lane for a step."""
 
-    Attributes:
-        lane: the number of the lane.
-        instructions: the instructions in order.
-        split: the (stage, micro-batch) pairs whose backward has two parts.
-        recomputed: the (stage, micro-batch) pairs whose forward is recomputed.
-        last_use: for each (stage, version of weights), the index of the last instruction that needs it.
-    """
-
-    lane: int
-    instructions: tuple[Instruction, ...]
-    split: frozenset[tuple[int, int]]
-    recomputed: frozenset[tuple[int, int]]
+    lane: int  # the number of the lane
+    instructions: tuple[Instruction, ...]  # the instructions in order
+    split: frozenset[tuple[int, int]]  # the (stage, micro-batch) pairs whose backward has two parts
+    recomputed: frozenset[tuple[int, int]]  # the (stage, micro-batch) pairs whose forward is recomputed
+    # for each (stage, version of weights), the index of the last instruction that needs it
     last_use: dict[tuple[int, int], int]
 
 

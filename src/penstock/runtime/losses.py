@@ -19,13 +19,7 @@ Weight = Callable[[Any, Any], Any] | Literal["sum"] | None
 
 
 def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) -> torch.Tensor:
-    """Return the loss of one micro-batch.
-
-    Args:
-        output: the output of the model.
-        loss: `loss(output, target)`; None if the output is the loss or contains it.
-        target: a sequence that contains the target; empty if there is none.
-    """
+    """Return the loss of one micro-batch; see `read_loss`."""
     return read_loss(output, loss, target)[0]
 
 
@@ -33,6 +27,8 @@ def read_loss(
     output: object, loss: LossFunction | None, target: Sequence[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and the named numbers that are returned with it (see `_metrics`).
+
+    Without `loss`, the output is the loss or contains it. The sequence `target` contains the target, if there is one.
 
     Raises:
         UsageError: if there is no loss.
@@ -187,14 +183,7 @@ def _first(found: object) -> object:
 
 
 def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the count that the loss of each micro-batch averages over.
-
-    Args:
-        weight: the function that returns the count; None or "sum" to count samples.
-        batches: the micro-batches, in the form in which the user gave the batch.
-        targets: the target of each micro-batch, or None.
-        sizes: the number of samples of each micro-batch.
-    """
+    """Return the count that the loss of each micro-batch averages over; without a weight function, its samples."""
     if weight is None or weight == "sum":
         return [float(size) for size in sizes]
     told = [weight(batch, target) for batch, target in zip(batches, targets, strict=True)]

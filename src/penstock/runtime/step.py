@@ -55,15 +55,10 @@ class Mode:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch cut into micro-batches.
+    """A batch cut into micro-batches."""
 
-    Attributes:
-        inputs: for each micro-batch, the input tensors of the model, by name.
-        sizes: the number of samples of each micro-batch.
-    """
-
-    inputs: Sequence[Mapping[str, torch.Tensor]]
-    sizes: Sequence[int]
+    inputs: Sequence[Mapping[str, torch.Tensor]]  # for each micro-batch, the input tensors of the model, by name
+    sizes: Sequence[int]  # the number of samples of each micro-batch
 
     @property
     def num_mbs(self) -> int:
@@ -73,43 +68,29 @@ class Batch:
 
 @dataclass
 class Step:
-    """Everything that lanes share in one step; only lanes with the last stage use `finish` and `scales`.
+    """Everything that lanes share in one step; only lanes with the last stage use `finish` and `scales`."""
 
-    Attributes:
-        number: the number of the step.
-        batch: the micro-batches.
-        mode: how the stages run.
-        finish: computes the loss from the results of the model.
-        targets: for each micro-batch, a tuple with its target; empty if there is none.
-        scales: for each micro-batch, the factor of its loss in the gradient.
-        over_batch: one loss on the results of all micro-batches, used in place of `finish`; None: one loss for each.
-        factor: GradScaler's scale, applied to every loss; it stays on the device.
-        seeds: in a capture, a tensor for scales times factor; its values change between replays.
-        seed: the seed; random numbers follow from it, the micro-batch and the draw name.
-        measures_memory: whether forwards count the bytes that they save, under every keep policy.
-        tapes: for each lane, the replacement for the actions of its program: their replays, or their capture.
-        watch: sees every action, before and after it runs.
-        losses: the computed loss of each micro-batch; a loss on the batch is stored under the micro-batch added last.
-        metrics: for each micro-batch, the metrics that the loss function returned.
-        given: the batch and its target as the user gave them, if processes have to compare them.
-    """
-
-    number: int
-    batch: Batch
-    mode: Mode
-    finish: Finish
-    targets: Sequence[tuple[Any, ...]]
-    scales: Sequence[float] = ()
-    factor: torch.Tensor | None = None
+    number: int  # the number of the step
+    batch: Batch  # the micro-batches
+    mode: Mode  # how the stages run
+    finish: Finish  # computes the loss from the results of the model
+    targets: Sequence[tuple[Any, ...]]  # for each micro-batch, a tuple with its target; empty if there is none
+    scales: Sequence[float] = ()  # for each micro-batch, the factor of its loss in the gradient
+    factor: torch.Tensor | None = None  # GradScaler's scale, applied to every loss; it stays on the device
+    # in a capture, a tensor for scales times factor; its values change between replays
     seeds: torch.Tensor | None = None
-    seed: int = 0
-    measures_memory: bool = False
+    seed: int = 0  # the seed; random numbers follow from it, the micro-batch and the draw name
+    measures_memory: bool = False  # whether forwards count the bytes that they save, under every keep policy
+    # for each lane, the replacement for the actions of its program: their replays, or their capture
     tapes: Mapping[int, Tape | Capture] | None = None
-    watch: Watch | None = None
+    watch: Watch | None = None  # sees every action, before and after it runs
+    # the computed loss of each micro-batch; a loss on the batch is stored under the micro-batch added last
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    # for each micro-batch, the metrics that the loss function returned
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    # one loss on the results of all micro-batches, used in place of `finish`; None: one loss for each
     over_batch: BatchLoss | None = None
-    given: tuple[Any, ...] = ()
+    given: tuple[Any, ...] = ()  # the batch and its target as the user gave them, if processes have to compare them
 
 
 def new_tensors(known: Iterable[torch.Tensor], found: Iterable[Any]) -> list[torch.Tensor]:

@@ -40,16 +40,11 @@ class Feed:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The edges between stages in one mode, and the origin of each input and result.
+    """The edges between stages in one mode, and the origin of each input and result."""
 
-    Attributes:
-        edges: one edge for each pair of stages that exchange values.
-        feeds: for each stage, the origin of each of its inputs.
-        results: the origin of each result of the model; if its source is the last stage, it is an output of this stage.
-    """
-
-    edges: tuple[Edge, ...]
-    feeds: tuple[tuple[Feed, ...], ...]
+    edges: tuple[Edge, ...]  # one edge for each pair of stages that exchange values
+    feeds: tuple[tuple[Feed, ...], ...]  # for each stage, the origin of each of its inputs
+    # the origin of each result of the model; if its source is the last stage, it is an output of this stage
     results: tuple[Feed, ...]
 
     @cached_property

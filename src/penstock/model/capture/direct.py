@@ -205,17 +205,11 @@ class Direct:
 
 @dataclass(frozen=True)
 class _Part:
-    """A module of a stage, or several modules that are compiled together.
+    """A module of a stage, or several modules that are compiled together."""
 
-    Attributes:
-        path: the path of the first module.
-        module: the module to call; several modules are one `nn.Sequential`.
-        apart: the same modules as separate parts.
-    """
-
-    path: str
-    module: nn.Module
-    apart: tuple[_Part, ...] = ()
+    path: str  # the path of the first module
+    module: nn.Module  # the module to call; several modules are one `nn.Sequential`
+    apart: tuple[_Part, ...] = ()  # the same modules as separate parts
 
 
 class DirectProgram:

@@ -20,15 +20,10 @@ _LONG_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call.
+    """The seconds of one call."""
 
-    Attributes:
-        device: the time that the device works on it, measured with a full queue.
-        host: the time until the host can launch the next call; 0 if host and device are the same.
-    """
-
-    device: float
-    host: float = 0.0
+    device: float  # the time that the device works on it, measured with a full queue
+    host: float = 0.0  # the time until the host can launch the next call; 0 if host and device are the same
 
     def less(self, other: Timing) -> Timing:
         """Return the time without that of another call, at least zero."""

@@ -205,12 +205,7 @@ def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: fl
     A node that is timed alone, again and again, finds its weights and its code in the nearest cache. Within a step it
     does not: on a CPU, the nodes of a small model then take up to 1.5 times as long in total. The extra time of each
     node is unknown, but the total time of all nodes can be measured. Gradients, buffers, attributes and random
-    generators are preserved.
-
-    Args:
-        captured: the model; all of it must be on the CPU.
-        batch_size: the number of samples in a micro-batch; by default, that of the example.
-        saved_bytes: the bytes that a forward keeps for the backward.
+    generators are preserved. All of the model must be on the CPU.
     """
     parameters = [p for p in captured.model.parameters() if p.requires_grad]
     if any(p._post_accumulate_grad_hooks for p in parameters):  # the user's hooks must not run here

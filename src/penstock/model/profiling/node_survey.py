@@ -52,22 +52,15 @@ class Survey(Generic[T]):
     """The result of a survey: one entry per node, or more.
 
     A node has several entries if it has functions between module calls: these are examined separately from the calls.
-
-    Attributes:
-        found: the results of the examiner, in execution order.
-        node_of: the node of each entry.
-        saved_bytes: memory that the forward keeps for the backward; each piece counts at the first node that keeps it.
-        pending_bytes: memory that the weight gradient needs.
-        graph: the graph of the nodes.
-        batch_size: the number of samples in the micro-batch.
     """
 
-    found: list[T]
-    node_of: list[int]
+    found: list[T]  # the results of the examiner, in execution order
+    node_of: list[int]  # the node of each entry
+    # memory that the forward keeps for the backward; each piece counts at the first node that keeps it
     saved_bytes: list[float]
-    pending_bytes: list[float]
-    graph: Graph
-    batch_size: int
+    pending_bytes: list[float]  # memory that the weight gradient needs
+    graph: Graph  # the graph of the nodes
+    batch_size: int  # the number of samples in the micro-batch
 
     def sums(self, *columns: Sequence[float] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
         """Return the sums per node of columns with one number per entry, then of the saved and the pending bytes."""

@@ -17,15 +17,10 @@ from penstock.model.visit import RunNode
 
 @dataclass(frozen=True)
 class Backward:
-    """A forward that has run and can be differentiated repeatedly.
+    """A forward that has run and can be differentiated repeatedly."""
 
-    Attributes:
-        outputs: the outputs through which gradients flow back.
-        grads: one gradient per output.
-    """
-
-    outputs: list[torch.Tensor]
-    grads: list[torch.Tensor]
+    outputs: list[torch.Tensor]  # the outputs through which gradients flow back
+    grads: list[torch.Tensor]  # one gradient per output
 
     def gradient(self, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of some inputs or parameters; the graph is kept for the next call."""

@@ -91,12 +91,6 @@ class Exactness:
 
     The losses of torch are known. All other losses are tried on targets after `check` was called.
 
-    Args:
-        loss: the user's loss function.
-        weight: the user's `weight=`: the quantity that the loss averages over.
-        over_batch: whether the loss sees the whole batch at once.
-        is_compiled: whether the loss will be compiled.
-
     Attributes:
         weight: the quantity that the loss averages over, as far as it is known.
         is_settled: whether nothing is left to find out.
@@ -130,13 +124,9 @@ class Exactness:
     # ---- the model
 
     def check(self, chain: Chain, model: nn.Module, *, example: object = None, split: Split | None = None) -> None:
-        """Compare a few samples of the example, as a whole and in parts.
+        """Compare a few samples of the example, as a whole and in parts; the model is left unchanged.
 
-        Args:
-            chain: the captured model, on devices on which it can run.
-            model: the user's model; it is left unchanged.
-            example: the user's example; only used with `split`.
-            split: the function that cuts batches, if the user splits them.
+        If the user splits batches, `split` cuts the user's example.
 
         Raises:
             UsageError: if the parts do not add up to the whole; the message names an option that makes them exact.
@@ -403,12 +393,8 @@ class Exactness:
     ) -> None:
         """Compare the loss of a few samples of a target with that of its parts.
 
-        Args:
-            target: the target of a batch.
-            size: the number of samples in the batch.
-            dim: the dimension of samples.
-            parts_with: a function that returns the parts of some samples of the batch; it returns () if it cannot.
-            telling: more choices of samples, which are made after the usual ones have been compared.
+        `parts_with` returns the parts of some samples of the batch, or () if it cannot. `telling` yields more choices
+        of samples, which are made after the usual ones have been compared.
         """
         if self._num_targets >= self._next_compared:
             self._next_compared = min(2 * self._next_compared, self._next_compared + _MOST_STEPS)
@@ -527,12 +513,6 @@ class Exactness:
     ) -> None:
         """Find the quantity from the target of a batch that the user has split.
 
-        Args:
-            target: the target of the whole batch.
-            size: the number of samples in the batch.
-            parts: the micro-batches that the user's split made.
-            pieces: the targets of the micro-batches.
-
         Raises:
             UsageError: if the losses of micro-batches cannot add up to that of the batch.
         """
@@ -613,12 +593,7 @@ class Exactness:
         """Try the loss on outputs that the model may return later.
 
         Probes do not choose between weights, because their number depends on the time and may differ between processes.
-
-        Args:
-            shares: for each weight, how much the loss of each part counts.
-            runs: the outputs of the model for the whole, and for its parts.
-            targets: the target of each run.
-            dim: the dimension of samples in the batch.
+        `shares` holds, for each weight, how much the loss of each part counts.
 
         Raises:
             UsageError: if the parts add up under none of the weights.

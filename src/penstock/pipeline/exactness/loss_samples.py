@@ -31,12 +31,7 @@ _SMALLEST = 1e-3  # relative to the loss at the start; below it, rounding domina
 
 
 def label_names(call: Call, *, is_split: bool = False) -> list[str]:
-    """Return the names of the inputs that may hold labels.
-
-    Args:
-        call: a call of the model.
-        is_split: whether the user splits batches, so that inputs need no known batch dimension.
-    """
+    """Return the names of the inputs that may hold labels; if the user splits batches, they need no batch dimension."""
     return [
         name
         for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
@@ -98,10 +93,7 @@ def artificial_labels(target: Sequence[Any]) -> Iterator[list[Any]]:
 def special_values(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
     """Yield variants of a target that contain values which a loss may leave out; each comes with the name of the value.
 
-    Args:
-        target: the target of a few samples.
-        first: the number of samples in the first part.
-        count: the number of samples.
+    The target has `count` samples, `first` of them in the first part.
     """
     tensors, template = flatten(list(target), apart=True)
     for place, tensor in enumerate(tensors):
@@ -163,12 +155,7 @@ def probes(
     samples wrong, so nothing is left out, and the loss looks like a mean over samples. Probes take steps of gradient
     descent on the outputs, longer for some samples than for others. They show how the loss behaves later.
 
-    Args:
-        loss: the user's loss function.
-        runs: the outputs of the model for the whole, and for its parts.
-        targets: the target of each run.
-        sizes: the number of samples in each part.
-        dim: the dimension of samples in the batch.
+    The first run is the whole, the others are its parts, which have these sizes.
     """
     whole = runs[0]
     if sum(tensor.numel() for tensor in whole.tensors) > _MOST_ELEMENTS:

@@ -191,15 +191,10 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """The difference between the weighted parts and the whole, relative to the whole.
+    """The difference between the weighted parts and the whole, relative to the whole."""
 
-    Attributes:
-        loss: the difference of the loss.
-        gradients: the largest difference of its gradients.
-    """
-
-    loss: float
-    gradients: float
+    loss: float  # the difference of the loss
+    gradients: float  # the largest difference of its gradients
 
     def is_within(self, most: Distance) -> bool:
         """Return whether both differences are at most those of another distance."""

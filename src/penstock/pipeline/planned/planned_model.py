@@ -130,20 +130,15 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A captured model with its plan.
+    """A captured model with its plan."""
 
-    Attributes:
-        captured: the model as a graph.
-        plan: the cuts, the schedule and the keep policies.
-        explainer: explains the plan; on first use it profiles the model, if the plan was made without a profile.
-        smaller_micro_batches: returns the same cuts with twice as many micro-batches, or None if this is impossible.
-        larger_micro_batches: the planned model whose micro-batches were halved to make this one, if there is one.
-    """
-
-    captured: Captured
-    plan: Plan
+    captured: Captured  # the model as a graph
+    plan: Plan  # the cuts, the schedule and the keep policies
+    # explains the plan; on first use it profiles the model, if the plan was made without a profile
     explainer: _Explainer
+    # returns the same cuts with twice as many micro-batches, or None if this is impossible
     smaller_micro_batches: Callable[[], PlannedModel | None] = lambda: None
+    # the planned model whose micro-batches were halved to make this one, if there is one
     larger_micro_batches: PlannedModel | None = None
 
     def explain(self) -> Explanation:

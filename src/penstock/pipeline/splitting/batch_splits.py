@@ -68,17 +68,11 @@ def split_batch(
 
 @dataclass(frozen=True)
 class Pack:
-    """Images of one kind in a batch.
+    """Images of one kind in a batch."""
 
-    Attributes:
-        grid: the name of the input with their sizes.
-        patches: the name of the input with their patches.
-        token: the token in `input_ids` that represents them; None if it is unknown.
-    """
-
-    grid: str
-    patches: str
-    token: int | None
+    grid: str  # the name of the input with their sizes
+    patches: str  # the name of the input with their patches
+    token: int | None  # the token in `input_ids` that represents them; None if it is unknown
 
 
 @dataclass(frozen=True)

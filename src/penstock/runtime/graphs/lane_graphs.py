@@ -34,17 +34,11 @@ _CAPTURE_LOCK = threading.Lock()  # one capture at a time per process: all lanes
 
 @dataclass
 class _Slot:
-    """Memory for a value of another lane.
+    """Memory for a value of another lane."""
 
-    Attributes:
-        tensor: the memory.
-        free: on a GPU, an event after the last use of the memory.
-        is_used_again: whether another value of the same step used the memory before.
-    """
-
-    tensor: torch.Tensor
-    free: Event | None
-    is_used_again: bool = False
+    tensor: torch.Tensor  # the memory
+    free: Event | None  # on a GPU, an event after the last use of the memory
+    is_used_again: bool = False  # whether another value of the same step used the memory before
 
 
 @dataclass
@@ -109,13 +103,7 @@ class Tape:
 
 
 class Capture:
-    """The capture of one lane's tape, while its executor runs its program once.
-
-    Args:
-        executor: the executor of the lane.
-        maker: makes the CUDA graphs.
-        on_capture: called after each graph.
-    """
+    """The capture of one lane's tape, while its executor runs its program once; calls `on_capture` after each graph."""
 
     is_replay = False
 

@@ -31,7 +31,14 @@ def world_size() -> int:
 def make_lane_group(
     devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None, transport: str
 ) -> LaneGroup:
-    """Return the lanes of a pipeline: threads of this process, or processes."""
+    """Return the lanes of a pipeline: threads of this process, or processes.
+
+    Args:
+        devices: the device of each lane.
+        timeout_seconds: the longest time that a lane waits for a value.
+        num_threads: the number of threads that torch may use in each lane; None leaves torch's setting.
+        transport: one of `TRANSPORTS`.
+    """
     if transport not in TRANSPORTS:
         raise UsageError(
             f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}.{nearest(transport, TRANSPORTS)}"

@@ -41,13 +41,7 @@ _SAY_FIRST_SECONDS, _SAY_SECONDS = 15.0, 30.0
 
 
 class ProcessLanes:
-    """This process's lane, and its links to the other lanes.
-
-    Args:
-        devices: the device of each lane.
-        timeout_seconds: the longest time that a lane waits for a value.
-        transport: "auto", "shared", "gloo" or "nccl".
-    """
+    """This process's lane, and its links to the other lanes."""
 
     def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, transport: str) -> None:
         _join(timeout_seconds)

@@ -26,13 +26,7 @@ Task = Callable[[], None]
 
 
 class ThreadLanes:
-    """All lanes of a pipeline, as threads of this process.
-
-    Args:
-        devices: the device of each lane.
-        timeout_seconds: the longest time that a lane waits for a value.
-        num_threads: the number of threads that torch may use in each lane; None leaves torch's setting.
-    """
+    """All lanes of a pipeline, as threads of this process."""
 
     def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None) -> None:
         self._devices, self._timeout_seconds, self._num_threads = devices, timeout_seconds, num_threads

@@ -25,12 +25,7 @@ _MOST_ON_WAY = 4  # unfinished sends; if there are more, the sending thread wait
 
 
 class TorchP2P:
-    """A value carrier that uses sends and receives of torch.distributed.
-
-    Args:
-        backend: "gloo" or "nccl".
-        device: the device of the lane.
-    """
+    """A value carrier that uses sends and receives of torch.distributed; its backend is "gloo" or "nccl"."""
 
     threaded_bytes = 0
     needs_reader = True

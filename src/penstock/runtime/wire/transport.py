@@ -73,15 +73,10 @@ Introduce = Callable[[bytes, tuple[int, ...]], None]  # sends bytes and file des
 
 
 class ValueCarrier(Protocol):
-    """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`.
+    """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`."""
 
-    Attributes:
-        threaded_bytes: the size from which a separate thread sends the values while the lane computes.
-        needs_reader: whether receives are posted while the lane computes, so that a thread must read announcements.
-    """
-
-    threaded_bytes: int
-    needs_reader: bool
+    threaded_bytes: int  # the size from which a separate thread sends the values while the lane computes
+    needs_reader: bool  # whether receives are posted while the lane computes, so that a thread must read announcements
 
     def send(
         self, to_lane: int, description: Description, payload: Payload, *, announce: Announce, introduce: Introduce

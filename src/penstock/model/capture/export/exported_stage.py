@@ -27,25 +27,15 @@ from penstock.randomness.placed_draws import draw_at
 
 @dataclass(eq=False)
 class ExportProgram:
-    """The operations of one stage.
+    """The operations of one stage."""
 
-    Attributes:
-        module: the operations.
-        held_names: the names of the parameters, buffers and constants that it uses.
-        inputs: the names of the values that it needs.
-        outputs: the names of the values that it makes.
-        reassigned: the buffers to which the model assigns another tensor.
-        device: the device on which it makes new tensors.
-        is_fixed: whether it runs the same operations for every micro-batch.
-    """
-
-    module: fx.GraphModule
-    held_names: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    reassigned: tuple[str, ...]
-    device: torch.device
-    is_fixed: ClassVar[bool] = True
+    module: fx.GraphModule  # the operations
+    held_names: tuple[str, ...]  # the names of the parameters, buffers and constants that it uses
+    inputs: tuple[str, ...]  # the names of the values that it needs
+    outputs: tuple[str, ...]  # the names of the values that it makes
+    reassigned: tuple[str, ...]  # the buffers to which the model assigns another tensor
+    device: torch.device  # the device on which it makes new tensors
+    is_fixed: ClassVar[bool] = True  # whether it runs the same operations for every micro-batch
     _compiled: Callable[..., tuple[Any, ...]] | None = None
     _places: tuple[str, ...] = ()  # the compiled nodes that draw
 

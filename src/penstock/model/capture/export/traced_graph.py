@@ -35,33 +35,24 @@ from penstock.model.source import line_of_trace
 
 @dataclass(frozen=True)
 class ExportGraph:
-    """A Graph, with the fx nodes of its nodes and values.
+    """A Graph, with the fx nodes of its nodes and values."""
 
-    Attributes:
-        graph: the graph as pure data.
-        fx_of: for each node, its fx node, followed by the fx nodes that take its outputs apart.
-        versions_of: for each fx node that is a value, its versions: pairs of a node and the index of the value that
-            this node makes. The first node makes the fx node's result; each later one changes it in place.
-        name_of: the name of each placeholder of a parameter, buffer or constant.
-        constants: the tensors that are part of the model's code, by name.
-        outputs: the fx nodes of the model's results.
-        reassigned: for each buffer to which forward assigns another tensor, the fx node of this tensor.
-        changed_at: for each node that changes memory in place, the fx nodes that share this memory.
-        root: the module that holds the graphs of nested operations.
-        batch_symbols: the symbols of the batch size.
-        of_buffers: the fx nodes that share memory with a buffer that is changed; they are sent as copies.
-    """
-
-    graph: Graph
+    graph: Graph  # the graph as pure data
+    # for each node, its fx node, followed by the fx nodes that take its outputs apart
     fx_of: tuple[tuple[fx.Node, ...], ...]
+    # for each fx node that is a value, its versions: pairs of a node and the index of the value that this node makes.
+    # The first node makes the fx node's result; each later one changes it in place
     versions_of: dict[fx.Node, list[tuple[int, int]]]
-    name_of: dict[fx.Node, str]
-    constants: dict[str, torch.Tensor]
-    outputs: tuple[fx.Node, ...]
+    name_of: dict[fx.Node, str]  # the name of each placeholder of a parameter, buffer or constant
+    constants: dict[str, torch.Tensor]  # the tensors that are part of the model's code, by name
+    outputs: tuple[fx.Node, ...]  # the fx nodes of the model's results
+    # for each buffer to which forward assigns another tensor, the fx node of this tensor
     reassigned: dict[str, fx.Node]
+    # for each node that changes memory in place, the fx nodes that share this memory
     changed_at: dict[int, frozenset[fx.Node]]
-    root: nn.Module
-    batch_symbols: frozenset[Any] = field(default_factory=frozenset)
+    root: nn.Module  # the module that holds the graphs of nested operations
+    batch_symbols: frozenset[Any] = field(default_factory=frozenset)  # the symbols of the batch size
+    # the fx nodes that share memory with a buffer that is changed; they are sent as copies
     of_buffers: frozenset[fx.Node] = frozenset()
 
     @cached_property

@@ -173,9 +173,7 @@ def module_of(node: fx.Node) -> str:
 def signature_of(node: fx.Node, *, held: Container[fx.Node]) -> str:
     """Return a text that is equal for nodes that do the same work on inputs of the same shapes.
 
-    Args:
-        node: the node of an operation.
-        held: the nodes of parameters and buffers.
+    `held` contains the nodes of parameters and buffers.
     """
 
     def text(argument: object) -> str:

@@ -28,21 +28,14 @@ from penstock.model.structure import flatten, plain_values
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model.
+    """A traced model."""
 
-    Attributes:
-        program: torch's program; it returns the tensors of the model's result, then the new tensors of `reassigned`.
-        template: the template of the model's result.
-        num_outputs: the number of tensors in the model's result.
-        reassigned: the names of the buffers to which forward assigns another tensor.
-        guards: the conditions on the input shapes for which the trace holds.
-    """
-
+    # torch's program; it returns the tensors of the model's result, then the new tensors of `reassigned`
     program: torch.export.ExportedProgram
-    template: object
-    num_outputs: int
-    reassigned: tuple[str, ...]
-    guards: ShapeGuards
+    template: object  # the template of the model's result
+    num_outputs: int  # the number of tensors in the model's result
+    reassigned: tuple[str, ...]  # the names of the buffers to which forward assigns another tensor
+    guards: ShapeGuards  # the conditions on the input shapes for which the trace holds
 
 
 OpenDims = Sequence[frozenset[int]]

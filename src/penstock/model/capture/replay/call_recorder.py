@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.model.capture.export.tracing import is_cache
-from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, Mark, Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, Mark, ModuleCall, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import containers_of, make_shell
 from penstock.model.capture.replay.torch_functions import (
     describe,
@@ -34,19 +34,12 @@ _SHARE = 1 / 32  # modules with a smaller share of all parameters are units
 
 @dataclass(frozen=True)
 class Known:
-    """The properties of a tensor that stay known after the run.
+    """The properties of a tensor that stay known after the run."""
 
-    Attributes:
-        shape: its shape in that run.
-        dtype: its dtype.
-        has_grad: whether it requires a gradient.
-        memory: a number that is equal for tensors that shared memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_grad: bool
-    memory: int
+    shape: tuple[int, ...]  # its shape in that run
+    dtype: torch.dtype  # its dtype
+    has_grad: bool  # whether it requires a gradient
+    memory: int  # a number that is equal for tensors that shared memory
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Known:
@@ -63,20 +56,14 @@ class Seen:
     """A tensor that was made between module calls, or by one.
 
     Code between two units usually belongs to the first of them (`_Recorder.now`).
-
-    Attributes:
-        producer: the unit that made it; -1 for an input of the model.
-        tensor: the tensor while the model runs; afterwards its properties, without its memory.
-        marks: its marks, each with the unit that added it; a call that returns the tensor adds a mark.
-        uses: the units that use it.
-        changes: the units that change it in place.
     """
 
-    producer: int
-    tensor: torch.Tensor | Known
+    producer: int  # the unit that made it; -1 for an input of the model
+    tensor: torch.Tensor | Known  # the tensor while the model runs; afterwards its properties, without its memory
+    # its marks, each with the unit that added it; a call that returns the tensor adds a mark
     marks: list[tuple[int, Mark]]
-    uses: set[int] = field(default_factory=set)
-    changes: set[int] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)  # the units that use it
+    changes: set[int] = field(default_factory=set)  # the units that change it in place
 
     @property
     def known(self) -> Known:
@@ -105,53 +92,38 @@ class Recording:
     """The observations of one run.
 
     A module call is identified by the path of the module and the ordinal of the call: 0 for its first call, and so on.
-
-    Attributes:
-        units: the units, in order.
-        seen: all tensors between them.
-        range_of: for each module call, the first and the last unit in it.
-        reads_data: whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn;
-            with other data, the model may then take other branches.
-        reads_where: the first line of the model that read data.
-        template: the template of the model's result.
-        outputs: the indices in `seen` of the tensors that fill it.
-        template_of: for each module call, the template of its result.
-        unimaginable: torch functions that do not work on holes.
-        readers: torch functions that returned plain values, and so read data.
-        uncuttable: positions where no cut may lie.
-        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
-        shapes_of: for each module call, the descriptions of the tensors that it returned.
-        seen_of: the same descriptions, with dimensions as functions of the batch size.
-        watched: the paths of the modules whose calls were observed.
-        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
-        draws_python_random: whether Python's or numpy's random numbers were drawn.
-        changed: the names of the buffers that the forward changes.
-        filling: the modules that change a list or dict among their arguments.
-        filled: the lists and dicts in attributes that get other tensors, as "path:name".
-        cached: those of them that a second call does not change.
     """
 
-    units: list[Unit] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-    range_of: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    units: list[Unit] = field(default_factory=list)  # the units, in order
+    seen: list[Seen] = field(default_factory=list)  # all tensors between them
+    # for each module call, the first and the last unit in it
+    range_of: dict[ModuleCall, tuple[int, int]] = field(default_factory=dict)
+    # whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn; with other
+    # data, the model may then take other branches
     reads_data: bool = False
-    reads_where: str = ""
-    template: object = None
-    outputs: list[int] = field(default_factory=list)
-    template_of: dict[tuple[str, int], object] = field(default_factory=dict)
-    unimaginable: set[Function] = field(default_factory=set)
-    readers: set[Function] = field(default_factory=set)
-    uncuttable: set[int] = field(default_factory=set)
-    calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
-    shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
-    seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
-    watched: tuple[str, ...] = ()
+    reads_where: str = ""  # the first line of the model that read data
+    template: object = None  # the template of the model's result
+    outputs: list[int] = field(default_factory=list)  # the indices in `seen` of the tensors that fill it
+    # for each module call, the template of its result
+    template_of: dict[ModuleCall, object] = field(default_factory=dict)
+    unimaginable: set[Function] = field(default_factory=set)  # torch functions that do not work on holes
+    readers: set[Function] = field(default_factory=set)  # torch functions that returned plain values, and so read data
+    uncuttable: set[int] = field(default_factory=set)  # positions where no cut may lie
+    # for each module call, the numbers of calls of other modules inside it, by path
+    calls_in: dict[ModuleCall, dict[str, int]] = field(default_factory=dict)
+    # for each module call, the descriptions of the tensors that it returned
+    shapes_of: dict[ModuleCall, list[list[Any]]] = field(default_factory=dict)
+    # the same descriptions, with dimensions as functions of the batch size
+    seen_of: dict[ModuleCall, list[list[Any]]] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()  # the paths of the modules whose calls were observed
+    # the modules to look into even if they are skipped, because of hooks or hidden values inside them
     hooked: set[str] = field(default_factory=set)
-    draws_python_random: bool = False
-    changed: set[str] = field(default_factory=set)
-    filling: set[str] = field(default_factory=set)
+    draws_python_random: bool = False  # whether Python's or numpy's random numbers were drawn
+    changed: set[str] = field(default_factory=set)  # the names of the buffers that the forward changes
+    filling: set[str] = field(default_factory=set)  # the modules that change a list or dict among their arguments
+    # the lists and dicts in attributes that get other tensors, as "path:name"
     filled: set[str] = field(default_factory=set)
-    cached: set[str] = field(default_factory=set)
+    cached: set[str] = field(default_factory=set)  # those of them that a second call does not change
 
 
 def record(model: nn.Module, call: Call) -> Recording:

@@ -30,6 +30,7 @@ from penstock.randomness.draw_names import enter
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+ModuleCall = tuple[str, int]  # the path of the module, and the ordinal of the call: 0 for its first call, and so on
 
 # the path of the module, the ordinal of the call, the number of the tensor; outputs have the numbers -1, -2, ...
 Mark = tuple[str, int, int]

@@ -269,19 +269,15 @@ def _remove_user_hooks(module: nn.Module) -> None:
 
 @dataclass
 class Notes:
-    """The observations that later stages need to take the same branches.
+    """The observations that later stages need to take the same branches."""
 
-    Attributes:
-        reads: the data that was read into Python, by the frame and the number of the read in it.
-        shapes: for each module call, by path and ordinal, a description of each result: ["in", i] for the i-th tensor
-            argument, or shape, stride and dtype of a new tensor.
-        live: the marks of the tensors that are sent with the notes.
-        python_random: the states of Python's and numpy's random numbers at the start of the forward, if it draws any.
-    """
-
+    # the data that was read into Python, by the frame and the number of the read in it
     reads: dict[str, Any] = field(default_factory=dict)
+    # for each module call, by path and ordinal, a description of each result: ["in", i] for the i-th tensor argument,
+    # or shape, stride and dtype of a new tensor
     shapes: dict[str, list[list[Any]]] = field(default_factory=dict)
-    live: list[list[list[Any]]] = field(default_factory=list)
+    live: list[list[list[Any]]] = field(default_factory=list)  # the marks of the tensors that are sent with the notes
+    # the states of Python's and numpy's random numbers at the start of the forward, if it draws any
     python_random: list[Any] | None = None
 
     def to_tensor(self) -> torch.Tensor:

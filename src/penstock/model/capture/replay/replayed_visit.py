@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from penstock.errors import CaptureError
-from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, ModuleCall, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import make_shell
 from penstock.model.capture.replay.torch_functions import is_data_shaped, is_query, reads_data
 from penstock.model.example import Call
@@ -100,9 +100,7 @@ def run_with(
 class _VisitWalk(Walk):
     """The walk that passes calls of units, and torch functions between them, to a visitor."""
 
-    def __init__(
-        self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[tuple[str, int], int]
-    ) -> None:
+    def __init__(self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[ModuleCall, int]) -> None:
         super().__init__()
         self.modules = dict(shell.named_modules())
         self.held = held_tensors(shell)

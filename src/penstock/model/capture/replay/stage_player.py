@@ -42,29 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a forward that a stage plays.
+    """The part of a forward that a stage plays."""
 
-    Attributes:
-        index: the index of the stage.
-        start: its first unit.
-        stop: the first unit after it.
-        is_last: whether it is the last stage.
-        held_names: the names of the parameters and buffers of the stage.
-        recording: the recorded run of the whole forward.
-        uncalled: for each module that was not called, a unit of the stage to which it belongs.
-        wanted: for each mark of a tensor that the stage receives or sends, the name of the value.
-        copied: the names of the received values that the stage changes in place.
-    """
-
-    index: int
-    start: int
-    stop: int
-    is_last: bool
-    held_names: tuple[str, ...]
-    recording: Recording
+    index: int  # the index of the stage
+    start: int  # its first unit
+    stop: int  # the first unit after it
+    is_last: bool  # whether it is the last stage
+    held_names: tuple[str, ...]  # the names of the parameters and buffers of the stage
+    recording: Recording  # the recorded run of the whole forward
+    # for each module that was not called, a unit of the stage to which it belongs
     uncalled: Mapping[str, tuple[int, int]]
-    wanted: Mapping[Mark, str]
-    copied: frozenset[str]
+    wanted: Mapping[Mark, str]  # for each mark of a tensor that the stage receives or sends, the name of the value
+    copied: frozenset[str]  # the names of the received values that the stage changes in place
 
     @property
     def is_dynamic(self) -> bool:

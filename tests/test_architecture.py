@@ -67,7 +67,7 @@ ARROWS = {
     "pipeline": (
         "compile deciding devices model model/capture pipeline/exactness pipeline/planned "
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
-        "runtime/lanes runtime/wire schedule"
+        "runtime/lanes schedule"
     ),
     "checkpoint": "_version devices pipeline schedule",
     "checkpoint/formats": "checkpoint",

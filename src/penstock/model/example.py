@@ -47,11 +47,7 @@ class BatchLayout:
         return self.dims
 
     def check(self, arguments: Sequence[str]) -> None:
-        """Check that all names are arguments of the call.
-
-        Raises:
-            UsageError: if a name is not an argument; lists these names.
-        """
+        """Refuse names that are not arguments of the call."""
         known = {*arguments, *(name.split(".")[0] for name in arguments), "target"}
         faults = [
             f"{option}: {name!r} is not an argument with a tensor in the example ({', '.join(arguments)})"

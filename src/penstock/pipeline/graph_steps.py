@@ -17,9 +17,9 @@ from penstock.devices.streams import after_callers
 from penstock.errors import LaneError, UsageError, warn_user
 from penstock.model.structure import flatten, plain_values
 from penstock.pipeline.executor_setup import ExecutorSetup
+from penstock.pipeline.weights import Weights
 from penstock.runtime.executor import Executor
 from penstock.runtime.graphs.lane_graphs import COMPUTE, Capture, Tape
-from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.runtime.step import Step
 from penstock.schedule.keep_policies import POLICIES
 
@@ -45,15 +45,9 @@ class GraphSteps:
     """
 
     def __init__(
-        self,
-        wanted: GraphsOption,
-        setup: ExecutorSetup,
-        lane_group: LaneGroup,
-        *,
-        parameters: Callable[[], Iterator[nn.Parameter]],
-        progress: Progress | None,
+        self, wanted: GraphsOption, setup: ExecutorSetup, weights: Weights, loss: object, progress: Progress | None
     ) -> None:
-        self._setup, self._lane_group, self.parameters = setup, lane_group, parameters
+        self._setup, self._lane_group, self._weights, self._loss = setup, setup.lane_group, weights, loss
         self._progress, self._wanted = progress, wanted
         self._makers: dict[int, CudaGraphs] = {}
         self._tapes: dict[object, dict[int, Tape]] = {}
@@ -70,9 +64,12 @@ class GraphSteps:
     def for_setup(self, setup: ExecutorSetup) -> GraphSteps:
         """Return an object with the same options for a new setup, and free all graphs."""
         self.forget()
-        return GraphSteps(
-            self._wanted, setup, self._lane_group, parameters=self.parameters, progress=self._progress
-        )  # fmt: skip
+        return GraphSteps(self._wanted, setup, self._weights, self._loss, self._progress)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield all parameters that a step may give a gradient to, including those of the loss."""
+        yield from self._weights.parameters()
+        yield from self._loss.parameters() if isinstance(self._loss, nn.Module) else ()
 
     def _obstacle(self) -> str:
         """Return the reason why the lanes cannot run as graphs, if the setup shows one; otherwise an empty string."""
@@ -147,7 +144,7 @@ class GraphSteps:
 
     def _prepare_gradients(self) -> None:
         """Move gradients to the memory that graphs add to, after the last step, whichever stream it was called on."""
-        after_callers(self._setup.streams)
+        after_callers(self._lane_group.streams)
         self._gradients.prepare()
 
     def _graph_state(self) -> list[tuple[int, bool, bool]]:
@@ -221,18 +218,6 @@ class GraphSteps:
         if any(run.draws_on_host for run in runs):
             return "the model draws random numbers on the host"
         return ""
-
-
-def trained_parameters(
-    parameters: Callable[[], Iterator[nn.Parameter]], loss: object
-) -> Callable[[], Iterator[nn.Parameter]]:
-    """Return a function that yields all parameters that a step may give a gradient to, including those of the loss."""
-
-    def everything() -> Iterator[nn.Parameter]:
-        yield from parameters()
-        yield from loss.parameters() if isinstance(loss, nn.Module) else ()
-
-    return everything
 
 
 def _has_hooks(tensor: torch.Tensor) -> bool:

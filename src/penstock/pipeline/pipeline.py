@@ -25,7 +25,7 @@ from penstock.pipeline.batch_reader import BatchReader
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.executor_setup import ExecutorSetup
-from penstock.pipeline.graph_steps import GraphsOption, GraphSteps, trained_parameters
+from penstock.pipeline.graph_steps import GraphsOption, GraphSteps
 from penstock.pipeline.internals import Internals
 from penstock.pipeline.model_interface import ModelInterface
 from penstock.pipeline.planned.arguments import (
@@ -251,9 +251,7 @@ class Pipeline(ModelInterface):
             self.schedule,
             check_keep(of_stages(keep), self.schedule.num_stages),
             self.devices,
-            self._lane_group.transports,
-            self._lane_group.streams,
-            self._lane_group.rows,
+            self._lane_group,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
             is_compiled=options is not None,
@@ -261,13 +259,7 @@ class Pipeline(ModelInterface):
         exactness.device = self.devices[self.schedule.ways[0][-1]]
         self._steps = StepRunner(
             self._chains[0], setup, self._lane_group, self._weights,
-            GraphSteps(
-                graphs,
-                setup,
-                self._lane_group,
-                parameters=trained_parameters(self._weights.parameters, loss),
-                progress=progress,
-            ),
+            GraphSteps(graphs, setup, self._weights, loss, progress),
             BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split),
             compiled(loss, options), scaler, loss_over == "batch",
         )  # fmt: skip

@@ -201,7 +201,7 @@ class StepRunner:
 
     def _end(self, *, is_done: bool) -> None:
         """End a training step: update statistics and shared buffers if it is done; otherwise discard the statistics."""
-        self.setup.end_step(self.lane_group, is_done=is_done)
+        self.setup.end_step(is_done=is_done)
         if is_done:
             self.weights.average_buffers()
 

@@ -90,11 +90,7 @@ class Weights:
         return [tuple(sorted(group)) for group in groups]
 
     def check(self) -> None:
-        """Raise if parameters have no values yet.
-
-        Raises:
-            UsageError: if the model was on meta and no state dict was loaded.
-        """
+        """Raise if parameters have no values yet: the model was on meta, and no state dict was loaded."""
         if self._empty:
             names = ", ".join(sorted(self._empty)[:5])
             raise UsageError(

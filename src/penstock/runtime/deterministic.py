@@ -36,9 +36,7 @@ class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_random = False
         self.left_out: list[tuple[int, torch.Tensor | None]] = []
 
-    def __torch_dispatch__(
-        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, _: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         """Run an operation; replace a random one by its mean."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
@@ -69,11 +67,7 @@ _LIMITED = frozenset((
 
 
 def _check_limits(name: str, given: Kwargs) -> None:
-    """Raise on a GPU as torch does on a CPU: comparisons try labels and outputs that a loss need not accept.
-
-    Raises:
-        IndexError: if numbers are out of range.
-    """
+    """Raise on a GPU as torch does on a CPU: comparisons try labels and outputs that a loss need not accept."""
     first = next(value for value in given.values() if isinstance(value, torch.Tensor))
     if _is_on_gpu(first) and not all(_limits_hold(name, given)):
         raise IndexError(f"{name}: numbers are out of range")

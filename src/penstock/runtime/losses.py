@@ -152,11 +152,7 @@ def _no_state() -> None:
 
 
 def check_loss(loss: object, weight: object) -> None:
-    """Check a loss and its weight before anything runs.
-
-    Raises:
-        UsageError: if one of them has the wrong type.
-    """
+    """Check a loss and its weight before anything runs."""
     if isinstance(loss, type):
         raise UsageError(f"loss: {loss.__name__} is a class; give {loss.__name__}()")
     if loss is not None and not callable(loss):

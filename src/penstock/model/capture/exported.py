@@ -296,11 +296,7 @@ def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool
 
 
 def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
-    """Check that a parameter of another stage is on the device of this stage; it cannot be on two devices.
-
-    Raises:
-        CaptureError: if it is on another device.
-    """
+    """Refuse a parameter of another stage that is on another device: it cannot be on two devices."""
     if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
         raise CaptureError(
             f"in evaluation a stage on {device} uses {name}, but in training only a stage on {tensor.device} does: "

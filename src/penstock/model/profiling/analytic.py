@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def analytic(
-    captured: Captured,
-    *,
-    rates: Rates | str = "cpu",
-    batch_size: int | None = None,
-    progress: Progress | None = None,
+    captured: Captured, *, rates: Rates | str = "cpu", batch_size: int | None = None, progress: Progress | None = None
 ) -> Profile:
     """Return the costs of each node, computed from its operations and bytes; the device need not be present.
 

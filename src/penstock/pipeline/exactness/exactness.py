@@ -75,6 +75,8 @@ from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, 
 from penstock.runtime.micro_batches import cut_structure, join_results, join_rows
 from penstock.runtime.step import Batch
 
+Target = tuple[Any, ...]  # the target of a batch, or nothing
+
 _HOST = torch.device("cpu")
 _MOST_ON_GPU = 3  # compared targets on a GPU once a single weight is left; the host waits for each
 _MOST_COUNTED = 1024  # samples of a batch that is searched for distinguishing samples, one by one
@@ -287,12 +289,7 @@ class Exactness:
             self._check_gradients(chain, compared, exact[0])
             self.weight, self.is_settled = exact[0], True
 
-    def _check_gradients(
-        self,
-        chain: Chain,
-        compared: Sequence[tuple[Call, Sequence[Call]]],
-        weight: Any,  # noqa: ANN401
-    ) -> None:
+    def _check_gradients(self, chain: Chain, compared: Sequence[tuple[Call, Sequence[Call]]], weight: object) -> None:
         """Compare the gradients of the parameters, since rounding of the loss hides a small term that couples samples.
 
         The load-balancing loss of a mixture of experts is an example: 1e-6 of the loss, but a tenth of the router's
@@ -322,7 +319,7 @@ class Exactness:
             return [self._given]
         return [self.weight] if self._is_known else list(candidates(names, target, left_out))
 
-    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[tuple[Any, ...]]) -> list[float] | None:  # noqa: ANN401
+    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[Target]) -> list[float] | None:  # noqa: ANN401
         """Return how much the loss of each part counts for a choice of weight; None if nothing counts."""
         plain = [target[0] if target else None for target in targets]
         if callable(choice):
@@ -367,7 +364,7 @@ class Exactness:
         self._num_targets += 1
         return self._num_targets >= self._next_compared
 
-    def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
+    def learn(self, call: Call, target: Target, dim: int) -> None:
         """Find the quantity that the user's loss averages over, from a target.
 
         Later targets are compared too, but less and less often. They are needed because a mask may leave out nothing
@@ -385,7 +382,7 @@ class Exactness:
 
     def _learn(
         self,
-        target: tuple[Any, ...],
+        target: Target,
         size: int,
         dim: int,
         parts_with: Callable[[list[int]], Sequence[Call]],
@@ -419,7 +416,7 @@ class Exactness:
         if is_on_gpu and self._num_targets >= _MOST_ON_GPU and not self.alternatives:
             self.is_settled, self._runs = True, []
 
-    def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
+    def _pieces(self, target: Sequence[Any], dim: int) -> list[Target]:
         columns = [cut_structure(thing, sum(self._sizes), self._sizes, dim) for thing in target]
         return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
 
@@ -430,7 +427,7 @@ class Exactness:
         """The weights, except the one in use, under which all targets so far were exact too."""
         return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
 
-    def must_compare(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
+    def must_compare(self, pieces: Batch, targets: Sequence[Target]) -> bool:
         """Return whether the remaining weights differ for a batch, so that its target must be compared.
 
         For example, a mask that left out nothing so far leaves out something in this batch. The answer is always False
@@ -455,7 +452,7 @@ class Exactness:
         first = shares(self.weight)
         return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in alternatives)
 
-    def _distinguishing_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
+    def _distinguishing_rows(self, call: Call, target: Target, dim: int) -> Iterator[list[int]]:
         """Yield choices of samples that distinguish alternatives: those that count most or least under a weight."""
         size = call.batch_size
         if not self.alternatives or size > _MOST_COUNTED:
@@ -491,11 +488,7 @@ class Exactness:
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
     def _narrow_by_special_values(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Distinguish alternatives by values that targets may contain later; a loss may refuse them.
-
-        Raises:
-            UsageError: if no weight is left, because the loss leaves out samples depending on their target.
-        """
+        """Distinguish alternatives by values of later targets, which a loss may refuse; raise if no weight is left."""
         for words, changed in special_values(few, self._sizes[0], sum(self._sizes)):
             before = self._exact
             try:
@@ -508,9 +501,7 @@ class Exactness:
                     f"amount that a micro-batch's loss averages over. {_CHECK_OFF}"
                 ) from error
 
-    def compare_split_target(
-        self, target: tuple[Any, ...], size: int, parts: Sequence[Call], pieces: Sequence[tuple[Any, ...]]
-    ) -> None:
+    def compare_split_target(self, target: Target, size: int, parts: Sequence[Call], pieces: Sequence[Target]) -> None:
         """Find the quantity from the target of a batch that the user has split.
 
         Raises:
@@ -534,14 +525,8 @@ class Exactness:
         if self._exact:
             self.weight = None if self._over_batch else self._exact[0]
 
-    def _narrow(
-        self, target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]], parts: Sequence[Call], dim: int
-    ) -> str:
-        """Keep the weights under which this target is exact too; return the reason if it could not be compared.
-
-        Raises:
-            UsageError: if no weight is left.
-        """
+    def _narrow(self, target: Target, pieces: Sequence[Target], parts: Sequence[Call], dim: int) -> str:
+        """Keep the weights that are exact here too; raise if none is left. Return why a target cannot be compared."""
         assert self._loss is not None
         deterministic = Deterministic()
         runs, targets = self._moved or [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
@@ -584,19 +569,12 @@ class Exactness:
         return ""
 
     def _probe(
-        self,
-        shares: Mapping[Any, list[float] | None],
-        runs: Sequence[Run],
-        targets: Sequence[tuple[Any, ...]],
-        dim: int,
+        self, shares: Mapping[Any, list[float] | None], runs: Sequence[Run], targets: Sequence[Target], dim: int
     ) -> None:
-        """Try the loss on outputs that the model may return later.
+        """Try the loss on outputs that the model may return later; raise if the parts add up under none of the weights.
 
         Probes do not choose between weights, because their number depends on the time and may differ between processes.
         `shares` holds, for each weight, how much the loss of each part counts.
-
-        Raises:
-            UsageError: if the parts add up under none of the weights.
         """
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):

@@ -173,11 +173,7 @@ def _first_line(path: str) -> str:
 
 
 def _choose(transport: str, devices: Sequence[torch.device], *, is_one_machine: bool) -> str | None:
-    """Return the backend that moves values, or None for shared memory.
-
-    Raises:
-        UsageError: if the requested transport cannot work here.
-    """
+    """Return the backend that moves values, or None for shared memory; refuse a transport that cannot work here."""
     can_share = is_one_machine and is_available()
     on_gpus = all(device.type == "cuda" for device in devices)
     has_own_gpus = on_gpus and len({(device.index) for device in devices}) == len(devices)
@@ -231,11 +227,7 @@ class Heartbeats:
             self._tell(LAST_BEAT)
 
     def look(self, lane: int, seconds: float) -> None:
-        """Check a lane for which this process has waited for `seconds`.
-
-        Raises:
-            HangError: if the lane is stopped, or sends no more heartbeats.
-        """
+        """Raise if a lane for which this process has waited for `seconds` is stopped, or sends no more heartbeats."""
         if lane != self._awaited or seconds < self._seconds:
             self._begin(lane)
         self._seconds = seconds

@@ -13,6 +13,8 @@ from penstock.runtime.wire.process_transport import ProcessTransport
 from penstock.runtime.wire.transport import Key
 from penstock.schedule.schedule import Schedule
 
+Results = Mapping[int, list[Any]]  # by micro-batch
+
 
 class OneProcessValues:
     """The shared values of a single process, whose lanes hold the same tensors; see `ProcessValues`."""
@@ -26,8 +28,8 @@ class OneProcessValues:
         return step.losses
 
     def outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
-    ) -> Mapping[int, list[Any]] | None:  # fmt: skip
+        self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
+    ) -> Results | None:  # fmt: skip
         """Return the results of every micro-batch."""
         return own
 
@@ -84,9 +86,7 @@ class ProcessValues:
                     }
         return found
 
-    def outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
+    def outputs(self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool) -> Results | None:
         """Return the results of every micro-batch, or None if only other lanes get them.
 
         If several lanes have results, each of them gets all results.
@@ -96,9 +96,7 @@ class ProcessValues:
         self._control.end_call()
         return found
 
-    def _share_outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
+    def _share_outputs(self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool) -> Results | None:
         lane_of = {mb: schedule.home(schedule.num_stages - 1, mb) for mb in range(num_mbs)}
         wanted_by = {self._lane, *self._transport.links.peers} if to_all else set(lane_of.values())
         found = dict(own)

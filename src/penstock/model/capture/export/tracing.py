@@ -155,11 +155,7 @@ def _may_contain_batch_size(program: torch.export.ExportedProgram, unusual: int)
 
 
 def _check_equal(program: torch.export.ExportedProgram, again: torch.export.ExportedProgram) -> None:
-    """Compare two traces that were made with different batch sizes.
-
-    Raises:
-        _TraceRefusedError: if they differ, which means that the batch size is written into them.
-    """
+    """Refuse traces that were made with different batch sizes and differ: the batch size is written into them."""
     if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
         raise _TraceRefusedError("forward runs different operations for different batch sizes") from None
     constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}

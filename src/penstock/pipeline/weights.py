@@ -122,11 +122,7 @@ class Weights:
             yield from zip(stage.held, stage.held.tensors(), strict=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes in this process, each once.
-
-        If there are several processes, a lane without trainable parameters also yields an empty parameter, because
-        torch cannot make an optimizer without parameters. It has no name, and no state dict contains it.
-        """
+        """Yield the parameters of the lanes in this process, each once; with none to train, also the placeholder."""
         trains = self._has_all_lanes
         for _, parameter in self.named_parameters():
             trains = trains or parameter.requires_grad
@@ -144,11 +140,7 @@ class Weights:
         return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy values into parameters and buffers, in all processes or in none.
-
-        Raises:
-            UsageError: if names are missing or unknown, or if shapes differ. Nothing is copied then.
-        """
+        """Copy values into parameters and buffers, in all processes or in none."""
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"state: pass a state dict, a mapping from names to tensors; given: {type(state).__name__}"

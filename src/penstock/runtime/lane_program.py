@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from penstock.schedule.actions import KINDS, Action, Kind
 from penstock.schedule.lower import Lowered
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 
 
 class Instruction(NamedTuple):
@@ -45,7 +47,8 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
     rows, schedule = lowered.rows, lowered.schedule
     begin, end = (int(n) for n in rows.starts[lane : lane + 2])
     columns = (rows.kind, rows.stage, rows.mb, rows.peer)
-    versions = iter(_versions(lowered, lane))
+    # the version of the weights for each compute action of a lane, in the order of the lowered lane
+    versions = repeat(0) if schedule.versions is None else iter(schedule.versions[lane].tolist())
     made: list[Instruction] = []
     for place, (kind, stage, mb, peer) in enumerate(zip(*(c[begin:end].tolist() for c in columns), strict=True), begin):
         what = KINDS[kind]
@@ -60,13 +63,3 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
         frozenset((i.stage, i.mb) for i in made if i.kind is Kind.RECOMPUTE),
         {(i.stage, i.version): at for at, i in enumerate(made) if i.kind in _COMPUTE},
     )
-
-
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
-
-
-def _versions(lowered: Lowered, lane: int) -> list[int]:
-    """Return the version of the weights for each compute action of a lane, in the order of the lowered lane."""
-    schedule = lowered.schedule
-    count = len(schedule.lanes[lane])
-    return [0] * count if schedule.versions is None else schedule.versions[lane].tolist()

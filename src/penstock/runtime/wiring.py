@@ -50,18 +50,12 @@ class Wiring:
     @cached_property
     def into(self) -> tuple[tuple[Edge, ...], ...]:
         """For each stage, the edges that end at it; the nearest source comes first."""
-        found: list[list[Edge]] = [[] for _ in self.feeds]
-        for edge in self.edges:
-            found[edge.target].append(edge)
-        return tuple(tuple(edges) for edges in found)
+        return tuple(tuple(edge for edge in self.edges if edge.target == stage) for stage in range(len(self.feeds)))
 
     @cached_property
     def out_of(self) -> tuple[tuple[Edge, ...], ...]:
         """For each stage, the edges that start at it."""
-        found: list[list[Edge]] = [[] for _ in self.feeds]
-        for edge in self.edges:
-            found[edge.source].append(edge)
-        return tuple(tuple(edges) for edges in found)
+        return tuple(tuple(edge for edge in self.edges if edge.source == stage) for stage in range(len(self.feeds)))
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -87,7 +87,7 @@ class GraphReader:
         open_regions(self.program.graph_module)
         self._read_placeholders()
         output = next(node for node in self.program.graph.nodes if node.op == "output")
-        returned = self._returned(output.args[0])
+        returned = self._returned(output)
         self._remove_dead(output)
         self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
         self.families = Families(self._calls())
@@ -180,22 +180,18 @@ class GraphReader:
                 self.symbols = frozenset(symbols)
                 self._add_value(node, f"input:{next(inputs)}", producer=-1, has_grad=False)
 
-    def _returned(self, results: Iterable[fx.Node]) -> list[fx.Node]:
+    def _returned(self, output: fx.Node) -> list[fx.Node]:
         """Return the fx nodes of the results; a returned parameter gets an alias node, so that a node makes it."""
         found = []
-        for result in results:
+        for result in cast("Iterable[fx.Node]", output.args[0]):
             if result in self.name_of:
-                with self.program.graph.inserting_before(self._last()):
+                with self.program.graph.inserting_before(output):
                     alias = self.program.graph.call_function(torch.ops.aten.alias.default, (result,))
                 alias.meta.update(result.meta)
                 found.append(alias)
             else:
                 found.append(result)
         self._kept = set(found)
-        return found
-
-    def _last(self) -> fx.Node:
-        found: fx.Node = next(node for node in reversed(self.program.graph.nodes) if node.op == "output")
         return found
 
     def _remove_dead(self, output: fx.Node) -> None:
@@ -282,13 +278,9 @@ class GraphReader:
         for argument in node.all_input_nodes:
             if argument in self.versions_of:
                 found.append(self._value(argument))
-            elif is_number(argument) and not self._is_batch(argument):
-                found.extend(self._inputs(argument))
+            elif is_number(argument) and affine(argument.meta.get("val"), self.symbols) is None:
+                found.extend(self._inputs(argument))  # a size that depends on more than the batch size
         return tuple(dict.fromkeys(found))
-
-    def _is_batch(self, node: fx.Node) -> bool:
-        """Return whether a size depends only on the batch size, so that no tensor is needed to compute it."""
-        return affine(node.meta.get("val"), self.symbols) is not None
 
     def _held_names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))

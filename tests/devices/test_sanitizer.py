@@ -17,7 +17,7 @@ TOP = Path(__file__).resolve().parents[2]
 TRAIN = """
     import torch, penstock
     from torch import nn
-    from penstock.devices.streams import Streams
+    from penstock.devices.cuda_streams import CudaStreams
 
     def train(schedule, **options):
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_a_hand_over_that_does_not_wait_is_found(compile):  # noqa: A002 - as th
     code, told = run_sanitized(
         TRAIN,
         f"""
-        Streams.mark = lambda self: self.event()  # never recorded, so nobody waits
+        CudaStreams.mark = lambda self: self.event()  # never recorded, so nobody waits
         train("1f1b", graphs=False, compile={compile})
         """,
     )

@@ -18,7 +18,7 @@ import penstock
 import processes
 from faults.launched import JOBS, config, launch, train
 from penstock.errors import HangError, LaneError
-from penstock.runtime.lanes import liveness as signs
+from penstock.runtime.lanes import process_lanes as signs
 from penstock.runtime.lanes.hang_report import state_of
 from pipelines import WIDTH, data
 

@@ -220,7 +220,7 @@ def on_graphs(monkeypatch, path, **options):
     """Return the same of steps that run as graphs, on a CPU as those that the tests have for it."""
     monkeypatch.setattr(CpuGraphs, "num_replays", 0)
     monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+    monkeypatch.setattr(graph_steps, "CudaGraphs", CpuGraphs)
     found = trained(path, graphs=True, steps=4, **options)
     assert CpuGraphs.num_replays
     return found

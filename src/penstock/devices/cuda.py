@@ -11,18 +11,23 @@ from penstock.devices.cuda_streams import Event, Stream
 
 
 class Cuda:
-    """The CUDA side of `DeviceKind`."""
+    """The kind of a GPU: what Penstock needs of a device beside the streams of lanes."""
 
     def name(self, device: torch.device) -> str:
-        """Return the GPU's name."""
+        """Return a readable name of the device."""
         return torch.cuda.get_device_name(device)
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the GPU has finished all its work."""
+        """Wait until the device has finished all its work."""
         torch.cuda.synchronize(device)
 
     def record_event(self, device: torch.device, *, blocking: bool = False) -> Event:
-        """Return an event on the current stream."""
+        """Return an event after this thread's work so far.
+
+        Args:
+            device: the device.
+            blocking: a thread that waits for the event sleeps, and does not occupy its core.
+        """
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event

@@ -214,7 +214,7 @@ class CudaStreams:
         event.record(self.compute)
         return event
 
-    def nanoseconds(self, stamp: Event) -> int:
+    def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
         """Return the time of a stamp on the host's clock; waits until the stream has reached it."""
         stamp.synchronize()
         return self._base_ns + int(self._base.elapsed_time(stamp) * 1e6)
@@ -257,9 +257,6 @@ class LentStream:
 
     Used for steps that launch no torch operations, such as replays of graphs: these operations would not run on the
     lane's own stream. In a small step, ordering two streams takes the host longer than the step takes the GPU.
-
-    Args:
-        own: the streams of the lane.
     """
 
     __slots__ = ("_own",)

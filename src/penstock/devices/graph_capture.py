@@ -5,21 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 Replay = Callable[[], None]
-
-
-class Maker(Protocol):
-    """Makes the graphs of one lane."""
-
-    def capturing(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[Replay]:
-        """Capture the work inside; the yielded function replays it."""
-        ...
 
 
 class CudaGraphs:
@@ -63,16 +54,12 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
 
-def make_graphs() -> Maker:
-    """Return a graph maker for one lane."""
-    return CudaGraphs()
-
-
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from freeing GPU memory during a capture."""
+def no_collection(*, collects: bool = True) -> Iterator[None]:
+    """Turn Python's garbage collector off: in a capture it must free no GPU memory. Let it run once before."""
     was_on = gc.isenabled()
-    gc.collect()
+    if collects:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,64 +20,11 @@ __all__ = [
 Stamp = int | Event  # nanoseconds on the host's clock, or a GPU event that yields them later
 
 
-class Streams(Protocol):
-    """The order of one lane's work. `HostStreams` serves a CPU, `CudaStreams` a GPU."""
-
-    device: torch.device
-
-    def running(self) -> AbstractContextManager[None]:
-        """Run the work of this thread as the lane's work."""
-        ...
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Capture a graph of the lane's work."""
-        ...
-
-    def event(self) -> Event | None:
-        """Return a new event; None if the device needs none."""
-        ...
-
-    def mark(self) -> Event | None:
-        """Return an event after all work queued for the lane so far."""
-        ...
-
-    def record(self, event: Event | None) -> None:
-        """Record an event after all compute work queued so far."""
-        ...
-
-    def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
-        """Return values on the lane's device, in the memory that `into` returns if it is given.
-
-        Args:
-            values: tensors on any device; `requires_grad` is kept. Other values are returned as they are.
-            ready: the event after the work that makes the values; None if they are ready.
-            into: returns the target tensor of each value; None means new memory.
-        """
-        ...
-
-    def copy_after(self, event: Event | None) -> None:
-        """Let copies to the lane wait for an event."""
-        ...
-
-    def copy_after_compute(self) -> None:
-        """Let copies to the lane wait for all compute work queued so far."""
-        ...
-
-    def start_clock(self) -> None:
-        """Relate the device's clock to the host's; waits until the device has finished its work."""
-        ...
-
-    def stamp(self) -> Stamp:
-        """Return the time at which the lane's work reaches this point."""
-        ...
-
-    def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
-        """Return a stamp as nanoseconds on the host's clock; waits until the time is known."""
-        ...
-
-
 class HostStreams:
-    """The work of a lane on a CPU. It is done when the call returns, so nothing needs an order."""
+    """The work of a lane on a CPU. It is done when the call returns, so nothing needs an order.
+
+    `CudaStreams` describes the methods.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,9 +54,9 @@ class HostStreams:
         """Return the time on the host's clock."""
         return time.monotonic_ns()
 
-    def nanoseconds(self, stamp: int) -> int:
+    def nanoseconds(self, stamp: Any) -> int:  # noqa: ANN401 - what `stamp` returned
         """Return the stamp itself."""
-        return stamp
+        return int(stamp)
 
     def bring(self, values: Sequence[Any], ready: Event | None, into: Workspace | None = None) -> Sequence[Any]:
         """Return values in host memory; values of a GPU are waited for and copied."""
@@ -124,6 +71,8 @@ class HostStreams:
             for value, place in zip(values, into(values), strict=True)
         ]  # fmt: skip
 
+
+Streams = HostStreams | CudaStreams  # the order of one lane's work
 
 _NO_CONTEXT = nullcontext()
 

@@ -18,10 +18,10 @@ from penstock.runtime.step import Step
 from penstock.schedule.actions import Action, Kind
 
 if TYPE_CHECKING:
-    from penstock.pipeline.past_steps import PastStep
     from penstock.pipeline.pipeline import Pipeline
-    from penstock.runtime.action_watch import Watch
+    from penstock.pipeline.step_runner import PastStep
     from penstock.runtime.lane_program import Instruction
+    from penstock.runtime.step import Watch
 
 _NO_TARGET = object()
 _FORWARD = (Kind.F, Kind.RECOMPUTE)

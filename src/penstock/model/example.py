@@ -18,15 +18,11 @@ from penstock.model.structure import Slot, flatten, rebuild
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The batch dimensions, as the user gives them.
+    """The batch dimensions, as the user gives them."""
 
-    Attributes:
-        dims: the batch dimension of all tensors, or one per argument; the default for other arguments is 0.
-        whole: arguments that every micro-batch gets whole.
-    """
-
+    # the batch dimension of all tensors, or one per argument; the default for other arguments is 0
     dims: int | Mapping[str, int] = 0
-    whole: Sequence[str] = ()
+    whole: Sequence[str] = ()  # arguments that every micro-batch gets whole
 
     def __post_init__(self) -> None:
         given = self.dims.items() if isinstance(self.dims, Mapping) else [("", self.dims)]
@@ -51,11 +47,7 @@ class BatchLayout:
         return self.dims
 
     def check(self, arguments: Sequence[str]) -> None:
-        """Check that all names are arguments of the call.
-
-        Raises:
-            UsageError: if a name is not an argument; lists these names.
-        """
+        """Refuse names that are not arguments of the call."""
         known = {*arguments, *(name.split(".")[0] for name in arguments), "target"}
         faults = [
             f"{option}: {name!r} is not an argument with a tensor in the example ({', '.join(arguments)})"
@@ -69,30 +61,15 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model: its tensors, and a template of everything around them.
+    """A call of a model: its tensors, and a template of everything around them."""
 
-    Attributes:
-        tensors: every tensor of the arguments.
-        names: one name per tensor.
-        template: the positional and keyword arguments with slots for the tensors.
-        constants: the template of each argument.
-        batch_dims: the batch dimension of each tensor; None if it has none.
-        batch_size: the number of samples.
-        batch_name: the name of the tensor that gives the batch size.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    template: object = field(repr=False)
-    constants: Mapping[str, object] = field(repr=False)
-    batch_dims: tuple[int | None, ...]
-    batch_size: int
-    batch_name: str = ""
-
-    @property
-    def is_batched(self) -> tuple[bool, ...]:
-        """Whether each tensor has a batch dimension."""
-        return tuple(dim is not None for dim in self.batch_dims)
+    tensors: tuple[torch.Tensor, ...]  # every tensor of the arguments
+    names: tuple[str, ...]  # one name per tensor
+    template: object = field(repr=False)  # the positional and keyword arguments with slots for the tensors
+    constants: Mapping[str, object] = field(repr=False)  # the template of each argument
+    batch_dims: tuple[int | None, ...]  # the batch dimension of each tensor; None if it has none
+    batch_size: int  # the number of samples
+    batch_name: str = ""  # the name of the tensor that gives the batch size
 
     @property
     def batch_dim(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from penstock.errors import GraphError
@@ -67,10 +68,7 @@ class Value:
 
     def bytes_at(self, batch_size: int) -> int:
         """Return its bytes for a batch size."""
-        count = self.item_bytes
-        for size in self.shape:
-            count *= max(0, size.at(batch_size))
-        return count
+        return self.item_bytes * math.prod(max(0, size.at(batch_size)) for size in self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(str(size) for size in self.shape)}]"
@@ -184,16 +182,19 @@ class Graph:
             if 0 <= value.producer < cut <= self.last_use_of[index] and not self.nodes[value.producer].is_free
         )
 
-    def crossing_bytes(self, batch_size: int | None = None) -> tuple[int, ...]:
-        """Return the bytes that cross each cut, from 0 to the number of nodes; model outputs cross all later cuts."""
+    def crossing_bytes(self, batch_size: int | None = None, *, of_gradients: bool = False) -> tuple[int, ...]:
+        """Return the bytes that cross each cut, from 0 to the number of nodes; model outputs cross all later cuts.
+
+        With `of_gradients`, only values with a gradient count.
+        """
         change = [0] * (len(self.nodes) + 2)
         size = self.batch_size if batch_size is None else batch_size
         for index, value in enumerate(self.values):
             last = self.last_use_of[index]
-            if value.producer >= 0 and last > value.producer and not self.nodes[value.producer].is_free:
+            if last > value.producer and not self.is_free(index) and (value.has_grad or not of_gradients):
                 change[value.producer + 1] += value.bytes_at(size)
                 change[last + 1] -= value.bytes_at(size)
-        return tuple(_running_sums(change))[: len(self.nodes) + 1]
+        return tuple(accumulate(change))[: len(self.nodes) + 1]
 
     def stages(self, cuts: Sequence[int]) -> list[range]:
         """Return the nodes of each stage.
@@ -245,13 +246,6 @@ def graph_of(plain: Mapping[str, Any]) -> Graph:
     )
 
 
-def _running_sums(changes: Iterable[int]) -> Iterable[int]:
-    total = 0
-    for change in changes:
-        total += change
-        yield total
-
-
 def _faults(graph: Graph) -> Iterable[str]:
     names = [node.name for node in graph.nodes]
     if len(set(names)) < len(names):
@@ -267,3 +261,59 @@ def _faults(graph: Graph) -> Iterable[str]:
         unknown = [name for name in node.parameters if name not in graph.parameters]
         if unknown:
             yield f"node {node.name} uses unknown parameters: {', '.join(unknown)}"
+
+
+def held_by_stage(graph: Graph, cuts: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return the parameters and buffers that each stage holds: those that it uses, and a share of the unused ones.
+
+    Every tensor must be on some stage. An unused one goes with the one before it in the order of the model.
+    """
+    held = [dict.fromkeys(graph.parameters_of(nodes)) for nodes in graph.stages(cuts)]
+    last_stage_of = {name: stage for stage, names in enumerate(held) for name in names}
+    now = 0
+    for name in graph.parameters:
+        now = last_stage_of.get(name, now)
+        if name not in last_stage_of:
+            held[now][name] = None
+    return [tuple(names) for names in held]
+
+
+def match_cuts(graph: Graph, cuts: Sequence[int], other: Graph) -> tuple[int, ...]:
+    """Return cuts of another graph of the same model, so that its nodes lie on the stages of the parameters they use.
+
+    The cut keeps its distance, in nodes, from the last node with parameters before it.
+    """
+    found: list[int] = []
+    for number, cut in enumerate(cuts):
+        before = _last_with_parameters(graph, cut)
+        distance = cut - 1 - before
+        at = _same_use(graph, before, other) + 1 + distance if before >= 0 else cut
+        limit = _first_with_parameters(graph, cut)
+        most = _same_use(graph, limit, other) if limit < len(graph.nodes) else len(other.nodes) - 1
+        lowest = (found[-1] if found else 0) + 1
+        highest = len(other.nodes) - (len(cuts) - number)
+        at = min(max(min(at, most), lowest), highest)
+        while at in other.uncuttable and at < highest:
+            at += 1
+        found.append(at)
+    return tuple(found)
+
+
+def _last_with_parameters(graph: Graph, cut: int) -> int:
+    return next((index for index in range(cut - 1, -1, -1) if graph.nodes[index].parameters), -1)
+
+
+def _first_with_parameters(graph: Graph, cut: int) -> int:
+    return next((index for index in range(cut, len(graph.nodes)) if graph.nodes[index].parameters), len(graph.nodes))
+
+
+def _same_use(graph: Graph, index: int, other: Graph) -> int:
+    """Return the node of the other graph that is the same use (first, second, ...) of the same parameters."""
+    names = graph.nodes[index].parameters
+    count = sum(node.parameters == names for node in graph.nodes[:index])
+    alike = [i for i, node in enumerate(other.nodes) if node.parameters == names]
+    if not alike:
+        alike = [i for i, node in enumerate(other.nodes) if set(node.parameters) & set(names)]
+    if not alike:
+        return round(index * len(other.nodes) / len(graph.nodes))
+    return alike[min(count, len(alike) - 1)]

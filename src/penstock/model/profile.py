@@ -86,13 +86,7 @@ class Profile:
     @cached_property
     def crossing_grad_bytes(self) -> Floats:
         """The bytes of gradients that cross each cut in the backward; only values with a gradient count."""
-        graph, change = self.graph, np.zeros(len(self.graph.nodes) + 2)
-        for index, value in enumerate(graph.values):
-            last = graph.last_use_of[index]
-            if value.has_grad and last > value.producer and not graph.is_free(index):
-                change[value.producer + 1] += value.bytes_at(self.batch_size)
-                change[last + 1] -= value.bytes_at(self.batch_size)
-        return np.cumsum(change)[: len(graph.nodes) + 1]
+        return np.array(self.graph.crossing_bytes(self.batch_size, of_gradients=True), dtype=np.float64)
 
     def costs(self, cuts: Sequence[int]) -> Costs:
         """Return the costs of the stages between cuts, for `simulate` and the schedules.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -78,19 +79,12 @@ class HeldTensors:
 
 
 class Program(Protocol):
-    """The code that a stage runs, in training or in evaluation.
+    """The code that a stage runs, in training or in evaluation."""
 
-    Attributes:
-        inputs: the names of the values that it needs.
-        outputs: the names of the values that it makes for later stages or for the caller.
-        held_names: the parameters and buffers that it uses.
-        reassigned: the buffers that it replaces by a new tensor.
-    """
-
-    held_names: tuple[str, ...]
-    reassigned: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    held_names: tuple[str, ...]  # the parameters and buffers that it uses
+    reassigned: tuple[str, ...]  # the buffers that it replaces by a new tensor
+    inputs: tuple[str, ...]  # the names of the values that it needs
+    outputs: tuple[str, ...]  # the names of the values that it makes for later stages or for the caller
 
     def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:
         """Compute the outputs from the inputs."""
@@ -125,7 +119,7 @@ class Stage(nn.Module):
         self.held = HeldTensors(self)
         self.runner: Any = None  # of a compound stage: runs its special pieces
         self._program_of = program_of
-        self._options: Options | None = None  # compile options of the programs; None: not compiled
+        self.compile_options: Options | None = None  # None: Inductor does not compile the programs
         self._compiled: set[Program] = set()
         hidden = set(unsaved)
         for name, tensor in tensors.items():
@@ -135,14 +129,10 @@ class Stage(nn.Module):
     def program(self) -> Program:
         """The program of the current mode."""
         program = self._program_of(self.training)
-        if self._options is not None and program not in self._compiled:
+        if self.compile_options is not None and program not in self._compiled:
             self._compiled.add(program)
-            program.compile(self._options)
+            program.compile(self.compile_options)
         return program
-
-    def compile_programs(self, options: Options | None) -> None:
-        """Let Inductor compile the programs with these options; None leaves them uncompiled."""
-        self._options = options
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -161,37 +151,44 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of the stages: one set of programs for each group of batch shapes.
+    """The forms of the stages: one set of programs for each group of batch shapes."""
 
-    Attributes:
-        now: returns the number of the form that the stages run.
-        choose: selects the form for the shapes of a call in a mode, and captures it if there is none yet.
-    """
-
-    now: Callable[[], int] = lambda: 0
-    choose: Callable[[Call, bool], None] = lambda call, training: None
+    now: Callable[[], int]  # returns the number of the form that the stages run
+    # selects the form for the shapes of a call in a mode, and captures it if there is none yet
+    choose: Callable[[Call, bool], None]
 
 
 class Chain:
-    """All stages in order. It takes the same arguments as the model and returns the same result."""
+    """All stages in order. It takes the same arguments as the model and returns the same result.
+
+    A buffer that one stage replaces is replaced in all of them.
+
+    Args:
+        model: the user's model.
+        stages: the stages, in order.
+        example: the call that was captured.
+        results: returns the description of the model's result in training (True) or evaluation.
+        forward_of: the module whose forward names the arguments; by default the model.
+        forms: the programs for other shapes; None: the programs hold for all shapes.
+    """
 
     def __init__(
-        self, stages: Sequence[Stage], *, example: Call, parameter_names: Sequence[str],
-        results_of: Callable[[bool], Results],
-        aliases: Mapping[str, str] | None = None,
-        has_fixed_shapes: bool = False,
-        forms: Forms | None = None,
+        self, model: nn.Module, stages: Sequence[Stage], *, example: Call, results: Callable[[bool], Results],
+        forward_of: nn.Module | None = None, forms: Forms | None = None,
     ) -> None:  # fmt: skip
+        shared = buffer_places(model)
+        for stage in stages:
+            stage.held.share(shared)
         self.stages: list[Stage] = list(stages)
         self.training = stages[0].training
-        self.example, self._parameter_names = example, tuple(parameter_names)
-        self.aliases, self.has_fixed_shapes = dict(aliases or {}), has_fixed_shapes
-        self._results_of, self._forms = results_of, forms or Forms()
+        self.example, self._parameter_names = example, parameter_names(forward_of or model)
+        self.aliases, self.results = aliases_of(model), results
+        self.has_fixed_shapes, self._forms = forms is not None, forms
 
     @property
     def form(self) -> int:
         """The number of the form that the stages run; other batch shapes can need another form."""
-        return self._forms.now()
+        return 0 if self._forms is None else self._forms.now()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model
         """Run all stages on a batch."""
@@ -201,23 +198,13 @@ class Chain:
     def compile_stages(self, options: Options | None) -> None:
         """Let Inductor compile the programs of all stages; None leaves them uncompiled."""
         for stage in self.stages:
-            stage.compile_programs(options)
+            stage.compile_options = options
 
     def with_stages(self, stages: Sequence[Stage]) -> Chain:
         """Return a chain of the same model with other stages."""
-        return Chain(
-            stages,
-            example=self.example,
-            parameter_names=self._parameter_names,
-            results_of=self._results_of,
-            aliases=self.aliases,
-            has_fixed_shapes=self.has_fixed_shapes,
-            forms=self._forms,
-        )
-
-    def results(self, training: bool) -> Results:
-        """Return the description of the model's result in training or evaluation."""
-        return self._results_of(training)
+        made = copy.copy(self)
+        made.stages, made.training = list(stages), stages[0].training
+        return made
 
     def train(self, mode: bool = True) -> Chain:
         """Put all stages into training, or into evaluation if `mode` is False."""
@@ -256,7 +243,7 @@ class Chain:
 
     def choose(self, call: Call) -> None:
         """Select the form for the shapes of a call, in the current mode."""
-        if self.has_fixed_shapes:
+        if self._forms is not None:
             place_of = {name: place for place, name in enumerate(call.names)}
             tensors = tuple(call.tensors[place_of[name]] for name in self.example.names)
             alike = replace(self.example, tensors=tensors, batch_size=call.batch_size)
@@ -321,42 +308,13 @@ def _without(shape: Sequence[int], dim: int | None) -> list[int]:
     return [size for place, size in enumerate(shape) if place != dim]
 
 
-def make_chain(
-    model: nn.Module, stages: Sequence[Stage], *, example: Call, results_of: Callable[[bool], Results],
-    forward_of: nn.Module | None = None, has_fixed_shapes: bool = False, forms: Forms | None = None,
-) -> Chain:  # fmt: skip
-    """Return the chain of a model's stages; a buffer that one stage replaces is replaced in all of them.
-
-    Args:
-        model: the user's model.
-        stages: the stages, in order.
-        example: the call that was captured.
-        results_of: returns the description of the model's result in training (True) or evaluation.
-        forward_of: the module whose forward names the arguments; by default the model.
-        has_fixed_shapes: whether the programs hold only for the example's shapes, with any batch size.
-        forms: the programs for other shapes.
-    """
-    shared = buffer_places(model)
-    for stage in stages:
-        stage.held.share(shared)
-    return Chain(
-        stages,
-        example=example,
-        parameter_names=parameter_names(forward_of or model),
-        results_of=results_of,
-        aliases=aliases_of(model),
-        has_fixed_shapes=has_fixed_shapes,
-        forms=forms,
-    )
-
-
+@dataclass(frozen=True)
 class Results:
     """The model's result: its template after a run, and the names of the values that fill it.
 
     With `takes_all`, all outputs of the last stage fill it; their number can differ from that of the capture.
     """
 
-    def __init__(self, template: Callable[[], object], names: Sequence[str], *, takes_all: bool = False) -> None:
-        self.takes_all = takes_all
-        self.template = template
-        self.names = tuple(names)
+    template: Callable[[], object]
+    names: Sequence[str]
+    takes_all: bool = False

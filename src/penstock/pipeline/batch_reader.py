@@ -14,7 +14,7 @@ from penstock.model.example import Call, arguments_of, array_hint
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness import Exactness
-from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
+from penstock.pipeline.splitting.batch_splits import Split, samples_of, split_batch
 from penstock.runtime.loss_weights import CountRule
 from penstock.runtime.losses import LossFunction, counts_of, loss_factors, needs_target, warn_of_uneven_tokens
 from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_structure, sizes_of
@@ -47,15 +47,7 @@ def _needs_sync(tensor: torch.Tensor) -> bool:
 
 
 class BatchReader:
-    """A reader of batches that are like the example.
-
-    Args:
-        chain: the stages, with the example.
-        num_mbs: the number of micro-batches per step.
-        loss: the user's loss function.
-        exactness: finds what the loss averages over.
-        split: the user's function that cuts batches, if there is one.
-    """
+    """A reader of batches that are like the example."""
 
     def __init__(
         self, chain: Chain, num_mbs: int, *, loss: LossFunction | None, exactness: Exactness, split: Split | None
@@ -180,10 +172,8 @@ class BatchReader:
         if not is_plain or groups is not None or not isinstance(target, tuple) or self._exactness.alternatives:
             return None
         weight = self._exactness.weight
-        if weight is not None and not (
-            self._num_mbs == 1 and isinstance(weight, CountRule)
-        ):  # a single one has weight 1
-            return None
+        if weight is not None and not (self._num_mbs == 1 and isinstance(weight, CountRule)):
+            return None  # a single micro-batch has weight 1
         things = (batch, *target)
         if not all(type(thing) is torch.Tensor for thing in things):
             return None

@@ -10,8 +10,7 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.model.example import arguments_of
-from penstock.model.preserve.model_state import preserve_attributes
-from penstock.model.preserve.modes import in_mode
+from penstock.model.preserve import in_mode, preserve_attributes
 from penstock.pipeline.state_snapshot import preserved_state
 from penstock.runtime.losses import find_loss
 from penstock.runtime.step import Mode
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
 _SHOWN = 8
-_TOLERANCES = {
-    "float64": 1e-9,
-    "float32": 1e-4,
-}  # the largest differences that rounding explains; 3e-2 for 16-bit types
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}  # the largest that rounding explains; 3e-2 for 16-bit types
 _TINY = 1e-3  # differences are divided by at least this share of the largest norm: smaller gradients may be rounding
 
-Found = tuple[float, dict[str, torch.Tensor | None]]
+Gradients = dict[str, torch.Tensor | None]
+Found = tuple[float, Gradients]
 
 
 @dataclass(frozen=True)
@@ -170,13 +167,11 @@ def _forget_gradients(pipe: Pipeline) -> None:
         parameter.grad = None
 
 
-def _gradients(pipe: Pipeline) -> dict[str, torch.Tensor | None]:
+def _gradients(pipe: Pipeline) -> Gradients:
     return {n: None if p.grad is None else p.grad.detach().clone() for n, p in pipe.named_parameters()}
 
 
-def _differences(
-    found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]
-) -> list[Difference]:  # fmt: skip
+def _differences(found: Gradients, wanted: Gradients) -> list[Difference]:
     norms = [float(gradient.norm()) for gradient in wanted.values() if gradient is not None]
     least = max(_TINY * max(norms, default=0.0), 1e-30)
     rows = []

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from penstock.devices.streams import Streams
 from penstock.model.stages import Chain, Stage
 from penstock.runtime.backward.gradient_accumulation import GradientAccumulation
 from penstock.runtime.batch_norm import DeferredStatistics
@@ -21,7 +20,6 @@ from penstock.runtime.lane_program import LaneProgram, make_program
 from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.runtime.stage_run import StageRun
 from penstock.runtime.weight_stash import WeightVersions
-from penstock.runtime.wire.transport import Transport
 from penstock.runtime.wiring import Wiring, wire
 from penstock.schedule.keep_policies import Keep
 from penstock.schedule.lower import Lowered, lower
@@ -32,37 +30,26 @@ _STATISTICS = 1 << 16  # the first exchange number of statistics; parameters hav
 
 @dataclass
 class ExecutorSetup:
-    """The executors of the lanes in this process, and their parts that are the same in all steps.
+    """The executors of the lanes in this process, and their parts that are the same in all steps."""
 
-    Attributes:
-        chains: one chain of stages per way of the schedule. Two lanes that share a stage run copies of its program.
-        schedule: the schedule that the lanes run.
-        keep: the keep policy of each stage.
-        devices: the device of each lane.
-        transports: the transport of each lane in this process.
-        streams: the streams of each lane in this process.
-        rows: for each lane, its row of the status board.
-        optimizers: the optimizer of each stage, if the schedule updates weights within the step.
-        defers_batch_norm: whether batch norm updates its running statistics once per step, from the whole batch.
-        is_compiled: whether the stages are compiled. If so, one lane at a time runs a forward, because the compiler
-            works for one thread at a time.
-    """
-
+    # one chain of stages per way of the schedule. Two lanes that share a stage run copies of its program
     chains: Sequence[Chain]
-    schedule: Schedule
-    keep: tuple[Keep, ...]
-    devices: Sequence[torch.device]
-    transports: Mapping[int, Transport]
-    streams: Mapping[int, Streams]
-    rows: Mapping[int, memoryview]
+    schedule: Schedule  # the schedule that the lanes run
+    keep: tuple[Keep, ...]  # the keep policy of each stage
+    devices: Sequence[torch.device]  # the device of each lane
+    lane_group: LaneGroup  # the lanes, with the transports, the streams and the rows of those in this process
+    # the optimizer of each stage, if the schedule updates weights within the step
     optimizers: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
+    # whether batch norm updates its running statistics once per step, from the whole batch
     defers_batch_norm: bool = False
+    # whether the stages are compiled. If so, one lane at a time runs a forward, because the compiler works for one
+    # thread at a time
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self._made: dict[tuple[bool, bool, int], list[Executor]] = {}
         self._lowered: dict[tuple[bool, int], Lowered] = {}
-        self._host = {lane: HostPool() for lane in self.transports}
+        self._host = {lane: HostPool() for lane in self.lane_group.transports}
         self._locks: dict[int, AbstractContextManager[Any]] = {}  # reentrant: a recompute acquires its lock twice
         self._accumulation = GradientAccumulation()
         for chain in self.chains[1:]:  # if one way replaces a buffer, all ways use the new one
@@ -70,13 +57,13 @@ class ExecutorSetup:
                 stage.held.share(self.chains[0].stages[0].held.shared)
         self._statistics: dict[tuple[int, int], DeferredStatistics] = {}
         if self.defers_batch_norm:
-            for lane in self.transports:
+            for lane in self.lane_group.transports:
                 for index in self.schedule.stages_of(lane):
                     statistics = DeferredStatistics(stage_on(self.chains, self.schedule, lane, index))
                     if statistics.has_any:
                         self._statistics[index, lane] = statistics
 
-    def end_step(self, lane_group: LaneGroup, *, is_done: bool) -> None:
+    def end_step(self, *, is_done: bool) -> None:
         """Apply the deferred statistics of batch norm once; discard them if the step failed.
 
         If lanes of several processes run the same stage, they exchange their statistics.
@@ -84,8 +71,8 @@ class ExecutorSetup:
         if is_done:
             for (index, lane), statistics in self._statistics.items():
                 lanes = sorted({way[index] for way in self.schedule.ways})
-                if not set(lanes) <= set(lane_group.lanes):
-                    messages = lane_group.values.exchange(_STATISTICS + index, statistics.message(), lanes)
+                if not set(lanes) <= set(self.lane_group.lanes):
+                    messages = self.lane_group.values.exchange(_STATISTICS + index, statistics.message(), lanes)
                     for other, message in zip(lanes, messages, strict=True):
                         if other != lane:
                             statistics.add_message(message)
@@ -119,7 +106,7 @@ class ExecutorSetup:
         if key not in self._made:
             wiring, lowered = self.wiring(training), self.lowered(training)
             program_of = partial(make_program, lowered, forward_only=not has_backward)
-            self._made[key] = [self._executor(lane, program_of, wiring) for lane in self.transports]
+            self._made[key] = [self._executor(lane, program_of, wiring) for lane in self.lane_group.transports]
         return self._made[key]
 
     def _executor(self, lane: int, program_of: Callable[[int], LaneProgram], wiring: Wiring) -> Executor:
@@ -130,18 +117,18 @@ class ExecutorSetup:
         if self.schedule.versions is not None:
             versions = WeightVersions(stages, self.optimizers, program.last_use)
         return Executor(
-            program, runs, self.transports[lane], self.rows[lane],
-            program_of=program_of, versions=versions, streams=self.streams[lane],
+            program, runs, self.lane_group.transports[lane], self.lane_group.rows[lane],
+            program_of=program_of, versions=versions, streams=self.lane_group.streams[lane],
         )  # fmt: skip
 
     def _stage_run(self, stage: Stage, wiring: Wiring, lane: int) -> StageRun:
         lock = None
         is_shared = len({way[stage.index] for way in self.schedule.ways}) > 1
-        if self.is_compiled and len(self.transports) > 1:
+        if self.is_compiled and len(self.lane_group.transports) > 1:
             lock = self._locks.setdefault(-1, threading.RLock())
         elif self._shares_buffers(stage):
             lock = self._locks.setdefault(-2, threading.RLock())
-        elif is_shared and len(self.transports) > 1 and any(True for _ in stage.buffers()):
+        elif is_shared and len(self.lane_group.transports) > 1 and any(True for _ in stage.buffers()):
             lock = self._locks.setdefault(stage.index, threading.RLock())
         return StageRun(
             stage,
@@ -161,7 +148,7 @@ class ExecutorSetup:
         lanes = {way[stage.index] for way in self.schedule.ways}
         return bool(own) and any(
             own & getattr(stage_on(self.chains, self.schedule, lane, index).program, "changed", frozenset())
-            for lane in self.transports
+            for lane in self.lane_group.transports
             for index in self.schedule.stages_of(lane)
             if index != stage.index and lanes != {lane}
         )
@@ -174,7 +161,7 @@ class ExecutorSetup:
     def _lanes_of(self) -> dict[int, set[int]]:
         """For each parameter, the lanes of this process that use it."""
         found: dict[int, set[int]] = {}
-        for lane in self.transports:
+        for lane in self.lane_group.transports:
             for index in self.schedule.stages_of(lane):
                 for parameter in stage_on(self.chains, self.schedule, lane, index).parameters():
                     found.setdefault(id(parameter), set()).add(lane)

@@ -6,20 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from penstock.devices.device_names import has_graphs
-from penstock.devices.graph_capture import Maker, make_graphs, no_collection
+from penstock.devices.graph_capture import CudaGraphs, no_collection
+from penstock.devices.kinds import has_graphs
 from penstock.devices.streams import after_callers
 from penstock.errors import LaneError, UsageError, warn_user
 from penstock.model.structure import flatten, plain_values
 from penstock.pipeline.executor_setup import ExecutorSetup
+from penstock.pipeline.weights import Weights
 from penstock.runtime.executor import Executor
 from penstock.runtime.graphs.lane_graphs import COMPUTE, Capture, Tape
-from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.runtime.step import Step
 from penstock.schedule.keep_policies import POLICIES
 
@@ -27,15 +27,8 @@ if TYPE_CHECKING:
     from penstock.deciding.cut_request import Progress
 
 
-class Run(Protocol):
-    """A function that runs a step once on all lanes."""
-
-    def __call__(self, step: Step, *, is_recorded: bool) -> None:
-        """Run the step."""
-        ...
-
-
-GraphsOption = bool | Literal["auto"]
+Run = Callable[..., None]  # run(step, is_recorded=...) runs a step once on all lanes
+GraphsOption = bool | Literal["auto"]  # "auto" uses graphs if possible
 
 _MOST_SEEN = 256
 _MOST_SHAPES = 8  # batch shapes with graphs: the most frequent ones; batches of other shapes run eagerly
@@ -49,27 +42,14 @@ class GraphSteps:
     first time during a capture. The second step is captured and then replayed; all later steps are replayed. Graphs
     depend on the addresses of parameters and buffers, on which of them need a gradient, and on hooks. The pipeline
     compares all of these before each replay. If one has changed, all graphs are captured again.
-
-    Args:
-        wanted: True, False, or "auto", which uses graphs if possible.
-        setup: the executors of the lanes in this process.
-        lane_group: all lanes, including those of other processes.
-        parameters: a function that yields the parameters of the lanes in this process.
-        progress: a function that is called after each captured action.
     """
 
     def __init__(
-        self,
-        wanted: GraphsOption,
-        setup: ExecutorSetup,
-        lane_group: LaneGroup,
-        *,
-        parameters: Callable[[], Iterator[nn.Parameter]],
-        progress: Progress | None,
+        self, wanted: GraphsOption, setup: ExecutorSetup, weights: Weights, loss: object, progress: Progress | None
     ) -> None:
-        self._setup, self._lane_group, self.parameters = setup, lane_group, parameters
+        self._setup, self._lane_group, self._weights, self._loss = setup, setup.lane_group, weights, loss
         self._progress, self._wanted = progress, wanted
-        self._makers: dict[int, Maker] = {}
+        self._makers: dict[int, CudaGraphs] = {}
         self._tapes: dict[object, dict[int, Tape]] = {}
         self._counts: Counter[object] = Counter()  # steps of each shape
         self._gradients = _Gradients()
@@ -84,9 +64,12 @@ class GraphSteps:
     def for_setup(self, setup: ExecutorSetup) -> GraphSteps:
         """Return an object with the same options for a new setup, and free all graphs."""
         self.forget()
-        return GraphSteps(
-            self._wanted, setup, self._lane_group, parameters=self.parameters, progress=self._progress
-        )  # fmt: skip
+        return GraphSteps(self._wanted, setup, self._weights, self._loss, self._progress)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield all parameters that a step may give a gradient to, including those of the loss."""
+        yield from self._weights.parameters()
+        yield from self._loss.parameters() if isinstance(self._loss, nn.Module) else ()
 
     def _obstacle(self) -> str:
         """Return the reason why the lanes cannot run as graphs, if the setup shows one; otherwise an empty string."""
@@ -161,7 +144,7 @@ class GraphSteps:
 
     def _prepare_gradients(self) -> None:
         """Move gradients to the memory that graphs add to, after the last step, whichever stream it was called on."""
-        after_callers(self._setup.streams)
+        after_callers(self._lane_group.streams)
         self._gradients.prepare()
 
     def _graph_state(self) -> list[tuple[int, bool, bool]]:
@@ -220,9 +203,9 @@ class GraphSteps:
         else:
             self._disable(why)
 
-    def _maker(self, lane: int) -> Maker:
+    def _maker(self, lane: int) -> CudaGraphs:
         if lane not in self._makers:
-            self._makers[lane] = make_graphs()
+            self._makers[lane] = CudaGraphs()
         return self._makers[lane]
 
     def _capture_obstacle(self) -> str:
@@ -235,18 +218,6 @@ class GraphSteps:
         if any(run.draws_on_host for run in runs):
             return "the model draws random numbers on the host"
         return ""
-
-
-def trained_parameters(
-    parameters: Callable[[], Iterator[nn.Parameter]], loss: object
-) -> Callable[[], Iterator[nn.Parameter]]:
-    """Return a function that yields all parameters that a step may give a gradient to, including those of the loss."""
-
-    def everything() -> Iterator[nn.Parameter]:
-        yield from parameters()
-        yield from loss.parameters() if isinstance(loss, nn.Module) else ()
-
-    return everything
 
 
 def _has_hooks(tensor: torch.Tensor) -> bool:

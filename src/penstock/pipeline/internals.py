@@ -14,8 +14,8 @@ import torch
 
 from penstock.model.capture.capture import Captured
 from penstock.model.stages import Chain, Stage
-from penstock.pipeline.past_steps import PastStep
 from penstock.pipeline.state_snapshot import preserved_state
+from penstock.pipeline.step_runner import PastStep
 from penstock.report.timeline import Timeline
 from penstock.runtime.executor import Executor
 from penstock.runtime.losses import LossFunction
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class Internals:
-    """The internal parts of a pipeline that other packages use.
-
-    Args:
-        pipe: the pipeline.
-    """
+    """The internal parts of a pipeline that other packages use."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe

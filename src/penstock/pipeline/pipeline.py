@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -25,8 +25,7 @@ from penstock.pipeline.batch_reader import BatchReader
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.executor_setup import ExecutorSetup
-from penstock.pipeline.gradient_mode import without_gradients
-from penstock.pipeline.graph_steps import GraphsOption, GraphSteps, trained_parameters
+from penstock.pipeline.graph_steps import GraphsOption, GraphSteps
 from penstock.pipeline.internals import Internals
 from penstock.pipeline.model_interface import ModelInterface
 from penstock.pipeline.planned.arguments import (
@@ -39,8 +38,7 @@ from penstock.pipeline.planned.arguments import (
 )
 from penstock.pipeline.planned.placement import autocast_of, check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.planned.planned_model import Model, Request, module_of, plan_model
-from penstock.pipeline.splitting.custom_split import Split
-from penstock.pipeline.splitting.packed_images import found_split
+from penstock.pipeline.splitting.batch_splits import Split, found_split
 from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.step_runner import StepRunner
 from penstock.pipeline.weights import Weights
@@ -65,9 +63,20 @@ if TYPE_CHECKING:
     from penstock.planning.cluster import Cluster
     from penstock.planning.explain.explanation import Explanation
     from penstock.planning.memory_limits import Limit
-    from penstock.runtime.action_watch import Watch
+    from penstock.runtime.step import Watch
 
 _NOTHING = object()  # marks a missing target; None is a valid target
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function without gradients, and outside of inference mode.
+
+    The function may create objects that are kept, such as the program for evaluation. Inference tensors could not be
+    used in them later.
+    """
+    return torch.no_grad()(torch.inference_mode(False)(function))
 
 
 class Pipeline(ModelInterface):
@@ -242,9 +251,7 @@ class Pipeline(ModelInterface):
             self.schedule,
             check_keep(of_stages(keep), self.schedule.num_stages),
             self.devices,
-            self._lane_group.transports,
-            self._lane_group.streams,
-            self._lane_group.rows,
+            self._lane_group,
             optimizers=self._weights.optimizers,
             defers_batch_norm=deferred_batch_norm,
             is_compiled=options is not None,
@@ -252,13 +259,7 @@ class Pipeline(ModelInterface):
         exactness.device = self.devices[self.schedule.ways[0][-1]]
         self._steps = StepRunner(
             self._chains[0], setup, self._lane_group, self._weights,
-            GraphSteps(
-                graphs,
-                setup,
-                self._lane_group,
-                parameters=trained_parameters(self._weights.parameters, loss),
-                progress=progress,
-            ),
+            GraphSteps(graphs, setup, self._weights, loss, progress),
             BatchReader(self._chains[0], self.schedule.num_mbs, loss=loss, exactness=exactness, split=split),
             compiled(loss, options), scaler, loss_over == "batch",
         )  # fmt: skip
@@ -316,7 +317,7 @@ class Pipeline(ModelInterface):
         self, batch: object, target: object = ..., *, metrics: Literal[True]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
-    @without_gradients
+    @_without_gradients
     def evaluate(
         self, batch: object, target: object = _NOTHING, *, metrics: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -329,7 +330,7 @@ class Pipeline(ModelInterface):
             loss = self._steps.total(step, ready)
             return (loss, self._steps.total_metrics(step, ready)) if metrics else loss
 
-    @without_gradients
+    @_without_gradients
     def forward(self, batch: object, *, gather: str = "all") -> Any:  # noqa: ANN401 - the output of the model
         """Return the output of the model for a batch, without gradients, in the current mode.
 
@@ -356,9 +357,7 @@ class Pipeline(ModelInterface):
             if made is None:
                 return None
             results, sizes = [made[mb] for mb in range(ready.batch.num_mbs)], ready.batch.sizes
-            with torch.autocast(
-                self.devices[0].type, enabled=False
-            ):  # autocast must not change the dtype of the results
+            with torch.autocast(self.devices[0].type, enabled=False):  # it must not change the dtype of the results
                 if self._steps.reader.is_split and len(results) > 1:
                     joined = join_rows(results, sizes)
                 else:
@@ -419,7 +418,7 @@ class Pipeline(ModelInterface):
 
     @property
     def watch(self) -> Watch | None:
-        """The object that sees every action before and after it runs; see `penstock.runtime.action_watch`."""
+        """The object that sees every action before and after it runs; see `penstock.runtime.step`."""
         return self._steps.watch
 
     @watch.setter

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.tensor_values import is_same_kind, restore_values
+from penstock.model.preserve import RandomStates, is_same_kind, restore_values
 
 if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
@@ -31,9 +30,6 @@ class StateSnapshot:
 
     Each `take` copies all buffers, changed or not. Torch's version counter cannot show which of them have changed: it
     misses changes by batch norm, by a CUDA graph, or through `.data`.
-
-    Args:
-        pipe: the pipeline.
     """
 
     def __init__(self, pipe: Pipeline) -> None:

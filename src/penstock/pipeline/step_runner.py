@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from penstock.model.structure import rebuild
 from penstock.pipeline.batch_reader import BatchReader, Ready
 from penstock.pipeline.executor_setup import ExecutorSetup
 from penstock.pipeline.graph_steps import GraphSteps
-from penstock.pipeline.past_steps import PastSteps
 from penstock.pipeline.step_recording import Recording
 from penstock.pipeline.weights import Weights
 from penstock.runtime.batch_loss import BatchLoss
@@ -24,46 +24,63 @@ from penstock.runtime.losses import LossFunction, SumReductionMode, read_loss, t
 from penstock.runtime.step import Mode, Step
 
 if TYPE_CHECKING:
-    from penstock.runtime.action_watch import Watch
+    from penstock.runtime.step import Watch
 
 _SEED_LIMIT = 1 << 62
+_MOST_PAST = 64  # steps; an update may consist of several
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """One past step: its number, the seed of its random numbers, its mode, the factor of its losses, and its sizes."""
+
+    batch: int  # the id() of the user's batch
+    number: int
+    seed: int
+    mode: Mode
+    factor: torch.Tensor | None
+    sizes: tuple[int, ...]  # samples of each micro-batch
+
+
+class PastSteps:
+    """The last training steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[PastStep] = deque(maxlen=_MOST_PAST)
+
+    def note(self, batch: object, step: Step) -> None:
+        """Store a step, without its batch."""
+        self._steps.append(PastStep(id(batch), step.number, step.seed, step.mode, step.factor, tuple(step.batch.sizes)))
+
+    @property
+    def last(self) -> PastStep | None:
+        """The last step, finished or failed; None if there is none."""
+        return self._steps[-1] if self._steps else None
+
+    def find(self, batch: object) -> PastStep | None:
+        """Return the last step with this batch object, or else the last step; None if there is none."""
+        # the caller still holds the batch, so no later object has its id
+        return next((past for past in reversed(self._steps) if past.batch == id(batch)), self.last)
 
 
 @dataclass
 class StepRunner:
-    """The runner of all steps of a pipeline: it makes a step from a batch, runs it on the lanes, and ends it.
+    """The runner of all steps of a pipeline: it makes a step from a batch, runs it on the lanes, and ends it."""
 
-    Attributes:
-        chain: the stages, with the example and the structure of the results.
-        setup: the executors of the lanes.
-        lane_group: the lanes.
-        weights: the parameters and gradients, including those that lanes share.
-        graphs: runs training steps as CUDA graphs if possible.
-        reader: checks batches and cuts them into micro-batches.
-        loss: the user's loss function.
-        scaler: the user's GradScaler, if there is one.
-        loss_over_batch: whether one loss is computed on the outputs of all micro-batches.
-        watch: an object that sees every action, if there is one.
-        recording: the open recording, if there is one.
-        past: the last training steps.
-        number: the number of the last step.
-        is_closed: whether the lanes are stopped.
-    """
-
-    chain: Chain
-    setup: ExecutorSetup
-    lane_group: LaneGroup
-    weights: Weights
-    graphs: GraphSteps
-    reader: BatchReader
-    loss: LossFunction | None
-    scaler: torch.amp.GradScaler | None
-    loss_over_batch: bool
-    watch: Watch | None = None
-    recording: Recording | None = None
-    past: PastSteps = field(default_factory=PastSteps)
-    number: int = 0
-    is_closed: bool = False
+    chain: Chain  # the stages, with the example and the structure of the results
+    setup: ExecutorSetup  # the executors of the lanes
+    lane_group: LaneGroup  # the lanes
+    weights: Weights  # the parameters and gradients, including those that lanes share
+    graphs: GraphSteps  # runs training steps as CUDA graphs if possible
+    reader: BatchReader  # checks batches and cuts them into micro-batches
+    loss: LossFunction | None  # the user's loss function
+    scaler: torch.amp.GradScaler | None  # the user's GradScaler, if there is one
+    loss_over_batch: bool  # whether one loss is computed on the outputs of all micro-batches
+    watch: Watch | None = None  # an object that sees every action, if there is one
+    recording: Recording | None = None  # the open recording, if there is one
+    past: PastSteps = field(default_factory=PastSteps)  # the last training steps
+    number: int = 0  # the number of the last step
+    is_closed: bool = False  # whether the lanes are stopped
 
     # ---- begin
 
@@ -172,9 +189,7 @@ class StepRunner:
     def run_untracked(self, step: Step, *, gathers: bool) -> None:
         """Run a training step without graphs, without a recording, and without an update of statistics.
 
-        Args:
-            step: the step.
-            gathers: whether to sum the gradients of parameters that several lanes share.
+        With `gathers`, sum the gradients of parameters that several lanes share.
         """
         try:
             with self.weights.summed_over_lanes(is_scaled=False) if gathers else nullcontext():
@@ -186,7 +201,7 @@ class StepRunner:
 
     def _end(self, *, is_done: bool) -> None:
         """End a training step: update statistics and shared buffers if it is done; otherwise discard the statistics."""
-        self.setup.end_step(self.lane_group, is_done=is_done)
+        self.setup.end_step(is_done=is_done)
         if is_done:
             self.weights.average_buffers()
 

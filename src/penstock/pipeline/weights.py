@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.preserve.original_devices import on_device
+from penstock.model.preserve import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.pipeline.executor_setup import stage_on
 from penstock.runtime.lanes.lane_group import LaneGroup
@@ -26,14 +26,6 @@ class Weights:
     A parameter that stages of several lanes use is on each of these lanes. If the lanes are in one process and on one
     device, they use the same tensor. Otherwise, its gradients are summed once at the end of a step, and are then the
     same on all lanes.
-
-    Args:
-        chains: the stages, for each way of the schedule.
-        schedule: the schedule, which assigns stages to lanes.
-        devices: the device of each lane.
-        lane_group: the lanes.
-        make_optimizer: makes an optimizer from a list of parameters, if the schedule updates weights within the step.
-        is_scaled: whether a GradScaler is used.
     """
 
     def __init__(
@@ -98,11 +90,7 @@ class Weights:
         return [tuple(sorted(group)) for group in groups]
 
     def check(self) -> None:
-        """Raise if parameters have no values yet.
-
-        Raises:
-            UsageError: if the model was on meta and no state dict was loaded.
-        """
+        """Raise if parameters have no values yet: the model was on meta, and no state dict was loaded."""
         if self._empty:
             names = ", ".join(sorted(self._empty)[:5])
             raise UsageError(
@@ -134,11 +122,7 @@ class Weights:
             yield from zip(stage.held, stage.held.tensors(), strict=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the lanes in this process, each once.
-
-        If there are several processes, a lane without trainable parameters also yields an empty parameter, because
-        torch cannot make an optimizer without parameters. It has no name, and no state dict contains it.
-        """
+        """Yield the parameters of the lanes in this process, each once; with none to train, also the placeholder."""
         trains = self._has_all_lanes
         for _, parameter in self.named_parameters():
             trains = trains or parameter.requires_grad
@@ -156,11 +140,7 @@ class Weights:
         return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy values into parameters and buffers, in all processes or in none.
-
-        Raises:
-            UsageError: if names are missing or unknown, or if shapes differ. Nothing is copied then.
-        """
+        """Copy values into parameters and buffers, in all processes or in none."""
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"state: pass a state dict, a mapping from names to tensors; given: {type(state).__name__}"
@@ -278,9 +258,8 @@ class Weights:
         """Show an overflow on one lane to all lanes, so that either all lanes skip the update or none does."""
         own = [parameter for _, parameter in self.named_parameters() if parameter.grad is not None]
         is_finite = all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
-        self._placeholder.grad = (
-            None if own else torch.zeros_like(self._placeholder)
-        )  # the gradient that the scaler checks on this lane
+        # the gradient that the scaler checks on this lane
+        self._placeholder.grad = None if own else torch.zeros_like(self._placeholder)
         if all(self._lane_group.control.gather(is_finite)):
             return
         for parameter in (*own, self._placeholder):
@@ -417,9 +396,8 @@ def _update_groups(schedule: Schedule) -> list[list[int]] | None:
 
 
 def _total(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    there = sorted(
-        (g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse
-    )  # dense first: torch cannot add a dense tensor to a sparse one in place
+    # dense first: torch cannot add a dense tensor to a sparse one in place
+    there = sorted((g.to(device) for g in gradients if g is not None), key=lambda g: g.is_sparse)
     if not there:
         return None
     total = there[0].clone()

@@ -161,9 +161,7 @@ class SeededMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # nothing here would be compiled; torch's guard against it imports the compiler and costs 1 µs per operation
         return False
 
-    def __torch_dispatch__(
-        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, _: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         """Run an operation; a random one by its rule."""
         rule = _rule_of(func)
         if rule is None:

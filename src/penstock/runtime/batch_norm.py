@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 Place = tuple[dict[str, torch.Tensor | None], str]
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
-Arguments = dict[str, Any]
+Kwargs = dict[str, Any]
 
 
 class DeferredStatistics(TorchFunctionMode):
@@ -83,9 +83,7 @@ class DeferredStatistics(TorchFunctionMode):
             torch._foreach_maximum_(self._peak, counters)
         torch._foreach_copy_(counters, self._start)
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Arguments | None = None
-    ) -> object:
+    def __torch_function__(self, func: Function, _: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         """Call a function; if it is batch norm with running statistics, collect its statistics."""
         names = _ARGUMENTS.get(func)
         if names is None:
@@ -97,7 +95,7 @@ class DeferredStatistics(TorchFunctionMode):
             return func(**given)
         return self._normalise(func, given, mean, variance)
 
-    def _normalise(self, func: Function, given: Arguments, mean: torch.Tensor, variance: torch.Tensor) -> object:
+    def _normalise(self, func: Function, given: Kwargs, mean: torch.Tensor, variance: torch.Tensor) -> object:
         """Normalise as usual, but update zeros with a momentum of 1: they become the micro-batch's own statistics."""
         momentum = "momentum" if "momentum" in _ARGUMENTS[func] else "exponential_average_factor"
         own = [torch.zeros_like(mean), torch.zeros_like(variance)]
@@ -131,11 +129,7 @@ class DeferredStatistics(TorchFunctionMode):
 
     @torch.no_grad()
     def commit(self, *others: DeferredStatistics) -> None:
-        """End the step: update the running statistics and the counters once.
-
-        Args:
-            others: the statistics that other lanes collected for the same stage.
-        """
+        """End the step: update running statistics and counters once, also from other lanes of the same stage."""
         sums: dict[tuple[str, int], list[_Sum]] = {}
         for statistics in (self, *others):
             for key, found in statistics._sums.items():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.randomness.placed_draws import argument_names
+
 Operation = torch._ops.OpOverload[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -34,27 +36,22 @@ class Deterministic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_random = False
         self.left_out: list[tuple[int, torch.Tensor | None]] = []
 
-    def __torch_dispatch__(
-        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Operation, _: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         """Run an operation; replace a random one by its mean."""
         kwargs = kwargs or {}
-        if not isinstance(
-            func, torch._ops.OpOverload
-        ):  # a higher-order operation; the mode does not see its functions run
-            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # a higher-order operation; the mode does not see its functions run
         name = func._schema.name.removeprefix("aten::")
+        given = dict(zip(argument_names(func), args, strict=False)) | kwargs
         if name in _LIMITED:
-            _check_limits(name, dict(zip(_names(func), args, strict=False)) | kwargs)
+            _check_limits(name, given)
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
-            given = dict(zip(_names(func), args, strict=False)) | kwargs
             self.left_out.append((int(given["ignore_index"]), given["weight"]))
         if name in _MEANS and _is_drawn(name, args, kwargs):
             return _MEANS[name](*args, **kwargs)
         if "batch_norm" in name and "backward" not in name:
-            return _batch_norm(func, args, kwargs)
+            return _batch_norm(given)
         if _drops(func):
-            given = dict(zip(_names(func), args, strict=False)) | kwargs
             return func(**{key: 0.0 if key in _DROPOUTS else value for key, value in given.items()})
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
@@ -70,11 +67,7 @@ _LIMITED = frozenset((
 
 
 def _check_limits(name: str, given: Kwargs) -> None:
-    """Raise on a GPU as torch does on a CPU: comparisons try labels and outputs that a loss need not accept.
-
-    Raises:
-        IndexError: if numbers are out of range.
-    """
+    """Raise on a GPU as torch does on a CPU: comparisons try labels and outputs that a loss need not accept."""
     first = next(value for value in given.values() if isinstance(value, torch.Tensor))
     if _is_on_gpu(first) and not all(_limits_hold(name, given)):
         raise IndexError(f"{name}: numbers are out of range")
@@ -158,9 +151,8 @@ _MEANS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _batch_norm(func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _batch_norm(given: Kwargs) -> object:
     """Normalise by the running statistics; without them, by mean 0 and variance 1."""
-    given = dict(zip(_names(func), args, strict=False)) | kwargs
     value = given["input"]
     channels = value.shape[1]
     mean, variance = given.get("running_mean"), given.get("running_var")
@@ -172,10 +164,5 @@ def _batch_norm(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 @cache
-def _names(func: Operation) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-@cache
 def _drops(func: Operation) -> bool:
-    return "backward" not in func._schema.name and any(name in _DROPOUTS for name in _names(func))
+    return "backward" not in func._schema.name and any(name in _DROPOUTS for name in argument_names(func))

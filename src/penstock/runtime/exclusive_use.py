@@ -20,11 +20,7 @@ class ExclusiveUse:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Raise in a forked child process.
-
-        Raises:
-            UsageError: if this is a fork, because the lanes stay in the process that made them.
-        """
+        """Raise in a forked child process, because the lanes stay in the process that made them."""
         if not self.is_here:
             raise UsageError(
                 f"the pipeline was made by process {self._process}, and this is a fork of it, process {os.getpid()}: "

@@ -13,10 +13,9 @@ import torch
 from penstock.devices.streams import Stamp, Streams, Workspace
 from penstock.errors import LaneError, error_in_short
 from penstock.model.source import line_of
-from penstock.runtime.action_watch import Watch, new_tensors
 from penstock.runtime.lane_program import Instruction, LaneProgram
 from penstock.runtime.stage_run import Record, StageRun, dtype_hint
-from penstock.runtime.step import Step
+from penstock.runtime.step import Step, Watch, new_tensors
 from penstock.runtime.weight_stash import WeightVersions
 from penstock.runtime.wire.transport import Key, Stopped, Transport
 from penstock.schedule.actions import Kind
@@ -39,17 +38,7 @@ def _default_modes(kind: str) -> Iterator[None]:
 
 
 class Executor:
-    """The executor of one lane.
-
-    Args:
-        program: the program of the lane.
-        stages: the stages of the lane, by number.
-        transport: sends and receives values.
-        board_row: the row of the lane on the status board.
-        streams: the streams on which the lane works.
-        versions: the versions of the weights; None if weights do not change within a step.
-        program_of: a function from any lane to its program, for errors.
-    """
+    """The executor of one lane. `program_of` returns the program of any lane, for errors."""
 
     def __init__(
         self, program: LaneProgram, stages: Mapping[int, StageRun], transport: Transport, board_row: memoryview,
@@ -57,7 +46,7 @@ class Executor:
     ) -> None:  # fmt: skip
         self.program_of = program_of
         self.lane, self.program, self.stages, self.transport = program.lane, program, stages, transport
-        self.versions, self.streams = versions, streams
+        self.versions, self.streams = versions, streams  # no versions: weights do not change within a step
         self._row = board_row
         self._kind = next(iter(stages.values())).device.type
         self._local = {(i.stage, i.mb) for i in program.instructions if i.kind is Kind.F}
@@ -72,8 +61,7 @@ class Executor:
 
     def _clear(self) -> None:
         self._records: dict[tuple[int, int], Record] = {}
-        self._arrived: dict[tuple[int, int, int], list[Any]] = {}  # by source, target, micro-batch
-        self._gradients: dict[tuple[int, int, int], list[Any]] = {}
+        self._arrived: dict[Key, list[Any]] = {}
         self._leaving: dict[Key, list[Any]] = {}
 
     def run(self, step: Step, spans: Spans | None = None) -> None:
@@ -147,23 +135,26 @@ class Executor:
         found: list[Any] = []
         if i.kind in (Kind.F, Kind.RECOMPUTE):
             for edge in run.out_of if i.kind is Kind.F else ():
-                key = Key("F", i.stage, edge.target, mb)
-                found += self._leaving.get(key) or self._arrived.get((i.stage, edge.target, mb)) or []
+                found += self._sent(Key("F", i.stage, edge.target, mb))
             found += [] if record is None else [*record.made, record.loss]
             found += [self._step.losses.get(mb)] if run.is_last else []
             given = [*self._step.batch.inputs[mb].values(), *([] if record is None else record.arrived())]
             return new_tensors([*run.stage.held.tensors(), *given], found)
         if i.kind in (Kind.B, Kind.I):
             for edge in run.into:
-                key = Key("B", i.stage, edge.source, mb)
-                found += self._leaving.get(key) or self._gradients.get((i.stage, edge.source, mb)) or []
+                found += self._sent(Key("B", i.stage, edge.source, mb))
         if i.kind in (Kind.B, Kind.I, Kind.W):
             found += [parameter.grad for parameter in run.stage.parameters()]
-        if i.kind is Kind.RECV_F:
-            found += self._arrived.get((i.peer, i.stage, mb), [])
-        if i.kind is Kind.RECV_B:
-            found += self._gradients.get((i.peer, i.stage, mb), [])
+        if i.kind in (Kind.RECV_F, Kind.RECV_B):
+            found += self._arrived.get(Key.of(i.kind, i.stage, i.peer, mb), [])
         return new_tensors((), found)
+
+    def _put(self, key: Key, values: list[Any]) -> None:
+        """Store values for another stage of this lane, or until they are sent."""
+        (self._arrived if (key.target, key.mb) in self._local else self._leaving)[key] = values
+
+    def _sent(self, key: Key) -> list[Any]:
+        return self._leaving.get(key) or self._arrived.get(key) or []
 
     def settle(self, spans: Spans) -> list[tuple[int, int, int]]:
         """Return spans in nanoseconds on the host's clock; on a GPU, wait for their end."""
@@ -209,7 +200,7 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         run, step, mb = self.stages[i.stage], self._step, i.mb
-        arrived = {edge.source: self._arrived.pop((edge.source, i.stage, mb)) for edge in run.into}
+        arrived = {edge.source: self._arrived.pop(Key("F", edge.source, i.stage, mb)) for edge in run.into}
         key = (i.stage, mb)
         recomputes = key in self.program.recomputed
         if self.versions is not None:
@@ -222,11 +213,7 @@ class Executor:
         if run.is_last and record.loss is not None:
             step.losses[mb] = record.loss.detach()
         for edge in run.out_of:
-            values = run.outgoing(record, edge, recomputes=recomputes)
-            if (edge.target, mb) in self._local:
-                self._arrived[i.stage, edge.target, mb] = values
-            else:
-                self._leaving[Key("F", i.stage, edge.target, mb)] = values
+            self._put(Key("F", i.stage, edge.target, mb), run.outgoing(record, edge, recomputes=recomputes))
         if step.mode.has_backward:
             if recomputes:
                 record.made, record.loss = (), None
@@ -247,13 +234,10 @@ class Executor:
         run, mb = self.stages[i.stage], i.mb
         key = (i.stage, mb)
         record = self._records.pop(key)
-        gradients = {edge.target: self._gradients.pop((edge.target, i.stage, mb)) for edge in run.out_of}
+        gradients = {edge.target: self._arrived.pop(Key("B", edge.target, i.stage, mb)) for edge in run.out_of}
         made = run.backward(self._step, mb, record, gradients)
         for edge in run.into:
-            if (edge.source, mb) in self._local:
-                self._gradients[i.stage, edge.source, mb] = made[edge.source]
-            else:
-                self._leaving[Key("B", i.stage, edge.source, mb)] = made[edge.source]
+            self._put(Key("B", i.stage, edge.source, mb), made[edge.source])
         if record.pending is not None:
             record.leaves, record.is_pending = {}, True
             self._records[key] = record
@@ -282,23 +266,16 @@ class Executor:
     def fetch(self, i: Instruction, into: Workspace | None = None) -> list[Any] | None:
         """Return the values of a receive; None if the two stages exchange none."""
         run = self.stages[i.stage]
-        if i.kind is Kind.RECV_F:
-            has_any = any(edge.source == i.peer for edge in run.into)
-        else:
-            has_any = any(edge.target == i.peer for edge in run.out_of)
-        if not has_any:
+        is_forward = i.kind is Kind.RECV_F
+        peers = [edge.source for edge in run.into] if is_forward else [edge.target for edge in run.out_of]
+        if i.peer not in peers:
             return None
         return list(self.transport.receive(Key.of(i.kind, i.stage, i.peer, i.mb), i.lane, into))
 
-    def _receive_activation(self, i: Instruction, into: Workspace | None = None) -> None:
+    def _receive(self, i: Instruction, into: Workspace | None = None) -> None:
         values = self.fetch(i, into)
         if values is not None:
-            self._arrived[i.peer, i.stage, i.mb] = values
-
-    def _receive_gradient(self, i: Instruction, into: Workspace | None = None) -> None:
-        values = self.fetch(i, into)
-        if values is not None:
-            self._gradients[i.peer, i.stage, i.mb] = values
+            self._arrived[Key.of(i.kind, i.stage, i.peer, i.mb)] = values
 
     def _offload(self, i: Instruction) -> None:
         saved = self._records[i.stage, i.mb].saved
@@ -319,8 +296,8 @@ _HANDLERS: dict[Kind, Callable[..., None]] = {
     Kind.U: Executor._update,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
-    Kind.RECV_F: Executor._receive_activation,
-    Kind.RECV_B: Executor._receive_gradient,
+    Kind.RECV_F: Executor._receive,
+    Kind.RECV_B: Executor._receive,
     Kind.RECOMPUTE: Executor._recompute,
     Kind.OFFLOAD: Executor._offload,
     Kind.FETCH: Executor._fetch,

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from penstock.schedule.actions import KINDS, Action, Kind
 from penstock.schedule.lower import Lowered
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
 
 
 class Instruction(NamedTuple):
-    """One action of a lane.
+    """One action of a lane."""
 
-    Attributes:
-        place: the index in the lowered lanes, which identifies the action in a timeline.
-        kind: the kind of the action.
-        stage: the stage of the action.
-        mb: the micro-batch of the action.
-        peer: for a transfer, the stage at the other end.
-        lane: for a transfer, the lane of that stage.
-        version: the version of the weights that the action uses; for an update, the version that it makes.
-    """
-
-    place: int
-    kind: Kind
-    stage: int
-    mb: int
-    peer: int
-    lane: int
-    version: int
+    place: int  # the index in the lowered lanes, which identifies the action in a timeline
+    kind: Kind  # the kind of the action
+    stage: int  # the stage of the action
+    mb: int  # the micro-batch of the action
+    peer: int  # for a transfer, the stage at the other end
+    lane: int  # for a transfer, the lane of that stage
+    version: int  # the version of the weights that the action uses; for an update, the version that it makes
 
     @property
     def action(self) -> Action:
@@ -40,20 +32,13 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneProgram:
-    """The instructions of one lane for a step.
+    """The instructions of one lane for a step."""
 
-    Attributes:
-        lane: the number of the lane.
-        instructions: the instructions in order.
-        split: the (stage, micro-batch) pairs whose backward has two parts.
-        recomputed: the (stage, micro-batch) pairs whose forward is recomputed.
-        last_use: for each (stage, version of weights), the index of the last instruction that needs it.
-    """
-
-    lane: int
-    instructions: tuple[Instruction, ...]
-    split: frozenset[tuple[int, int]]
-    recomputed: frozenset[tuple[int, int]]
+    lane: int  # the number of the lane
+    instructions: tuple[Instruction, ...]  # the instructions in order
+    split: frozenset[tuple[int, int]]  # the (stage, micro-batch) pairs whose backward has two parts
+    recomputed: frozenset[tuple[int, int]]  # the (stage, micro-batch) pairs whose forward is recomputed
+    # for each (stage, version of weights), the index of the last instruction that needs it
     last_use: dict[tuple[int, int], int]
 
 
@@ -62,7 +47,8 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
     rows, schedule = lowered.rows, lowered.schedule
     begin, end = (int(n) for n in rows.starts[lane : lane + 2])
     columns = (rows.kind, rows.stage, rows.mb, rows.peer)
-    versions = iter(_versions(lowered, lane))
+    # the version of the weights for each compute action of a lane, in the order of the lowered lane
+    versions = repeat(0) if schedule.versions is None else iter(schedule.versions[lane].tolist())
     made: list[Instruction] = []
     for place, (kind, stage, mb, peer) in enumerate(zip(*(c[begin:end].tolist() for c in columns), strict=True), begin):
         what = KINDS[kind]
@@ -77,13 +63,3 @@ def make_program(lowered: Lowered, lane: int, *, forward_only: bool = False) -> 
         frozenset((i.stage, i.mb) for i in made if i.kind is Kind.RECOMPUTE),
         {(i.stage, i.version): at for at, i in enumerate(made) if i.kind in _COMPUTE},
     )
-
-
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
-
-
-def _versions(lowered: Lowered, lane: int) -> list[int]:
-    """Return the version of the weights for each compute action of a lane, in the order of the lowered lane."""
-    schedule = lowered.schedule
-    count = len(schedule.lanes[lane])
-    return [0] * count if schedule.versions is None else schedule.versions[lane].tolist()

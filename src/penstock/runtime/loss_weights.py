@@ -22,24 +22,16 @@ _AVERAGING = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "NLLLo
 
 @dataclass(frozen=True, eq=False)
 class CountRule:
-    """A rule that counts the values over which a loss averages, in one tensor of its target or of the batch.
+    """A rule that counts the values over which a loss averages, in one tensor of its target or of the batch."""
 
-    Attributes:
-        name: the input of the model to count in; "" for the target.
-        place: the index of the tensor in the target.
-        how: count labels that are not ignored ("kept"), or numbers that are "nonzero" or "finite" (not NaN); or add up
-            the numbers ("sum").
-        ignored: the label that is ignored.
-        is_shifted: whether the first label of each row is ignored, as in causal language models.
-        class_weight: the weight of each class.
-    """
-
-    name: str = ""
-    place: int = 0
+    name: str = ""  # the input of the model to count in; "" for the target
+    place: int = 0  # the index of the tensor in the target
+    # count labels that are not ignored ("kept"), or numbers that are "nonzero" or "finite" (not NaN); or add up the
+    # numbers ("sum")
     how: Literal["kept", "nonzero", "finite", "sum"] = "kept"
-    ignored: int = IGNORED
-    is_shifted: bool = False
-    class_weight: torch.Tensor | None = None
+    ignored: int = IGNORED  # the label that is ignored
+    is_shifted: bool = False  # whether the first label of each row is ignored, as in causal language models
+    class_weight: torch.Tensor | None = None  # the weight of each class
 
     def count(self, target: Any) -> Any:  # noqa: ANN401 - any target; a number, or a tensor of one
         """Return the count that the loss averages over.

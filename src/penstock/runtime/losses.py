@@ -11,22 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import UsageError, warn_user
 from penstock.model.structure import flatten
+from penstock.runtime.loss_weights import IGNORED
 
 LossFunction = Callable[..., Any]
 # a function from a micro-batch and its target to the count that the loss averages over; "sum" for a loss that is a sum
 Weight = Callable[[Any, Any], Any] | Literal["sum"] | None
 
-_IGNORED = -100  # the label that torch's cross entropy and the models of transformers ignore
-
 
 def find_loss(output: object, loss: LossFunction | None, target: Sequence[Any]) -> torch.Tensor:
-    """Return the loss of one micro-batch.
-
-    Args:
-        output: the output of the model.
-        loss: `loss(output, target)`; None if the output is the loss or contains it.
-        target: a sequence that contains the target; empty if there is none.
-    """
+    """Return the loss of one micro-batch; see `read_loss`."""
     return read_loss(output, loss, target)[0]
 
 
@@ -34,6 +27,8 @@ def read_loss(
     output: object, loss: LossFunction | None, target: Sequence[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and the named numbers that are returned with it (see `_metrics`).
+
+    Without `loss`, the output is the loss or contains it. The sequence `target` contains the target, if there is one.
 
     Raises:
         UsageError: if there is no loss.
@@ -157,11 +152,7 @@ def _no_state() -> None:
 
 
 def check_loss(loss: object, weight: object) -> None:
-    """Check a loss and its weight before anything runs.
-
-    Raises:
-        UsageError: if one of them has the wrong type.
-    """
+    """Check a loss and its weight before anything runs."""
     if isinstance(loss, type):
         raise UsageError(f"loss: {loss.__name__} is a class; give {loss.__name__}()")
     if loss is not None and not callable(loss):
@@ -188,14 +179,7 @@ def _first(found: object) -> object:
 
 
 def counts_of(weight: Weight, batches: Sequence[Any], targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the count that the loss of each micro-batch averages over.
-
-    Args:
-        weight: the function that returns the count; None or "sum" to count samples.
-        batches: the micro-batches, in the form in which the user gave the batch.
-        targets: the target of each micro-batch, or None.
-        sizes: the number of samples of each micro-batch.
-    """
+    """Return the count that the loss of each micro-batch averages over; without a weight function, its samples."""
     if weight is None or weight == "sum":
         return [float(size) for size in sizes]
     told = [weight(batch, target) for batch, target in zip(batches, targets, strict=True)]
@@ -234,7 +218,7 @@ def warn_of_uneven_tokens(loss: LossFunction | None, batches: Sequence[Any], tar
     """Warn if a mean over tokens would be wrong with micro-batches weighted by samples; return whether it warned."""
     if getattr(loss, "reduction", "mean") != "mean":
         return False
-    ignored = getattr(loss, "ignore_index", _IGNORED)
+    ignored = getattr(loss, "ignore_index", IGNORED)
     has_target = any(target is not None for target in targets)
     things = targets if has_target else batches
     counts = [[int((tensor != ignored).sum()) for tensor in _labels(thing)] for thing in things]

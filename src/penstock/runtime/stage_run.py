@@ -14,8 +14,8 @@ from penstock.model.stages import Stage
 from penstock.randomness.draw_names import enter, here
 from penstock.randomness.draws import SeededMode, mix
 from penstock.runtime.backward.gradient_accumulation import GradientAccumulation, accumulated_together
-from penstock.runtime.backward.split_backward import DeferredWeightGradients, Pending
-from penstock.runtime.backward.weight_queue import num_holders
+from penstock.runtime.backward.split_backward import DeferredWeightGradients
+from penstock.runtime.backward.weight_queue import Pending, num_holders
 from penstock.runtime.batch_norm import DeferredStatistics
 from penstock.runtime.keep.offload import HostPool, Saved, StorageSet
 from penstock.runtime.keep.recompute import Recomputed

@@ -15,13 +15,7 @@ from penstock.model.stages import Stage
 
 
 class WeightVersions:
-    """The versions of the weights of a lane's stages.
-
-    Args:
-        stages: the lane's stages.
-        optimizers: the optimizer of each stage.
-        last_use: for each (stage, version), the index in the lane's program of the last action that uses it.
-    """
+    """The versions of the weights of a lane's stages; `last_use` is that of the lane's program."""
 
     def __init__(
         self, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer],

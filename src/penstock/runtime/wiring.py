@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.errors import GraphError
 
+if TYPE_CHECKING:
+    from penstock.model.stages import Stage
+
 _GIVEN = "input:"  # the names of the model's inputs begin with it
-
-
-class StageInterface(Protocol):
-    """The inputs and outputs of a stage, by name."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the values that the stage needs."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the values that the stage makes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,33 +40,22 @@ class Feed:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The edges between stages in one mode, and the origin of each input and result.
+    """The edges between stages in one mode, and the origin of each input and result."""
 
-    Attributes:
-        edges: one edge for each pair of stages that exchange values.
-        feeds: for each stage, the origin of each of its inputs.
-        results: the origin of each result of the model; if its source is the last stage, it is an output of this stage.
-    """
-
-    edges: tuple[Edge, ...]
-    feeds: tuple[tuple[Feed, ...], ...]
+    edges: tuple[Edge, ...]  # one edge for each pair of stages that exchange values
+    feeds: tuple[tuple[Feed, ...], ...]  # for each stage, the origin of each of its inputs
+    # the origin of each result of the model; if its source is the last stage, it is an output of this stage
     results: tuple[Feed, ...]
 
     @cached_property
     def into(self) -> tuple[tuple[Edge, ...], ...]:
         """For each stage, the edges that end at it; the nearest source comes first."""
-        found: list[list[Edge]] = [[] for _ in self.feeds]
-        for edge in self.edges:
-            found[edge.target].append(edge)
-        return tuple(tuple(edges) for edges in found)
+        return tuple(tuple(edge for edge in self.edges if edge.target == stage) for stage in range(len(self.feeds)))
 
     @cached_property
     def out_of(self) -> tuple[tuple[Edge, ...], ...]:
         """For each stage, the edges that start at it."""
-        found: list[list[Edge]] = [[] for _ in self.feeds]
-        for edge in self.edges:
-            found[edge.source].append(edge)
-        return tuple(tuple(edges) for edges in found)
+        return tuple(tuple(edge for edge in self.edges if edge.source == stage) for stage in range(len(self.feeds)))
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
@@ -85,7 +63,7 @@ class Wiring:
         return tuple((e.source, e.target) for e in self.edges if e.target - e.source > 1)
 
 
-def wire(stages: Sequence[StageInterface], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
+def wire(stages: Sequence[Stage], results: Sequence[str], *, has_rest: bool = False) -> Wiring:
     """Return the wiring of some stages.
 
     Args:

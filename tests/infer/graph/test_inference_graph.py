@@ -42,7 +42,7 @@ quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorF
 def device(request, monkeypatch):
     if request.param == "cpu":
         monkeypatch.setattr(graph_module, "has_graphs", lambda device: True)
-        monkeypatch.setattr(graph_module, "make_graphs", CpuGraphs)
+        monkeypatch.setattr(graph_module, "CudaGraphs", CpuGraphs)
     monkeypatch.setattr(CpuGraphs, "num_replays", 0)
     return request.param
 
@@ -969,7 +969,7 @@ class Fails(CpuGraphs):
 
 def test_a_capture_that_fails_is_said_once(monkeypatch):
     monkeypatch.setattr(graph_module, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graph_module, "make_graphs", Fails)
+    monkeypatch.setattr(graph_module, "CudaGraphs", Fails)
     model, given = made("counting"), batch("counting", 2)
     graph = Graph(model, given)
     with pytest.warns(UserWarning, match="no CUDA graph: RuntimeError: not while a stream is capturing. The model"):

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import UsageError
-from penstock.runtime.backward.split_backward import DeferredWeightGradients, Pending
+from penstock.runtime.backward.split_backward import DeferredWeightGradients
+from penstock.runtime.backward.weight_queue import Pending
 
 TOLERANCE = 1e-12
 

@@ -31,7 +31,7 @@ def device(request, monkeypatch):
         monkeypatch.setattr(CudaGraphs, "capturing", counted(CudaGraphs.capturing))
     else:
         monkeypatch.setattr(graph_steps, "has_graphs", lambda device: True)
-        monkeypatch.setattr(graph_steps, "make_graphs", CpuGraphs)
+        monkeypatch.setattr(graph_steps, "CudaGraphs", CpuGraphs)
     return request.param
 
 
@@ -386,7 +386,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch, device):
                 raise RuntimeError("operation not permitted when stream is capturing")
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    monkeypatch.setattr(graph_steps, "make_graphs", Refusing)
+    monkeypatch.setattr(graph_steps, "CudaGraphs", Refusing)
     model = model_of()
     if device == "cuda":  # there it is the driver that refuses
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.devices.cuda_streams import OnStream, Stream, current_stream
-from penstock.devices.graph_capture import Maker, no_collection
+from penstock.devices.graph_capture import CudaGraphs, no_collection
 from penstock.devices.kinds import kind_of
 from penstock.infer.graph.interpreter import Interpreter
 
@@ -37,7 +37,7 @@ class Replay:
     def __init__(
         self, interpreter: Interpreter, *, held: Sequence[torch.Tensor], places: list[int],
         changed: Sequence[torch.Tensor], values: Sequence[torch.Tensor], batch_size: int, device: torch.device,
-        maker: Maker, streams: Sequence[Stream] | None,
+        maker: CudaGraphs, streams: Sequence[Stream] | None,
     ) -> None:  # fmt: skip
         self._interpreter, self._streams, self._device = interpreter, streams, device
         self._slots = [torch.empty_like(value, device=device, requires_grad=False) for value in values]

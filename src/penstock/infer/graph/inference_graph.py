@@ -12,9 +12,8 @@ from torch import nn
 
 from penstock.compile.options import Compile, Options, options_of
 from penstock.devices.cuda_streams import Event, Stream, current_stream, new_stream
-from penstock.devices.device_names import check_device, has_graphs
-from penstock.devices.graph_capture import Maker, make_graphs
-from penstock.devices.kinds import kind_of
+from penstock.devices.graph_capture import CudaGraphs
+from penstock.devices.kinds import check_device, has_graphs, kind_of
 from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.infer.graph.branches import MOST_BRANCHES
 from penstock.infer.graph.call_context import CallContext
@@ -85,7 +84,7 @@ class Graph:
         self._refusal = ""  # why torch.export could not capture the model
         self._forms: dict[object, Form] = {}
         self._replays: ShapeCache[Replay] = ShapeCache()
-        self._maker: Maker | None = None  # captures graphs with one shared memory pool
+        self._maker: CudaGraphs | None = None  # captures graphs with one shared memory pool
         self._streams: list[Stream] | None = None
         self._done: Event | None = None  # recorded after the last call
         self._last: int | None = None  # the stream of the last call, as CUDA's number
@@ -227,7 +226,7 @@ class Graph:
         if self._done is not None:
             self._done.synchronize()
         self._replays.evict()
-        self._maker = self._maker or make_graphs()
+        self._maker = self._maker or CudaGraphs()
         is_cast, dtype = self._autocast()
         with torch.autocast(self.device.type, enabled=is_cast, dtype=dtype, cache_enabled=False):
             return Replay(

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from penstock.model.preserve.modes import in_mode
+from penstock.model.preserve import in_mode
 
 # one lock per module, because a run in evaluation changes the module's mode temporarily
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.devices.device_names import check_device
+from penstock.devices.kinds import check_device
 from penstock.errors import UsageError, warn_user
 from penstock.infer.graph.inference_graph import Graph
 from penstock.infer.graph.unchanged_model import UnchangedModel

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from penstock.errors import UsageError, nearest
 from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
-from penstock.model.small_models.named_models import checked, config_of, find
+from penstock.model.small_models.named_models import checked, class_of, config_of, find
 
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
@@ -96,8 +96,6 @@ def _from_transformers(settings: dict[str, Any]) -> nn.Module:
         plain = config_of(kind)
     except UsageError as error:
         raise UsageError(f"model: {error}") from error
-    from penstock.model.small_models.small_class import class_of
-
     for name in settings:
         if not hasattr(plain, name) and name not in ("architectures", "transformers_version", "torch_dtype", "dtype"):
             raise UsageError(f"model_args: a config of {kind} has no {name!r}.{nearest(name, vars(plain))}")

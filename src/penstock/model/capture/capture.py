@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import nn
 
 from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short, nearest
 from penstock.model.capture.direct import Direct, sequence_of
 from penstock.model.capture.exported import Exported
+from penstock.model.capture.replay.module_shell import hooks_in
 from penstock.model.capture.replayed import Replayed
 from penstock.model.example import Call, read_example
-from penstock.model.graph import Graph
-from penstock.model.module_hooks import hooks_in
 from penstock.model.source import line_of
-from penstock.model.stages import Chain
-from penstock.model.visit import Visitor
 
-
-class Captured(Protocol):
-    """A model captured by one of the capture paths."""
-
-    model: nn.Module
-    call: Call
-    graph: Graph
-    path: str
-    reason: str
-
-    def split(self, cuts: Sequence[int]) -> Chain:
-        """Return the stages between the cuts."""
-        ...
-
-    def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
-        """Run the model once, on a device (also "meta") and for a batch size, and pass each node to a visitor."""
-        ...
-
-
+Captured = Direct | Exported | Replayed  # a model captured by one of the capture paths
 PATHS = ("auto", "direct", "export", "replay")
 
 
@@ -51,6 +28,7 @@ def capture(
 ) -> Captured:
     """Capture a model: sequences directly, other models by torch.export if it keeps their behaviour, else by replay.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> captured = capture(model, torch.zeros(3, 4))
     >>> captured.path, [str(captured.graph.values[v]) for v in captured.graph.crossing(2)]

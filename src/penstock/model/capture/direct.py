@@ -11,12 +11,10 @@ from torch import nn
 
 from penstock.compile.options import GroupError, Options, compiled
 from penstock.errors import CaptureError
-from penstock.model.capture.mode_matching import held_by_stage
-from penstock.model.capture.replay.module_shell import make_shell
+from penstock.model.capture.replay.module_shell import HOOKS, make_shell
 from penstock.model.capture.replay.replayed_visit import move_shell, run_with
 from penstock.model.example import Call
-from penstock.model.graph import Graph, Node, Size, Value
-from penstock.model.module_hooks import HOOKS
+from penstock.model.graph import Graph, Node, Size, Value, held_by_stage
 from penstock.model.parameters import (
     held_tensors,
     main_device,
@@ -24,10 +22,8 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.modes import RandomStates, in_mode
-from penstock.model.preserve.original_devices import OriginalDevices
-from penstock.model.preserve.tensor_values import restore_values
-from penstock.model.stages import Chain, HeldTensors, Results, Stage, make_chain
+from penstock.model.preserve import OriginalDevices, RandomStates, in_mode, restore_values
+from penstock.model.stages import Chain, HeldTensors, Results, Stage
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import Visitor
 from penstock.randomness.draw_names import enter
@@ -69,10 +65,6 @@ class _ModuleArguments:
         """Detach the tensors: their autograd graphs would keep all activations of the model in memory."""
         self.tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
 
-    def forget(self) -> None:
-        """Release the tensors of the example."""
-        self.tensors = []
-
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = rebuild(self.template, tensors)
         return args, kwargs
@@ -102,9 +94,10 @@ class Direct:
         return self._places_of[training]
 
     def _forget(self) -> None:
+        """Release the tensors of the example."""
         for places in self._places_of.values():
             for place in places:
-                place.forget()
+                place.tensors = []
 
     def _run(self, call: Call) -> list[_ModuleArguments]:
         """Run all modules once; return the arguments of each module, and the result of the last one."""
@@ -194,7 +187,7 @@ class Direct:
             return Results(lambda: template, [f"value_{len(self.paths) - 1}_{i}" for i in range(count)])
 
         first = self.model.get_submodule(self.paths[0]) if self.spreads else self.model
-        return make_chain(self.model, stages, example=self.call, results_of=results, forward_of=first)
+        return Chain(self.model, stages, example=self.call, results=results, forward_of=first)
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each module to a visitor."""
@@ -212,17 +205,11 @@ class Direct:
 
 @dataclass(frozen=True)
 class _Part:
-    """A module of a stage, or several modules that are compiled together.
+    """A module of a stage, or several modules that are compiled together."""
 
-    Attributes:
-        path: the path of the first module.
-        module: the module to call; several modules are one `nn.Sequential`.
-        apart: the same modules as separate parts.
-    """
-
-    path: str
-    module: nn.Module
-    apart: tuple[_Part, ...] = ()
+    path: str  # the path of the first module
+    module: nn.Module  # the module to call; several modules are one `nn.Sequential`
+    apart: tuple[_Part, ...] = ()  # the same modules as separate parts
 
 
 class DirectProgram:

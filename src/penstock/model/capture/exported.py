@@ -9,18 +9,15 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError, PenstockError, UsageError, warn_user
-from penstock.model.capture.export.exported_stage import cut_program
-from penstock.model.capture.export.exported_visit import visit_export
+from penstock.model.capture.export.exported_stage import StageBuilder, visit_export
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
-from penstock.model.capture.export.traced_graph import ExportGraph, read_graph
+from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
 from penstock.model.capture.export.tracing import OpenDims, trace
-from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.example import Call
-from penstock.model.graph import Graph
+from penstock.model.graph import Graph, held_by_stage, match_cuts
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
-from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.original_devices import OriginalDevices, on_device
-from penstock.model.stages import Chain, Forms, Program, Results, Stage, make_chain
+from penstock.model.preserve import OriginalDevices, in_mode, on_device
+from penstock.model.stages import Chain, Forms, Program, Results, Stage
 from penstock.model.visit import Visitor
 
 _MOST_FORMS = 6  # traced forms; batches that fit none of them are replayed
@@ -69,7 +66,7 @@ class _Form:
             except CaptureError as error:
                 self._refusals[training] = error
                 raise
-            graph = read_graph(traced, self._model, self.call)
+            graph = GraphReader(traced, self._model, self.call).read()
             self._made[training] = (graph, traced.template, traced.guards)
         return self._made[training]
 
@@ -194,16 +191,9 @@ class Exported:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each node to a visitor."""
         exported = self._side(self.training)[0]
         call = self.call if batch_size is None else self.call.resized(batch_size)
-        held = held_tensors(self.model) | exported.constants
         where = device or main_device(self.model, self.call)
-        visit_export(
-            exported,
-            visitor,
-            inputs=[tensor.to(where) for tensor in call.tensors],
-            held={name: tensor.to(where) for name, tensor in held.items()},
-            batch_size=call.batch_size,
-            device=where,
-        )
+        held = {name: tensor.to(where) for name, tensor in (held_tensors(self.model) | exported.constants).items()}
+        visit_export(exported, visitor, call.map(lambda tensor: tensor.to(where)), held, where)
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, in the current form, and the description of the result."""
@@ -223,7 +213,7 @@ class Exported:
         ranges = exported.graph.stages(own)
         device = main_device(self.model, self.call)
         programs: list[Program] = [
-            cut_program(exported, nodes, is_last=index == len(ranges) - 1, device=device)
+            StageBuilder(exported, nodes, is_last=index == len(ranges) - 1).cut(device)
             for index, nodes in enumerate(ranges)
         ]
         values = exported.graph.values
@@ -290,14 +280,8 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         )
         _hold(stage, program)
         stages.append(stage.train(exported.training))
-    return make_chain(
-        exported.model,
-        stages,
-        example=exported.call,
-        results_of=lambda training: side(training)[1],
-        has_fixed_shapes=True,
-        forms=Forms(lambda: exported.form, choose),
-    )
+    forms = Forms(lambda: exported.form, choose)
+    return Chain(exported.model, stages, example=exported.call, results=lambda training: side(training)[1], forms=forms)
 
 
 def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool) -> str:
@@ -312,11 +296,7 @@ def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool
 
 
 def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
-    """Check that a parameter of another stage is on the device of this stage; it cannot be on two devices.
-
-    Raises:
-        CaptureError: if it is on another device.
-    """
+    """Refuse a parameter of another stage that is on another device: it cannot be on two devices."""
     if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
         raise CaptureError(
             f"in evaluation a stage on {device} uses {name}, but in training only a stage on {tensor.device} does: "

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.model.capture.mode_matching import held_by_stage, match_cuts
 from penstock.model.capture.replay.call_recorder import Recording, Seen, record
 from penstock.model.capture.replay.replayed_stage import ReplayProgram, make_part
 from penstock.model.capture.replay.replayed_visit import visit_replay
 from penstock.model.example import Call
-from penstock.model.graph import Graph, Node, Size, Value
+from penstock.model.graph import Graph, Node, Size, Value, held_by_stage, match_cuts
 from penstock.model.parameters import (
     held_tensors,
     main_device,
@@ -22,10 +21,8 @@ from penstock.model.parameters import (
     read_parameters,
     unsaved_names,
 )
-from penstock.model.preserve.model_state import preserve_state
-from penstock.model.preserve.modes import in_mode
-from penstock.model.preserve.original_devices import OriginalDevices
-from penstock.model.stages import Chain, Results, Stage, make_chain
+from penstock.model.preserve import OriginalDevices, in_mode, preserve_state
+from penstock.model.stages import Chain, Results, Stage
 from penstock.model.visit import Visitor
 
 
@@ -79,7 +76,7 @@ class Replayed:
             ).train(self.training)
             for index, program in enumerate(side(self.training)[0])
         ]
-        return make_chain(self.model, stages, example=self.call, results_of=lambda training: side(training)[1])
+        return Chain(self.model, stages, example=self.call, results=lambda training: side(training)[1])
 
     def visit(self, visitor: Visitor, *, device: torch.device | None = None, batch_size: int | None = None) -> None:
         """Run the model once, on a device (also "meta") and for a batch size, and pass each unit to a visitor."""
@@ -93,23 +90,9 @@ class Replayed:
         ranges = graph.stages(cuts if training == self.training else match_cuts(self.graph, cuts, graph))
         held = held_by_stage(self.graph, cuts)
         paths = [path for path, _ in self.model.named_modules()]
-        programs = []
         with in_mode(self.model, training=training), self._original_devices.restored():
-            for index in range(len(ranges)):
-                part = make_part(recording, ranges, held, paths, index)
-                is_last = index == len(ranges) - 1
-                programs.append(
-                    ReplayProgram(
-                        self.model,
-                        self.call,
-                        graph,
-                        recording,
-                        part,
-                        held_names=held[index],
-                        index=index,
-                        is_last=is_last,
-                    )
-                )
+            parts = [make_part(recording, ranges, held, paths, index) for index in range(len(ranges))]
+            programs = [ReplayProgram(self.model, self.call, graph, part) for part in parts]
         return programs, Results(
             lambda: programs[-1].template, [f"output:{i}" for i in range(len(recording.outputs))], takes_all=True
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,9 @@ import torch
 from penstock.errors import CaptureError
 from penstock.model.profile import Profile
 from penstock.model.profiling.device_rates import Rates
-from penstock.model.profiling.meta_attention import FusedAttention
 from penstock.model.profiling.node_survey import Progress, survey
 from penstock.model.profiling.node_trial import Backward, Trial
-from penstock.model.profiling.operation_counts import Tally
+from penstock.model.profiling.operation_counts import FusedAttention, Tally
 from penstock.model.profiling.saved_tensors import num_bytes
 
 if TYPE_CHECKING:
@@ -23,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def analytic(
-    captured: Captured,
-    *,
-    rates: Rates | str = "cpu",
-    batch_size: int | None = None,
-    progress: Progress | None = None,
+    captured: Captured, *, rates: Rates | str = "cpu", batch_size: int | None = None, progress: Progress | None = None
 ) -> Profile:
     """Return the costs of each node, computed from its operations and bytes; the device need not be present.
 
@@ -46,32 +41,18 @@ def analytic(
         UsageError: if an argument is invalid.
     """
     chosen = Rates.of(rates) if isinstance(rates, str) else rates
+    count = partial(survey, captured, _Counter(chosen), batch_size=batch_size, progress=progress)
     with FusedAttention():
         try:
-            result = survey(
-                captured, _Counter(chosen), device=torch.device("meta"), batch_size=batch_size, progress=progress
-            )
+            result = count(device=torch.device("meta"))
         except CaptureError:  # the model reads data: count on the example itself, if it has data
             if all(tensor.is_meta for tensor in captured.call.tensors):
                 raise
-            result = survey(captured, _Counter(chosen), device=None, batch_size=batch_size, progress=progress)
-    costs = np.array([(cost.forward, cost.input_grad, cost.weight_grad) for cost in result.found]).reshape(-1, 3)
-    per_node = result.sums(*costs.T)
-    return Profile(
-        graph=captured.graph,
-        batch_size=captured.graph.batch_size if batch_size is None else batch_size,
-        forward=per_node[0],
-        input_grad=per_node[1],
-        weight_grad=per_node[2],
-        saved_bytes=per_node[3],
-        pending_bytes=per_node[4],
-        device=chosen.name,
-        method="analytic",
-    )
+            result = count(device=None)
+    return result.profile(result.sums(*np.array(result.found).reshape(-1, 3).T), device=chosen.name, method="analytic")
 
 
-@dataclass(frozen=True)
-class _Cost:
+class _Cost(NamedTuple):
     forward: float
     input_grad: float = 0.0
     weight_grad: float = 0.0
@@ -108,8 +89,6 @@ class _Counter:
     def _gradient(self, backward: Backward, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> float:
         if not inputs and not parameters:
             return 0.0
-        added = [
-            self.rates.seconds(flops=0.0, num_bytes=3 * num_bytes(tensor))  # two reads and one write
-            for tensor in parameters
-        ]
-        return self._seconds(lambda: backward.gradient([*inputs, *parameters])) + sum(added)
+        # adding a gradient takes two reads and one write
+        added = sum(self.rates.seconds(flops=0.0, num_bytes=3 * num_bytes(tensor)) for tensor in parameters)
+        return self._seconds(lambda: backward.gradient([*inputs, *parameters])) + added

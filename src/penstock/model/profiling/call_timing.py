@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from penstock.devices import cuda
+from penstock.devices.graph_capture import no_collection
 from penstock.devices.kinds import kind_of
 
 _MOST_CALLS = 64  # in one burst; the queue of a device holds about a thousand kernels
@@ -22,15 +20,10 @@ _LONG_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call.
+    """The seconds of one call."""
 
-    Attributes:
-        device: the time that the device works on it, measured with a full queue.
-        host: the time until the host can launch the next call; 0 if host and device are the same.
-    """
-
-    device: float
-    host: float = 0.0
+    device: float  # the time that the device works on it, measured with a full queue
+    host: float = 0.0  # the time until the host can launch the next call; 0 if host and device are the same
 
     def less(self, other: Timing) -> Timing:
         """Return the time without that of another call, at least zero."""
@@ -45,14 +38,6 @@ class Timing:
 Call = Callable[[], object]
 
 
-class Clock(Protocol):
-    """A clock that times bursts of calls on one kind of device."""
-
-    def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:
-        """Return the time per call of a burst; `ahead_seconds` is the time to launch all of it, if known."""
-        ...
-
-
 class _HostClock:
     """A clock of the host; it waits for the device, if that is not the host, before each reading."""
 
@@ -62,7 +47,7 @@ class _HostClock:
     def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:  # noqa: ARG002 - for queues only
         self._synchronize()
         seconds = []
-        with _no_collection():
+        with no_collection(collects=False):
             for _ in range(count):
                 begin = time.perf_counter()
                 call()
@@ -85,7 +70,8 @@ class _CudaClock:
         self._gap = statistics.median(self.time(lambda: None, 1, ahead_seconds=1e-4).device for _ in range(9))
 
     def time(self, call: Call, count: int, *, ahead_seconds: float = 0.0) -> Timing:
-        with cuda.on_gpu(self._device), _no_collection():
+        """Return the time per call of a burst; `ahead_seconds` is the time to launch all of it, if known."""
+        with cuda.on_gpu(self._device), no_collection(collects=False):
             start, end = cuda.timed_events()
             kind_of(self._device).synchronize(self._device)
             if ahead_seconds:
@@ -102,6 +88,9 @@ class _CudaClock:
         between = start.elapsed_time(end) / 1e3
         busy = between - self._gap if between > 1.5 * self._gap else 0.0  # the gap between two events without a call
         return Timing(busy / count, host / count)
+
+
+Clock = _HostClock | _CudaClock
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -193,15 +182,3 @@ def in_queue(timings: Sequence[Timing]) -> list[float]:
             done = max(done, asked) + timing.device
         costs.append(done - before)
     return costs
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector during a timing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +17,12 @@ from numpy.typing import NDArray
 
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
+from penstock.model.preserve import RandomStates, preserve_state
 from penstock.model.profile import Profile
 from penstock.model.profiling.call_timing import Call, Clock, Timing, clock_for, engine_overhead, in_queue, median_time
 from penstock.model.profiling.node_survey import Progress, distinct_nodes, survey
 from penstock.model.profiling.node_trial import Backward, Trial
-from penstock.model.profiling.whole_model import whole_seconds
+from penstock.model.structure import flatten
 
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
@@ -26,6 +31,9 @@ _MOST_SECONDS = 0.01  # for one timing; a longer one does not improve the median
 _TIMINGS = 4  # per node: its forward, and the gradients of its inputs, of its parameters and of both
 _MOST_SCALE = 3.0  # a larger factor means that something else was measured
 _NOTHING = Timing(0.0)
+_MOST_RUNS, _FEWEST_RUNS = 9, 3  # of the whole model
+_ENOUGH_SECONDS = 0.3
+_MEMORY_SHARE = 0.25  # of the free memory; the largest share that one run may take
 
 _Floats = NDArray[np.float64]
 
@@ -77,17 +85,7 @@ def measure(
     if _is_on_cpu(captured, stopwatch.device):
         whole = whole_seconds(captured, batch_size=batch_size, saved_bytes=float(per_node[3].sum()))
         per_node[:3] = _scale_to_whole(per_node[:3], whole)
-    return Profile(
-        graph=captured.graph,
-        batch_size=captured.graph.batch_size if batch_size is None else batch_size,
-        forward=per_node[0],
-        input_grad=per_node[1],
-        weight_grad=per_node[2],
-        saved_bytes=per_node[3],
-        pending_bytes=per_node[4],
-        device=_describe(stopwatch.device),
-        method="measured",
-    )
+    return result.profile(per_node, device=_describe(stopwatch.device), method="measured")
 
 
 @dataclass(frozen=True)
@@ -196,3 +194,72 @@ def _check_device(device: torch.device | None) -> None:
 def _describe(device: torch.device | None) -> str:
     device = torch.device("cpu") if device is None else device
     return f"{device.type} {kind_of(device).name(device)}"
+
+
+# ---- the seconds of a whole model, to correct the times of its single nodes
+
+
+def whole_seconds(captured: Captured, *, batch_size: int | None, saved_bytes: float) -> tuple[float, float] | None:
+    """Return the seconds of the forward and the backward of one micro-batch on the CPU; None if not measurable.
+
+    A node that is timed alone, again and again, finds its weights and its code in the nearest cache. Within a step it
+    does not: on a CPU, the nodes of a small model then take up to 1.5 times as long in total. The extra time of each
+    node is unknown, but the total time of all nodes can be measured. Gradients, buffers, attributes and random
+    generators are preserved. All of the model must be on the CPU.
+    """
+    parameters = [p for p in captured.model.parameters() if p.requires_grad]
+    if any(p._post_accumulate_grad_hooks for p in parameters):  # the user's hooks must not run here
+        return None
+    if saved_bytes + 2 * sum(p.nbytes for p in parameters) > _MEMORY_SHARE * _free_bytes():
+        return None
+    states = RandomStates()
+    gradients = [(p, p.grad) for p in parameters]
+    try:
+        chain = captured.split(())
+        call = captured.call if batch_size is None else captured.call.resized(batch_size)
+        args, kwargs = call.map(lambda tensor: tensor.detach()).arguments()
+        for parameter in parameters:  # add to existing gradients, as all micro-batches except the first do
+            parameter.grad = torch.zeros_like(parameter)
+        rows: list[tuple[float, float]] = []
+        begin = time.perf_counter()
+        with preserve_state(captured.model):
+            while len(rows) < _MOST_RUNS:
+                with torch.enable_grad():
+                    rows.append(_run(lambda: chain(*args, **kwargs)))
+                if len(rows) > _FEWEST_RUNS and time.perf_counter() - begin > _ENOUGH_SECONDS:
+                    break
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # then the times of the nodes stay uncorrected
+        return None
+    finally:
+        states.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    kept = rows[1:]  # the first run is slower: it allocates memory and selects kernels
+    return statistics.median(row[0] for row in kept), statistics.median(row[1] for row in kept)
+
+
+def _run(forward: Callable[[], object]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    result = forward()
+    middle = time.perf_counter()
+    tensors, _ = flatten(result)
+    ends = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+    ones = [torch.ones_like(t) for t in ends]
+    start = time.perf_counter()
+    if ends:
+        torch.autograd.backward(ends, ones)
+    return middle - begin, time.perf_counter() - start
+
+
+def _free_bytes() -> float:
+    """Return the bytes of memory that a process can take without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE") / 2
+    except (OSError, ValueError):
+        return 0.0

@@ -18,6 +18,7 @@ from penstock.devices import cuda
 from penstock.errors import GraphError, PenstockError, UsageError, in_short, warn_user
 from penstock.model.graph import Graph, Node
 from penstock.model.parameters import held_tensors
+from penstock.model.profile import Profile
 from penstock.model.profiling.node_trial import Trial
 from penstock.model.profiling.saved_tensors import Ledger, Saved, num_bytes, record_saved
 from penstock.model.visit import RunNode
@@ -51,28 +52,30 @@ class Survey(Generic[T]):
     """The result of a survey: one entry per node, or more.
 
     A node has several entries if it has functions between module calls: these are examined separately from the calls.
-
-    Attributes:
-        found: the results of the examiner, in execution order.
-        node_of: the node of each entry.
-        saved_bytes: memory that the forward keeps for the backward; each piece counts at the first node that keeps it.
-        pending_bytes: memory that the weight gradient needs.
-        num_examined: the number of nodes that differ from all nodes before them.
-        num_nodes: the number of nodes in the graph.
     """
 
-    found: list[T]
-    node_of: list[int]
+    found: list[T]  # the results of the examiner, in execution order
+    node_of: list[int]  # the node of each entry
+    # memory that the forward keeps for the backward; each piece counts at the first node that keeps it
     saved_bytes: list[float]
-    pending_bytes: list[float]
-    num_examined: int
-    num_nodes: int
+    pending_bytes: list[float]  # memory that the weight gradient needs
+    graph: Graph  # the graph of the nodes
+    batch_size: int  # the number of samples in the micro-batch
 
     def sums(self, *columns: Sequence[float] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
         """Return the sums per node of columns with one number per entry, then of the saved and the pending bytes."""
         every = (*columns, self.saved_bytes, self.pending_bytes)
-        sums = (np.bincount(self.node_of, weights=np.asarray(column), minlength=self.num_nodes) for column in every)
+        sums = (
+            np.bincount(self.node_of, weights=np.asarray(column), minlength=len(self.graph.nodes)) for column in every
+        )
         return [cast("NDArray[np.float64]", column) for column in sums]
+
+    def profile(self, sums: Sequence[NDArray[np.float64]], *, device: str, method: str) -> Profile:
+        """Return the profile with these sums per node."""
+        forward, input_grad, weight_grad, saved, pending = sums
+        return Profile(
+            self.graph, self.batch_size, forward, input_grad, weight_grad, saved, pending, device=device, method=method
+        )
 
 
 def survey(
@@ -116,7 +119,8 @@ def survey(
         shown = "; ".join(visitor.notes[:3])
         warn_user(f"some nodes cannot be measured alone, so their costs are guessed: {shown}{more}")
     node_of, found, saved_bytes, pending_bytes = (list(column) for column in zip(*visitor.rows, strict=True))
-    return Survey(found, node_of, saved_bytes, pending_bytes, len(visitor.known), len(captured.graph.nodes))
+    size = captured.graph.batch_size if batch_size is None else batch_size
+    return Survey(found, node_of, saved_bytes, pending_bytes, captured.graph, size)
 
 
 def distinct_nodes(graph: Graph) -> int:

@@ -17,15 +17,10 @@ from penstock.model.visit import RunNode
 
 @dataclass(frozen=True)
 class Backward:
-    """A forward that has run and can be differentiated repeatedly.
+    """A forward that has run and can be differentiated repeatedly."""
 
-    Attributes:
-        outputs: the outputs through which gradients flow back.
-        grads: one gradient per output.
-    """
-
-    outputs: list[torch.Tensor]
-    grads: list[torch.Tensor]
+    outputs: list[torch.Tensor]  # the outputs through which gradients flow back
+    grads: list[torch.Tensor]  # one gradient per output
 
     def gradient(self, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of some inputs or parameters; the graph is kept for the next call."""
@@ -137,11 +132,7 @@ class _Watch(TorchFunctionMode):
         self.calls: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., object], _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

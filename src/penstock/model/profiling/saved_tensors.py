@@ -23,17 +23,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Saved:
-    """The memory that a node keeps.
+    """The memory that a node keeps."""
 
-    Attributes:
-        kept: the pieces that are kept from the forward to the backward, without parameters and buffers.
-        pending: the pieces among them that the weight gradient needs.
-        pending_bytes: the bytes of the gradients of the outputs, which the weight gradient needs too.
-    """
-
+    # the pieces that are kept from the forward to the backward, without parameters and buffers
     kept: tuple[Kept, ...] = ()
-    pending: tuple[Kept, ...] = ()
-    pending_bytes: int = 0
+    pending: tuple[Kept, ...] = ()  # the pieces among them that the weight gradient needs
+    pending_bytes: int = 0  # the bytes of the gradients of the outputs, which the weight gradient needs too
 
     @classmethod
     def guessed(cls, trial: Trial) -> Saved:

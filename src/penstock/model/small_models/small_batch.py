@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from penstock.model.small_models.small_config import Config, Setting, configs_of, read
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 LENGTH, TARGET_LENGTH, LABEL_LENGTH = 16, 12, 4
 FIRST_WORD, NUM_WORDS = 20, 80  # a range of the vocabulary without special tokens
@@ -52,26 +52,18 @@ class Maker:
 
     def noise(self, *shape: int) -> Tensor:
         """Return normally distributed noise for each sample."""
-        import torch
-
         return torch.randn(self.batch_size, *shape)
 
     def integers(self, limit: int, *shape: int) -> Tensor:
         """Return random integers below a limit for each sample."""
-        import torch
-
         return torch.randint(limit, (self.batch_size, *shape))
 
     def ones(self, *shape: int) -> Tensor:
         """Return integer ones for each sample: a mask that hides nothing."""
-        import torch
-
         return torch.ones(self.batch_size, *shape, dtype=torch.long)
 
     def rows(self, *values: float) -> Tensor:
         """Return the same row for each sample."""
-        import torch
-
         return torch.tensor([list(values)] * self.batch_size)
 
     def words(self, length: int) -> Tensor:
@@ -82,8 +74,6 @@ class Maker:
 
     def mask(self, length: int) -> Tensor:
         """Return a mask that hides the ends of some rows."""
-        import torch
-
         lengths = length - torch.arange(self.batch_size) % 3 * 2
         return (torch.arange(length) < lengths[:, None]).long()
 
@@ -160,8 +150,6 @@ def batch_for(model: nn.Module, *, batch_size: int, exceptions: Mapping[str, Map
 
 def _place_pictures(maker: Maker, batch: Batch) -> None:
     """Insert tokens for images or sound between the words, one per feature vector of the model."""
-    import torch
-
     for sense, tokens in (("image", ("image_token_id", "image_token_index")), ("audio", ("audio_token_id",))):
         token = maker.find(*tokens)
         features = getattr(maker.model, f"get_{sense}_features", None) or getattr(
@@ -187,8 +175,6 @@ def _place_pictures(maker: Maker, batch: Batch) -> None:
 
 def _num_rows(found: Setting) -> int:
     """Return the number of tokens that the features belong to."""
-    from torch import Tensor
-
     if isinstance(found, Tensor):
         return found.numel() // found.shape[-1]
     if isinstance(found, list | tuple) and found and all(isinstance(x, Tensor) for x in found):

@@ -146,12 +146,7 @@ class Shrink:
     moved: dict[int, int] = field(default_factory=dict)
 
     def config(self, config: Config, *, given: Mapping[str, Any]) -> Setting:
-        """Return a small config of the same kind.
-
-        Args:
-            config: a config of transformers.
-            given: the values of attributes to set; `part.attribute` names an attribute of a part.
-        """
+        """Return a small config of the same kind; `given` sets attributes, also of parts, as `part.attribute`."""
         given = {**self.exceptions.get(config.model_type, {}).get("config", {}), **given}
         changed: dict[str, Any] = {}
         for entry in dataclasses.fields(config):

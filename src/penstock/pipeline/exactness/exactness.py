@@ -20,7 +20,7 @@ from torch import nn
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError, warn_user
 from penstock.model.example import Call, arguments_of
-from penstock.model.preserve.modes import RandomStates
+from penstock.model.preserve import RandomStates
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness_advice import (
@@ -30,7 +30,6 @@ from penstock.pipeline.exactness.exactness_advice import (
     check_own_weight,
     option_for,
 )
-from penstock.pipeline.exactness.loss_probes import probe_tolerance, probes
 from penstock.pipeline.exactness.loss_samples import (
     FEW,
     artificial_labels,
@@ -39,6 +38,8 @@ from penstock.pipeline.exactness.loss_samples import (
     ignoring,
     label_names,
     moved_to,
+    probe_tolerance,
+    probes,
     rows_of,
     special_values,
     with_ignored,
@@ -61,8 +62,7 @@ from penstock.pipeline.exactness.scoring import (
     run_call,
     score_losses,
 )
-from penstock.pipeline.splitting.custom_split import Split, samples_of, split_batch
-from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.pipeline.splitting.batch_splits import PackedSplit, Split, samples_of, split_batch
 from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import (
     CountRule,
@@ -74,6 +74,8 @@ from penstock.runtime.loss_weights import (
 from penstock.runtime.losses import LossFunction, Weight, counts_of, find_loss, loss_factors
 from penstock.runtime.micro_batches import cut_structure, join_results, join_rows
 from penstock.runtime.step import Batch
+
+Target = tuple[Any, ...]  # the target of a batch, or nothing
 
 _HOST = torch.device("cpu")
 _MOST_ON_GPU = 3  # compared targets on a GPU once a single weight is left; the host waits for each
@@ -90,12 +92,6 @@ class Exactness:
     """Finds how much the loss of each micro-batch counts, and refuses models and losses for which no weights are exact.
 
     The losses of torch are known. All other losses are tried on targets after `check` was called.
-
-    Args:
-        loss: the user's loss function.
-        weight: the user's `weight=`: the quantity that the loss averages over.
-        over_batch: whether the loss sees the whole batch at once.
-        is_compiled: whether the loss will be compiled.
 
     Attributes:
         weight: the quantity that the loss averages over, as far as it is known.
@@ -130,13 +126,9 @@ class Exactness:
     # ---- the model
 
     def check(self, chain: Chain, model: nn.Module, *, example: object = None, split: Split | None = None) -> None:
-        """Compare a few samples of the example, as a whole and in parts.
+        """Compare a few samples of the example, as a whole and in parts; the model is left unchanged.
 
-        Args:
-            chain: the captured model, on devices on which it can run.
-            model: the user's model; it is left unchanged.
-            example: the user's example; only used with `split`.
-            split: the function that cuts batches, if the user splits them.
+        If the user splits batches, `split` cuts the user's example.
 
         Raises:
             UsageError: if the parts do not add up to the whole; the message names an option that makes them exact.
@@ -297,12 +289,7 @@ class Exactness:
             self._check_gradients(chain, compared, exact[0])
             self.weight, self.is_settled = exact[0], True
 
-    def _check_gradients(
-        self,
-        chain: Chain,
-        compared: Sequence[tuple[Call, Sequence[Call]]],
-        weight: Any,  # noqa: ANN401
-    ) -> None:
+    def _check_gradients(self, chain: Chain, compared: Sequence[tuple[Call, Sequence[Call]]], weight: object) -> None:
         """Compare the gradients of the parameters, since rounding of the loss hides a small term that couples samples.
 
         The load-balancing loss of a mixture of experts is an example: 1e-6 of the loss, but a tenth of the router's
@@ -332,7 +319,7 @@ class Exactness:
             return [self._given]
         return [self.weight] if self._is_known else list(candidates(names, target, left_out))
 
-    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[tuple[Any, ...]]) -> list[float] | None:  # noqa: ANN401
+    def _shares(self, choice: Any, parts: Sequence[Call], targets: Sequence[Target]) -> list[float] | None:  # noqa: ANN401
         """Return how much the loss of each part counts for a choice of weight; None if nothing counts."""
         plain = [target[0] if target else None for target in targets]
         if callable(choice):
@@ -377,7 +364,7 @@ class Exactness:
         self._num_targets += 1
         return self._num_targets >= self._next_compared
 
-    def learn(self, call: Call, target: tuple[Any, ...], dim: int) -> None:
+    def learn(self, call: Call, target: Target, dim: int) -> None:
         """Find the quantity that the user's loss averages over, from a target.
 
         Later targets are compared too, but less and less often. They are needed because a mask may leave out nothing
@@ -395,7 +382,7 @@ class Exactness:
 
     def _learn(
         self,
-        target: tuple[Any, ...],
+        target: Target,
         size: int,
         dim: int,
         parts_with: Callable[[list[int]], Sequence[Call]],
@@ -403,12 +390,8 @@ class Exactness:
     ) -> None:
         """Compare the loss of a few samples of a target with that of its parts.
 
-        Args:
-            target: the target of a batch.
-            size: the number of samples in the batch.
-            dim: the dimension of samples.
-            parts_with: a function that returns the parts of some samples of the batch; it returns () if it cannot.
-            telling: more choices of samples, which are made after the usual ones have been compared.
+        `parts_with` returns the parts of some samples of the batch, or () if it cannot. `telling` yields more choices
+        of samples, which are made after the usual ones have been compared.
         """
         if self._num_targets >= self._next_compared:
             self._next_compared = min(2 * self._next_compared, self._next_compared + _MOST_STEPS)
@@ -433,7 +416,7 @@ class Exactness:
         if is_on_gpu and self._num_targets >= _MOST_ON_GPU and not self.alternatives:
             self.is_settled, self._runs = True, []
 
-    def _pieces(self, target: Sequence[Any], dim: int) -> list[tuple[Any, ...]]:
+    def _pieces(self, target: Sequence[Any], dim: int) -> list[Target]:
         columns = [cut_structure(thing, sum(self._sizes), self._sizes, dim) for thing in target]
         return list(zip(*columns, strict=True)) or [()] * len(self._sizes)
 
@@ -444,7 +427,7 @@ class Exactness:
         """The weights, except the one in use, under which all targets so far were exact too."""
         return [] if self.is_settled or self._over_batch else (self._exact or [])[1:]
 
-    def must_compare(self, pieces: Batch, targets: Sequence[tuple[Any, ...]]) -> bool:
+    def must_compare(self, pieces: Batch, targets: Sequence[Target]) -> bool:
         """Return whether the remaining weights differ for a batch, so that its target must be compared.
 
         For example, a mask that left out nothing so far leaves out something in this batch. The answer is always False
@@ -469,7 +452,7 @@ class Exactness:
         first = shares(self.weight)
         return self._num_fruitless < _MOST_FRUITLESS and any(differ(shares(rival), first) for rival in alternatives)
 
-    def _distinguishing_rows(self, call: Call, target: tuple[Any, ...], dim: int) -> Iterator[list[int]]:
+    def _distinguishing_rows(self, call: Call, target: Target, dim: int) -> Iterator[list[int]]:
         """Yield choices of samples that distinguish alternatives: those that count most or least under a weight."""
         size = call.batch_size
         if not self.alternatives or size > _MOST_COUNTED:
@@ -505,11 +488,7 @@ class Exactness:
                 self._narrow(tuple(made), self._pieces(made, dim), parts, dim)
 
     def _narrow_by_special_values(self, few: Sequence[Any], parts: Sequence[Call], dim: int) -> None:
-        """Distinguish alternatives by values that targets may contain later; a loss may refuse them.
-
-        Raises:
-            UsageError: if no weight is left, because the loss leaves out samples depending on their target.
-        """
+        """Distinguish alternatives by values of later targets, which a loss may refuse; raise if no weight is left."""
         for words, changed in special_values(few, self._sizes[0], sum(self._sizes)):
             before = self._exact
             try:
@@ -522,16 +501,8 @@ class Exactness:
                     f"amount that a micro-batch's loss averages over. {_CHECK_OFF}"
                 ) from error
 
-    def compare_split_target(
-        self, target: tuple[Any, ...], size: int, parts: Sequence[Call], pieces: Sequence[tuple[Any, ...]]
-    ) -> None:
+    def compare_split_target(self, target: Target, size: int, parts: Sequence[Call], pieces: Sequence[Target]) -> None:
         """Find the quantity from the target of a batch that the user has split.
-
-        Args:
-            target: the target of the whole batch.
-            size: the number of samples in the batch.
-            parts: the micro-batches that the user's split made.
-            pieces: the targets of the micro-batches.
 
         Raises:
             UsageError: if the losses of micro-batches cannot add up to that of the batch.
@@ -554,14 +525,8 @@ class Exactness:
         if self._exact:
             self.weight = None if self._over_batch else self._exact[0]
 
-    def _narrow(
-        self, target: tuple[Any, ...], pieces: Sequence[tuple[Any, ...]], parts: Sequence[Call], dim: int
-    ) -> str:
-        """Keep the weights under which this target is exact too; return the reason if it could not be compared.
-
-        Raises:
-            UsageError: if no weight is left.
-        """
+    def _narrow(self, target: Target, pieces: Sequence[Target], parts: Sequence[Call], dim: int) -> str:
+        """Keep the weights that are exact here too; raise if none is left. Return why a target cannot be compared."""
         assert self._loss is not None
         deterministic = Deterministic()
         runs, targets = self._moved or [run.on(self.device or _HOST) for run in self._runs], [target, *pieces]
@@ -604,24 +569,12 @@ class Exactness:
         return ""
 
     def _probe(
-        self,
-        shares: Mapping[Any, list[float] | None],
-        runs: Sequence[Run],
-        targets: Sequence[tuple[Any, ...]],
-        dim: int,
+        self, shares: Mapping[Any, list[float] | None], runs: Sequence[Run], targets: Sequence[Target], dim: int
     ) -> None:
-        """Try the loss on outputs that the model may return later.
+        """Try the loss on outputs that the model may return later; raise if the parts add up under none of the weights.
 
         Probes do not choose between weights, because their number depends on the time and may differ between processes.
-
-        Args:
-            shares: for each weight, how much the loss of each part counts.
-            runs: the outputs of the model for the whole, and for its parts.
-            targets: the target of each run.
-            dim: the dimension of samples in the batch.
-
-        Raises:
-            UsageError: if the parts add up under none of the weights.
+        `shares` holds, for each weight, how much the loss of each part counts.
         """
         assert self._loss is not None
         for scored in probes(self._loss, runs, targets, sizes=self._sizes, dim=dim):

@@ -41,11 +41,7 @@ def balances_experts(model: nn.Module) -> bool:
 
 
 def check_own_weight(loss: object, size: int) -> None:
-    """Refuse a loss of torch whose weight has an entry per sample of the batch, which does not fit a micro-batch.
-
-    Raises:
-        UsageError: if the loss has such a weight.
-    """
+    """Refuse a loss of torch whose weight has an entry per sample of the batch, which does not fit a micro-batch."""
     weight = getattr(loss, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.shape[0] == size > 1:
         raise UsageError(

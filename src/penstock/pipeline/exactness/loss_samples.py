@@ -1,8 +1,9 @@
-"""Loss samples: a few samples of a batch and of its target, unchanged and with other labels, to try a loss on."""
+"""Loss samples: a few samples of a batch, with its target or with other labels, and probes, to try a loss on."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from penstock.model.example import Call
 from penstock.model.structure import flatten, rebuild
-from penstock.pipeline.exactness.scoring import parts_of
+from penstock.pipeline.exactness.scoring import Run, Scored, parts_of, score_losses
+from penstock.runtime.deterministic import Deterministic
 from penstock.runtime.loss_weights import IGNORED
-from penstock.runtime.micro_batches import batch_dim_of
+from penstock.runtime.losses import LossFunction
+from penstock.runtime.micro_batches import batch_dim_of, join_dim_of
 
 FEW = 5  # samples to try, in parts of two and three, since batch norm refuses a single sample
 _TRIES = 3  # choices of samples of a target, and random choices of labels
@@ -21,14 +24,14 @@ _LABELS = ("label", "target")  # words in the names of inputs that hold labels
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_CLASSES = 4  # of a target from which artificial labels are made
 
+_STEPS = 5  # of descent, per choice of step sizes
+_SECONDS = 2.0  # for all steps: a loss may be slow
+_MOST_ELEMENTS = 1 << 24  # of all outputs; with more, a probe takes too much time and GPU memory
+_SMALLEST = 1e-3  # relative to the loss at the start; below it, rounding dominates
+
 
 def label_names(call: Call, *, is_split: bool = False) -> list[str]:
-    """Return the names of the inputs that may hold labels.
-
-    Args:
-        call: a call of the model.
-        is_split: whether the user splits batches, so that inputs need no known batch dimension.
-    """
+    """Return the names of the inputs that may hold labels; if the user splits batches, they need no batch dimension."""
     return [
         name
         for name, tensor, dim in zip(call.names, call.tensors, call.batch_dims, strict=True)
@@ -90,10 +93,7 @@ def artificial_labels(target: Sequence[Any]) -> Iterator[list[Any]]:
 def special_values(target: Sequence[Any], first: int, count: int) -> Iterator[tuple[str, list[Any]]]:
     """Yield variants of a target that contain values which a loss may leave out; each comes with the name of the value.
 
-    Args:
-        target: the target of a few samples.
-        first: the number of samples in the first part.
-        count: the number of samples.
+    The target has `count` samples, `first` of them in the first part.
     """
     tensors, template = flatten(list(target), apart=True)
     for place, tensor in enumerate(tensors):
@@ -136,3 +136,75 @@ def moved_to(thing: Any, device: torch.device) -> Any:  # noqa: ANN401 - a struc
     """Return a structure of tensors, moved to a device."""
     tensors, template = flatten(thing, apart=True)
     return rebuild(template, [tensor.to(device) for tensor in tensors])
+
+
+# ---- probes: outputs that training may lead to
+
+
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """Return the largest difference of losses due to rounding; leaving out a sample makes a much larger one."""
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.1)
+
+
+def probes(
+    loss: LossFunction, runs: Sequence[Run], targets: Sequence[tuple[object, ...]], *, sizes: Sequence[int], dim: int
+) -> Iterator[list[Scored]]:
+    """Yield the losses of a whole and its parts, with gradients, on outputs that approach the targets step by step.
+
+    A loss may leave out samples depending on their own loss (a threshold, hard examples only). A fresh model gets all
+    samples wrong, so nothing is left out, and the loss looks like a mean over samples. Probes take steps of gradient
+    descent on the outputs, longer for some samples than for others. They show how the loss behaves later.
+
+    The first run is the whole, the others are its parts, which have these sizes.
+    """
+    whole = runs[0]
+    if sum(tensor.numel() for tensor in whole.tensors) > _MOST_ELEMENTS:
+        return
+    end = time.monotonic() + _SECONDS
+    for speeds in _step_sizes(sum(sizes)):
+        now = runs
+        start = 0.0
+        for _ in range(_STEPS):
+            scored = score_losses(loss, now, targets, Deterministic())
+            if isinstance(scored, str):
+                break
+            if now is not runs:
+                yield scored
+            start = start or abs(float(scored[0].loss))
+            if time.monotonic() > end or abs(float(scored[0].loss)) <= _SMALLEST * start:
+                break
+            now = _after_descent(now, scored[0], speeds, sizes, dim)
+        if time.monotonic() > end:
+            return
+
+
+def _step_sizes(count: int) -> Iterator[list[float]]:
+    """Yield the relative step size of each sample: first 0 and 1 in turn, then a different size for each."""
+    yield [float(number % 2) for number in range(count)]
+    yield [(number + 1) / count for number in range(count)]
+
+
+def _after_descent(
+    runs: Sequence[Run], scored: Scored, speeds: Sequence[float], sizes: Sequence[int], dim: int
+) -> list[Run]:
+    """Return the outputs after one step down the gradient.
+
+    The step is 0.8 of the one that would bring a linear loss to zero.
+    """
+    norm = sum(float(g.double().pow(2).sum()) for g in scored.gradients if g is not None)
+    rate = 0.8 * abs(float(scored.loss)) / max(norm, 1e-30)
+    made = [list(run.tensors) for run in runs]
+    for number, gradient in enumerate(scored.gradients):
+        whole = made[0][number]
+        parts = [tensors[number] for tensors in made[1:]]
+        own = join_dim_of(parts, sizes, dim)
+        if gradient is None or own is None or whole.shape[own] != sum(sizes):
+            continue
+        shape = [1] * whole.dim()
+        shape[own] = len(speeds)
+        pace = torch.tensor(speeds, device=whole.device, dtype=whole.dtype).view(shape)
+        moved = whole.detach() - rate * gradient * pace
+        made[0][number] = moved
+        for tensors, part in zip(made[1:], torch.split(moved, list(sizes), own), strict=True):
+            tensors[number] = part
+    return [replace(run, tensors=tensors) for run, tensors in zip(runs, made, strict=True)]

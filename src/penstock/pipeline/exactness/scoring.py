@@ -13,9 +13,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.example import Call
-from penstock.model.preserve.model_state import preserve_attributes
-from penstock.model.preserve.modes import RandomStates
-from penstock.model.preserve.tensor_values import restore_values
+from penstock.model.preserve import RandomStates, preserve_attributes, restore_values
 from penstock.model.stages import Chain
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.deterministic import Deterministic
@@ -193,15 +191,10 @@ def _gradients(loss: torch.Tensor, run: Run) -> list[torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """The difference between the weighted parts and the whole, relative to the whole.
+    """The difference between the weighted parts and the whole, relative to the whole."""
 
-    Attributes:
-        loss: the difference of the loss.
-        gradients: the largest difference of its gradients.
-    """
-
-    loss: float
-    gradients: float
+    loss: float  # the difference of the loss
+    gradients: float  # the largest difference of its gradients
 
     def is_within(self, most: Distance) -> bool:
         """Return whether both differences are at most those of another distance."""

@@ -17,11 +17,7 @@ LossOver = Literal["micro_batch", "batch"]
 
 
 def check_model_options(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
-    """Check the model, the keep policy and the optimizer.
-
-    Raises:
-        UsageError: if one of them is invalid.
-    """
+    """Check the model, the keep policy and the optimizer."""
     if not isinstance(model, (nn.Module, list, tuple)):
         raise UsageError(f"model: give an nn.Module, or a list of stage modules; given: {type(model).__name__}")
     if isinstance(keep, str) and keep not in POLICIES:
@@ -35,11 +31,7 @@ def check_model_options(model: object, keep: object, optimizer: object, memory_l
 
 
 def check_switches(*, graphs: object, autocast: object, scaler: object, deferred_batch_norm: object) -> None:
-    """Check these arguments early; otherwise the first step would fail with an error of torch.
-
-    Raises:
-        UsageError: if at least one of them is invalid.
-    """
+    """Check these arguments early; otherwise the first step would fail with an error of torch."""
     faults = []
     if not isinstance(graphs, bool) and graphs != "auto":
         faults.append(f"graphs: {graphs!r:.40} is neither True nor False nor 'auto'")

@@ -16,8 +16,7 @@ from penstock.model.example import BatchLayout
 from penstock.pipeline.planned.arguments import LossOver, check_model_options
 from penstock.pipeline.planned.placement import check_devices, choose_lanes, threads_per_lane
 from penstock.pipeline.planned.planned_model import Model, Request, module_of, plan_model
-from penstock.pipeline.splitting.custom_split import Split
-from penstock.pipeline.splitting.packed_images import found_split
+from penstock.pipeline.splitting.batch_splits import Split, found_split
 from penstock.schedule.keep_policies import Keep, KeepRequest
 from penstock.schedule.schedule import Schedule
 

@@ -9,7 +9,7 @@ import torch
 
 from penstock.deciding.defaults import LANES
 from penstock.devices import cuda
-from penstock.devices.device_names import check_device
+from penstock.devices.kinds import check_device
 from penstock.errors import UsageError
 from penstock.runtime.lanes.lane_group import world_size
 from penstock.schedule.counts import check_count

@@ -21,20 +21,15 @@ from penstock.deciding.defaults import default_micro_batches
 from penstock.deciding.plan import Plan, plan_path
 from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.model.capture.capture import Captured, capture
-from penstock.model.capture.direct import Direct
-from penstock.model.capture.exported import Exported
-from penstock.model.capture.replayed import Replayed
-from penstock.model.compound_stages import compound_chain
 from penstock.model.example import BatchLayout, Call, read_example
 from penstock.model.stages import Chain
 from penstock.pipeline.exactness.exactness import OnlyWholeError
 from penstock.pipeline.planned.placement import with_threads
 from penstock.pipeline.planned.plan_reuse import fingerprint_of, reusable_plan
-from penstock.pipeline.splitting.custom_split import Split, split_batch
-from penstock.pipeline.splitting.packed_images import PackedSplit
+from penstock.pipeline.splitting.batch_splits import PackedSplit, Split, split_batch
 from penstock.planning.partition.cut_rules import find_places
 from penstock.planning.partition.recompute_selection import select_recomputed
-from penstock.runtime.keep.recompute import Recomputed
+from penstock.runtime.keep.recompute import compound_chain
 from penstock.runtime.lanes.lane_group import LaneGroup
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, POLICIES
 from penstock.schedule.schedule import Schedule
@@ -53,7 +48,7 @@ Model = nn.Module | Sequence[nn.Module] | Captured
 
 def module_of(model: Model) -> tuple[nn.Module | Sequence[nn.Module], Captured | None]:
     """Return the module or the stage modules, and the captured model; None for it if `model` is not captured yet."""
-    return (model.model, model) if isinstance(model, (Direct, Exported, Replayed)) else (cast("nn.Module", model), None)
+    return (model.model, model) if isinstance(model, Captured) else (cast("nn.Module", model), None)
 
 
 @dataclass(frozen=True)
@@ -135,20 +130,15 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A captured model with its plan.
+    """A captured model with its plan."""
 
-    Attributes:
-        captured: the model as a graph.
-        plan: the cuts, the schedule and the keep policies.
-        explainer: explains the plan; on first use it profiles the model, if the plan was made without a profile.
-        smaller_micro_batches: returns the same cuts with twice as many micro-batches, or None if this is impossible.
-        larger_micro_batches: the planned model whose micro-batches were halved to make this one, if there is one.
-    """
-
-    captured: Captured
-    plan: Plan
+    captured: Captured  # the model as a graph
+    plan: Plan  # the cuts, the schedule and the keep policies
+    # explains the plan; on first use it profiles the model, if the plan was made without a profile
     explainer: _Explainer
+    # returns the same cuts with twice as many micro-batches, or None if this is impossible
     smaller_micro_batches: Callable[[], PlannedModel | None] = lambda: None
+    # the planned model whose micro-batches were halved to make this one, if there is one
     larger_micro_batches: PlannedModel | None = None
 
     def explain(self) -> Explanation:
@@ -182,8 +172,8 @@ class PlannedModel:
             for nodes in self.captured.graph.stages(cuts)
         ]
         again = {run.start for runs in recomputed for run in runs}
-        special = {number for number, start in enumerate(starts) if start in again}
-        return compound_chain(self.captured.split(inner), groups, special, Recomputed)
+        numbers = {number for number, start in enumerate(starts) if start in again}
+        return compound_chain(self.captured.split(inner), groups, numbers)
 
 
 def plan_model(
@@ -297,9 +287,8 @@ def _with_smaller_micro_batches(planned: PlannedModel, request: Request, batch_s
     The processes do not communicate here: all of them get the same result.
     """
     schedule = planned.plan.schedule
-    if (
-        isinstance(request.plan, Plan) and not planned.plan.is_for_costs
-    ):  # the schedule was built by name, and can be built again
+    if isinstance(request.plan, Plan) and not planned.plan.is_for_costs:
+        # the schedule was built by name, and can be built again
         request = replace(request, schedule=planned.plan.asked.get("schedule", ""), plan=None)
     if not isinstance(request.schedule, str) or _is_file(request.schedule) or request.split is not None:
         return None
@@ -387,9 +376,8 @@ def _only_cuts(cut_request: CutRequest, schedule: Schedule, captured: Captured) 
         return tuple(int(cut) for cut in cut_request.cuts)
     is_forced = captured.path == "direct" and len(captured.graph.nodes) == schedule.num_stages
     if is_forced or schedule.num_stages == 1:
-        find_places(
-            captured.graph, schedule.num_stages, cut_request.cuts, ()
-        )  # raises for cuts that the model does not have
+        # raises for cuts that the model does not have
+        find_places(captured.graph, schedule.num_stages, cut_request.cuts, ())
         return tuple(range(1, schedule.num_stages))
     return None
 

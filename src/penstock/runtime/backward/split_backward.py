@@ -18,8 +18,6 @@ from penstock.runtime.backward.weight_ops import Operands, Operation
 from penstock.runtime.backward.weight_queue import Pending
 from penstock.runtime.backward.weight_sources import Weight, is_plain
 
-__all__ = ["DeferredWeightGradients", "Pending"]
-
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]

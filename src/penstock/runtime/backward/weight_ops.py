@@ -66,15 +66,10 @@ class Linear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Product(Operation):
-    """A matrix product with the broadcasting of matmul: `beta * bias + alpha * (x @ weight)`.
+    """A matrix product with the broadcasting of matmul: `beta * bias + alpha * (x @ weight)`."""
 
-    Attributes:
-        name: the name of the torch function; only addmm and baddbmm have a bias.
-        is_left: whether the weight is the left factor.
-    """
-
-    name: str
-    is_left: bool
+    name: str  # the name of the torch function; only addmm and baddbmm have a bias
+    is_left: bool  # whether the weight is the left factor
     alpha: float = 1
     beta: float = 1
 
@@ -195,19 +190,12 @@ class GroupedProduct(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Einsum(Operation):
-    """An einsum of two factors. Each letter of a factor also occurs in the other factor or in the output.
+    """An einsum of two factors. Each letter of a factor also occurs in the other factor or in the output."""
 
-    Attributes:
-        x: the letters of the input.
-        weight: the letters of the weight.
-        output: the letters of the output.
-        is_left: whether the weight is the left factor.
-    """
-
-    x: str
-    weight: str
-    output: str
-    is_left: bool
+    x: str  # the letters of the input
+    weight: str  # the letters of the weight
+    output: str  # the letters of the output
+    is_left: bool  # whether the weight is the left factor
 
     def forward(self, given: Operands) -> Tensor:
         """Compute the output."""

@@ -23,28 +23,19 @@ _STATELESS = frozenset(
 
 
 class Weight(NamedTuple):
-    """A tensor that depends only on parameters.
+    """A tensor that depends only on parameters."""
 
-    Attributes:
-        tensor: a parameter, or a tensor computed from parameters.
-        leaves: the parameters.
-        stateful: the nodes of its graph that can be walked only once.
-    """
-
-    tensor: torch.Tensor
-    leaves: tuple[nn.Parameter, ...]
-    stateful: tuple[Any, ...]
+    tensor: torch.Tensor  # a parameter, or a tensor computed from parameters
+    leaves: tuple[nn.Parameter, ...]  # the parameters
+    stateful: tuple[Any, ...]  # the nodes of its graph that can be walked only once
 
 
 def find_weight(tensor: object, *, may_be_computed: bool) -> Weight | None:
     """Return a tensor as a weight; None if it is not a weight, or requires no gradient.
 
     Activations depend on the stage's inputs or on an anchor, never on parameters alone. If an argument could also be
-    an activation, only parameters under views, transpositions and casts count as weights.
-
-    Args:
-        tensor: an argument of an operation.
-        may_be_computed: whether the argument is always a weight; it may then be computed from parameters in any way.
+    an activation, only parameters under views, transpositions and casts count as weights. Otherwise the argument is
+    always a weight, and `may_be_computed` from parameters in any way.
     """
     if not is_plain(tensor) or not tensor.requires_grad:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices.graph_capture import Maker, Replay
+from penstock.devices.graph_capture import CudaGraphs, Replay
 from penstock.devices.streams import Event, Streams, Workspace
 from penstock.model.structure import flatten, rebuild
 from penstock.runtime.executor import Executor, Handlers
@@ -34,17 +34,11 @@ _CAPTURE_LOCK = threading.Lock()  # one capture at a time per process: all lanes
 
 @dataclass
 class _Slot:
-    """Memory for a value of another lane.
+    """Memory for a value of another lane."""
 
-    Attributes:
-        tensor: the memory.
-        free: on a GPU, an event after the last use of the memory.
-        is_used_again: whether another value of the same step used the memory before.
-    """
-
-    tensor: torch.Tensor
-    free: Event | None
-    is_used_again: bool = False
+    tensor: torch.Tensor  # the memory
+    free: Event | None  # on a GPU, an event after the last use of the memory
+    is_used_again: bool = False  # whether another value of the same step used the memory before
 
 
 @dataclass
@@ -109,17 +103,11 @@ class Tape:
 
 
 class Capture:
-    """The capture of one lane's tape, while its executor runs its program once.
-
-    Args:
-        executor: the executor of the lane.
-        maker: makes the CUDA graphs.
-        on_capture: called after each graph.
-    """
+    """The capture of one lane's tape, while its executor runs its program once; calls `on_capture` after each graph."""
 
     is_replay = False
 
-    def __init__(self, executor: Executor, maker: Maker, on_capture: Callable[[], None]) -> None:
+    def __init__(self, executor: Executor, maker: CudaGraphs, on_capture: Callable[[], None]) -> None:
         self._executor, self._maker, self._on_capture = executor, maker, on_capture
         self._streams = executor.streams
         self._stages: Mapping[int, StageRun] = executor.stages
@@ -132,10 +120,9 @@ class Capture:
         self._step: Step | None = None
         last = {(i.stage, i.mb): at for at, i in enumerate(executor.program.instructions) if i.kind in COMPUTE}
         self._last = set(last.values())
-        ends = [run for run in self._stages.values() if run.is_last]
         self._device = next(iter(self._stages.values())).device
         self._scales: torch.Tensor | None = None
-        self._ends = ends[0] if ends else None
+        self._ends = next((run for run in self._stages.values() if run.is_last), None)
         self.tape: Tape | None = None
 
     # ---- for the executor
@@ -209,10 +196,7 @@ class Capture:
         for event in events:
             self._streams.record(event)
         draws = run if may_draw and run.has_drawn else None
-        self._handlers[at] = (
-            _ReplayAction(self, replay, loads=loads, loss=loss, metrics=metrics, events=events, draws=draws),
-            i,
-        )
+        self._handlers[at] = (_ReplayAction(self, replay, loads, loss, metrics, events, draws), i)
 
     def _loads(self, i: Instruction) -> _Loads | None:
         """Return the values to load from the batch before a forward; each is loaded only before its first use."""
@@ -293,29 +277,28 @@ class _Loads:
         streams.bring(values, None, lambda _: self.slots)
 
 
+@dataclass(slots=True)
 class _ReplayAction:
     """The replay of one action."""
 
-    __slots__ = ("_draws", "_events", "_loads", "_loss", "_metrics", "_of", "_replay")
-
-    def __init__(
-        self, of: Capture, replay: Replay, *, loads: _Loads | None,
-        loss: torch.Tensor | None, metrics: dict[str, torch.Tensor] | None, events: Sequence[Event],
-        draws: StageRun | None,
-    ) -> None:  # fmt: skip
-        self._of, self._replay, self._loads, self._loss = of, replay, loads, loss
-        self._events, self._draws, self._metrics = events, draws, metrics
+    capture: Capture
+    replay: Replay
+    loads: _Loads | None
+    loss: torch.Tensor | None
+    metrics: dict[str, torch.Tensor] | None
+    events: Sequence[Event]
+    draws: StageRun | None
 
     def __call__(self, i: Instruction) -> None:
-        streams = self._of.streams
-        if self._loads is not None:
-            self._loads.fetch(self._of.current_step, i.mb, streams)
-        if self._draws is not None:
-            self._draws.reseed(self._of.current_step, i.mb)
-        self._replay()
-        if self._loss is not None:
-            self._of.current_step.losses[i.mb] = self._loss
-        if self._metrics is not None:
-            self._of.current_step.metrics[i.mb] = self._metrics
-        for event in self._events:
+        streams = self.capture.streams
+        if self.loads is not None:
+            self.loads.fetch(self.capture.current_step, i.mb, streams)
+        if self.draws is not None:
+            self.draws.reseed(self.capture.current_step, i.mb)
+        self.replay()
+        if self.loss is not None:
+            self.capture.current_step.losses[i.mb] = self.loss
+        if self.metrics is not None:
+            self.capture.current_step.metrics[i.mb] = self.metrics
+        for event in self.events:
             streams.record(event)

@@ -13,9 +13,9 @@ import bisect
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,7 +28,6 @@ from penstock.model.profiling.saved_tensors import (  # as in the profile, so th
     storage_of,
 )
 
-T = TypeVar("T")
 _Ready = Event | None  # a point in a stream; None if work is done when the call returns
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may behave differently
 _ALIGNMENT = 16  # bytes of the widest type; a copy begins at a multiple of it, so that views of any type are aligned
@@ -127,7 +126,7 @@ class Saved:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Put the tensors that autograd saves into boxes."""
-        with saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(self._pack, _Box.get):
             yield
         self._box_of.clear()
         devices = {box.tensor.device for box in self._live_boxes()}
@@ -198,19 +197,6 @@ class Saved:
                 yield box
 
 
-def saved_bytes(run: Callable[[], T], *, keep_storages: StorageSet | None = None) -> tuple[T, int]:
-    """Run a forward; return its result, and the bytes that autograd saved; each piece of memory counts once.
-
-    >>> model, rows = torch.nn.Linear(4, 2), torch.zeros(3, 4)
-    >>> saved_bytes(lambda: model(rows), keep_storages=StorageSet(model.parameters()))[1]
-    48
-    """
-    saved = Saved(keep_storages=keep_storages)
-    with saved.collecting():
-        result = run()
-    return result, saved.num_bytes(on="device")
-
-
 class _Box:
     """A tensor that autograd saved.
 
@@ -252,10 +238,6 @@ class _Box:
                 f" expected version {self.version}. Change a copy of it instead"
             )
         return self.tensor
-
-
-def _unpack(box: _Box) -> torch.Tensor:
-    return box.get()
 
 
 class _Host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import PenstockError, UsageError, error_in_short
 from penstock.runtime.lanes.batch_comparison import BatchComparison
@@ -15,36 +15,8 @@ from penstock.runtime.wire.process_transport import PING, ProcessTransport
 _PINGS = 8
 
 
-class ControlPlane(Protocol):
-    """The messages of one process of a pipeline to the others. They can contain any JSON value."""
-
-    def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the other processes that this process does not begin a step."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other processes which error ends this process outside of a step; any thread may call this."""
-        ...
-
-    def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let one process choose for all; `settings` must be the same in all processes."""
-        ...
-
-    def gather(self, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
-        """Return the values that all processes gave, in the order of their lanes."""
-        ...
-
-    def agree(self, step: Step, what: str, thing: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
-        """Return the values that all processes gave under a name in a step; raise if one refuses it or fails."""
-        ...
-
-    def clock_offset(self) -> float:
-        """Return the seconds to add to this process's clock to get the clock of lane 0."""
-        ...
-
-
 class OneProcess:
-    """The control plane of a single process: there are no others."""
+    """The control plane of a single process: there are no others. `ProcessControl` describes the methods."""
 
     def refuse(self, step: int, error: BaseException) -> None:
         """Do nothing."""
@@ -70,11 +42,7 @@ class OneProcess:
 
 
 class ProcessControl:
-    """The control plane of a lane that is a process.
-
-    Args:
-        transport: carries the messages.
-    """
+    """The messages of a lane that is a process to the other processes. They can contain any JSON value."""
 
     def __init__(self, transport: ProcessTransport) -> None:
         self._transport, self._lane = transport, transport.lane
@@ -135,7 +103,7 @@ class ProcessControl:
     # ---- agreement
 
     def decide(self, choose: Callable[[], dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare the settings of all processes; let the first choose for all.
+        """Compare the settings of all processes, which must be the same; let the first choose for all.
 
         Raises:
             UsageError: if settings differ, or if the first process cannot choose.

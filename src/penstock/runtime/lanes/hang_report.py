@@ -68,9 +68,8 @@ def stack_of_process(process: int, file: int) -> str:
                 break
             seen = size
         written = path.read_bytes()[before:].decode(errors="replace")
-        return _stack_text(
-            written.strip().rpartition("\n\n")[2].splitlines()[1:]
-        )  # the newest thread comes first, so the main thread comes last
+        # the newest thread comes first, so the main thread comes last
+        return _stack_text(written.strip().rpartition("\n\n")[2].splitlines()[1:])
     return ""
 
 

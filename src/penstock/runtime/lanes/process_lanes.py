@@ -1,4 +1,4 @@
-"""Process lanes: lanes that are processes, started by torchrun."""
+"""Process lanes: lanes that are processes, started by torchrun, and their heartbeats before the first step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import mmap
 import os
 import platform
 import socket
+import sys
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -17,32 +20,28 @@ import torch
 import torch.distributed as dist
 
 from penstock.devices.streams import Streams, make_streams, ordered_step
-from penstock.errors import HangError, UsageError
+from penstock.errors import HangError, LostError, UsageError
 from penstock.runtime.exclusive_use import ExclusiveUse
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.lanes.control_plane import ProcessControl
 from penstock.runtime.lanes.hang_report import stack_file, stack_of_process, state_of
-from penstock.runtime.lanes.liveness import Heartbeats
 from penstock.runtime.lanes.shared_values import ProcessValues
 from penstock.runtime.lanes.status_board import NUM_COLUMNS, StatusBoard, explain_wait
 from penstock.runtime.step import Step
-from penstock.runtime.wire.process_transport import BOARD, ProcessTransport
+from penstock.runtime.wire.process_transport import BEAT, BOARD, LAST_BEAT, ProcessTransport
 from penstock.runtime.wire.rendezvous import join_processes
 from penstock.runtime.wire.shared_memory import SharedMemory, is_available
 from penstock.runtime.wire.sockets import Links, Store
 from penstock.runtime.wire.torch_p2p import TorchP2P
 
 _NUMBER = count()  # numbers the pipelines; all processes make them in the same order
+_EVERY_SECONDS = 1.0
+_STOPPED_SECONDS, _SILENT_SECONDS = 10.0, 60.0  # the longest that a lane may be stopped, or send no heartbeat
+_SAY_FIRST_SECONDS, _SAY_SECONDS = 15.0, 30.0
 
 
 class ProcessLanes:
-    """This process's lane, and its links to the other lanes.
-
-    Args:
-        devices: the device of each lane.
-        timeout_seconds: the longest time that a lane waits for a value.
-        transport: "auto", "shared", "gloo" or "nccl".
-    """
+    """This process's lane, and its links to the other lanes."""
 
     def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, transport: str) -> None:
         _join(timeout_seconds)
@@ -174,11 +173,7 @@ def _first_line(path: str) -> str:
 
 
 def _choose(transport: str, devices: Sequence[torch.device], *, is_one_machine: bool) -> str | None:
-    """Return the backend that moves values, or None for shared memory.
-
-    Raises:
-        UsageError: if the requested transport cannot work here.
-    """
+    """Return the backend that moves values, or None for shared memory; refuse a transport that cannot work here."""
     can_share = is_one_machine and is_available()
     on_gpus = all(device.type == "cuda" for device in devices)
     has_own_gpus = on_gpus and len({(device.index) for device in devices}) == len(devices)
@@ -191,3 +186,72 @@ def _choose(transport: str, devices: Sequence[torch.device], *, is_one_machine: 
             return "nccl"
         return None if can_share else "gloo"
     return None if transport == "shared" else transport
+
+
+class Heartbeats:
+    """The heartbeats that this process sends until `stop`, and those of the lanes that it waits for.
+
+    Before the first step, no timeout fits: a lane may measure for minutes. So every process sends a heartbeat each
+    second. If a process sends no more of them, or is stopped, the waiting processes raise an error that names it, long
+    before their timeout.
+    """
+
+    def __init__(self, transport: ProcessTransport, board: StatusBoard) -> None:
+        self._transport, self._board, self._lane = transport, board, transport.lane
+        self._begin()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="penstock-signs", daemon=True)
+        self._thread.start()
+
+    def _begin(self, lane: int = -1) -> None:
+        """Begin a wait for a lane. All times are seconds since the start of this wait."""
+        self._awaited, self._seconds = lane, 0.0
+        self._num_beats, self._beat_at = 0, 0.0
+        self._stopped_at: float | None = None
+        self._said_at = _SAY_FIRST_SECONDS - _SAY_SECONDS
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_EVERY_SECONDS):
+            self._tell(b"")
+
+    def _tell(self, body: bytes) -> None:
+        for other in self._transport.links.peers:
+            with suppress(LostError):
+                self._transport.links.send(other, BEAT, body)
+
+    def stop(self) -> None:
+        """Send the last heartbeat, after which the other processes expect no more."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._thread.join()
+            self._tell(LAST_BEAT)
+
+    def look(self, lane: int, seconds: float) -> None:
+        """Raise if a lane for which this process has waited for `seconds` is stopped, or sends no more heartbeats."""
+        if lane != self._awaited or seconds < self._seconds:
+            self._begin(lane)
+        self._seconds = seconds
+        num_beats, state = self._transport.num_beats[lane], state_of(self._board.process(lane)[0])
+        if num_beats != self._num_beats:
+            self._num_beats, self._beat_at = num_beats, seconds
+        if " is stopped " not in state:
+            self._stopped_at = None
+        elif self._stopped_at is None:
+            self._stopped_at = seconds
+        own = "captures the model" if lane else "captures, measures and cuts the model"
+        doing = own if num_beats else "is not ready"
+        silent = seconds - self._beat_at if num_beats else 0.0
+        stopped = 0.0 if self._stopped_at is None else seconds - self._stopped_at
+        if stopped >= _STOPPED_SECONDS or silent >= _SILENT_SECONDS:
+            raise HangError(
+                f"lane {self._lane} has waited {seconds:.0f} s for lane {lane}, which {doing}, and has sent no "
+                f"heartbeat for {max(silent, stopped):.0f} s" + (f"; {state}" if state else "")
+            )
+        self._say(lane, doing)
+
+    def _say(self, lane: int, doing: str) -> None:
+        """Report on stderr, from time to time, that lanes wait; only one of the waiting lanes does this."""
+        if self._lane == (1 if lane == 0 else 0) and self._seconds >= self._said_at + _SAY_SECONDS:
+            self._said_at = self._seconds
+            sys.stderr.write(f"lane {self._lane} has waited {self._seconds:.0f} s for lane {lane}, which {doing}\n")
+            sys.stderr.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,27 +13,11 @@ from penstock.runtime.wire.process_transport import ProcessTransport
 from penstock.runtime.wire.transport import Key
 from penstock.schedule.schedule import Schedule
 
-
-class SharedValues(Protocol):
-    """The exchange of values between lanes outside of their programs."""
-
-    def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:
-        """Return the tensors of each of the given lanes, in order; all these lanes call it with the same number."""
-        ...
-
-    def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
-        """Return the loss of every micro-batch, and write the metrics of all micro-batches to the step."""
-        ...
-
-    def outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
-        """Return the results of every micro-batch, or None if only other lanes get them."""
-        ...
+Results = Mapping[int, list[Any]]  # by micro-batch
 
 
 class OneProcessValues:
-    """The shared values of a single process, whose lanes hold the same tensors."""
+    """The shared values of a single process, whose lanes hold the same tensors; see `ProcessValues`."""
 
     def exchange(self, number: int, tensors: Sequence[Any], lanes: Sequence[int]) -> list[list[Any]]:  # noqa: ARG002
         """Return the given tensors."""
@@ -44,19 +28,14 @@ class OneProcessValues:
         return step.losses
 
     def outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
-    ) -> Mapping[int, list[Any]] | None:  # fmt: skip
+        self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool  # noqa: ARG002
+    ) -> Results | None:  # fmt: skip
         """Return the results of every micro-batch."""
         return own
 
 
 class ProcessValues:
-    """The shared values of several processes, which send copies to each other.
-
-    Args:
-        transport: carries the values.
-        control: the control plane, which tells the other processes about failures.
-    """
+    """The exchange of values between lanes that are processes, outside of their programs; they send copies."""
 
     def __init__(self, transport: ProcessTransport, control: ProcessControl) -> None:
         self._transport, self._control, self._lane = transport, control, transport.lane
@@ -74,7 +53,10 @@ class ProcessValues:
             ]
 
     def losses(self, step: Step, schedule: Schedule) -> Mapping[int, torch.Tensor]:
-        """Return the loss of every micro-batch; the lanes with the last stage send them to all others."""
+        """Return the loss of every micro-batch, and write the metrics of all micro-batches to the step.
+
+        The lanes with the last stage send them to all others.
+        """
         with self._control.coordinated():
             losses = self._share_losses(step, schedule)
         self._control.end_call()
@@ -104,18 +86,17 @@ class ProcessValues:
                     }
         return found
 
-    def outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
-        """Return the results of every micro-batch; if several lanes have results, each of them gets all results."""
+    def outputs(self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool) -> Results | None:
+        """Return the results of every micro-batch, or None if only other lanes get them.
+
+        If several lanes have results, each of them gets all results.
+        """
         with self._control.coordinated():
             found = self._share_outputs(own, num_mbs, schedule, to_all=to_all)
         self._control.end_call()
         return found
 
-    def _share_outputs(
-        self, own: Mapping[int, list[Any]], num_mbs: int, schedule: Schedule, *, to_all: bool
-    ) -> Mapping[int, list[Any]] | None:
+    def _share_outputs(self, own: Results, num_mbs: int, schedule: Schedule, *, to_all: bool) -> Results | None:
         lane_of = {mb: schedule.home(schedule.num_stages - 1, mb) for mb in range(num_mbs)}
         wanted_by = {self._lane, *self._transport.links.peers} if to_all else set(lane_of.values())
         found = dict(own)

@@ -1,4 +1,4 @@
-"""Lane threads: one worker thread per lane of a process. They run the steps; if one lane fails, all stop."""
+"""Thread lanes: one worker thread per lane of a process. They run the steps; if one lane fails, all stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from penstock.devices.streams import Streams
+from penstock.devices.streams import Streams, make_streams, ordered_step
 from penstock.errors import HangError, LaneError
 from penstock.runtime.executor import Executor, Spans
+from penstock.runtime.lanes.control_plane import OneProcess
 from penstock.runtime.lanes.hang_report import stack_of_thread
+from penstock.runtime.lanes.shared_values import OneProcessValues
 from penstock.runtime.lanes.status_board import StatusBoard, explain_wait
 from penstock.runtime.step import Step
 from penstock.runtime.wire.local_transport import LocalTransport, Mailboxes
@@ -23,26 +25,31 @@ _GRACE_SECONDS = 4.0  # time for the other lanes to end after one has failed
 Task = Callable[[], None]
 
 
-class LaneThreads:
-    """The lanes of one process, as threads.
+class ThreadLanes:
+    """All lanes of a pipeline, as threads of this process."""
 
-    Args:
-        num_lanes: the number of lanes.
-        timeout_seconds: the longest time that a lane waits for a value.
-        num_threads: the number of threads that torch may use in each lane; None leaves torch's setting.
-    """
-
-    def __init__(self, num_lanes: int, *, timeout_seconds: float, num_threads: int | None = None) -> None:
-        self.num_lanes, self.timeout_seconds, self._num_threads = num_lanes, timeout_seconds, num_threads
-        self.board = StatusBoard.empty(num_lanes)
-        self._executors: Sequence[Executor] = ()
+    def __init__(self, devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None) -> None:
+        self._devices, self._timeout_seconds, self._num_threads = devices, timeout_seconds, num_threads
+        self.lanes = tuple(range(len(devices)))
+        self.control, self.values = OneProcess(), OneProcessValues()
         self.streams: Mapping[int, Streams] = {}
+        self._board = StatusBoard.empty(len(devices))
+        self.rows = {lane: self._board.row(lane) for lane in self.lanes}
+        self._executors: Sequence[Executor] = ()
         self._start()
 
+    def give_streams(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make the streams; the lanes of one group hold the same tensors."""
+        self.streams = make_streams(dict(enumerate(self._devices)), groups)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the longest time that a lane waits for a value."""
+        self._timeout_seconds = self._boxes.timeout_seconds = seconds
+
     def _start(self) -> None:
-        self.boxes = Mailboxes(self.num_lanes, timeout_seconds=self.timeout_seconds, on_hang=self._hang)
-        self.transports = [LocalTransport(lane, self.boxes) for lane in range(self.num_lanes)]
-        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(self.num_lanes)]
+        self._boxes = Mailboxes(len(self.lanes), timeout_seconds=self._timeout_seconds, on_hang=self._hang)
+        self.transports = {lane: LocalTransport(lane, self._boxes) for lane in self.lanes}
+        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in self.lanes]
         self._ends: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(
@@ -51,20 +58,25 @@ class LaneThreads:
                 name=f"penstock-lane-{lane}",
                 daemon=True,  # a lane that hangs in the user's code must not keep the process alive
             )
-            for lane in range(self.num_lanes)
+            for lane in self.lanes
         ]
-        for thread in self._threads if self.num_lanes > 1 else ():
+        for thread in self._threads if len(self.lanes) > 1 else ():
             thread.start()
 
-    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None = None) -> None:
-        """Run one step on all lanes.
+    def run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
+        """Run a step on the lanes of this process, ordered after the caller's earlier work.
 
         Raises:
-            LaneError: if a lane failed; the other lanes have been stopped.
+            LaneError: if an action failed on any lane; the other lanes have been stopped.
         """
+        is_replay = step.tapes is not None and all(tape.is_replay for tape in step.tapes.values())
+        with ordered_step(self.streams, may_lend=is_replay and spans is None):
+            self._run(executors, step, spans)
+
+    def _run(self, executors: Sequence[Executor], step: Step, spans: Sequence[Spans] | None) -> None:
         self._executors = executors
-        self.boxes.reset()
-        if self.num_lanes == 1:  # a single lane needs no thread of its own: it runs on the caller's
+        self._boxes.reset()
+        if len(self.lanes) == 1:  # a single lane needs no thread of its own: it runs on the caller's
             executors[0].transport = self.transports[0]
             executors[0].run(step, None if spans is None else spans[0])
             return
@@ -78,7 +90,7 @@ class LaneThreads:
         self._wait()
 
     def _wait(self) -> None:
-        left, first = set(range(self.num_lanes)), None
+        left, first = set(self.lanes), None
         try:
             while left:
                 lane, error = self._ends.get()
@@ -96,7 +108,7 @@ class LaneThreads:
 
     def _stop(self, left: set[int], first: BaseException | None = None) -> BaseException:
         """Stop all lanes; return the most useful error: a lane's own error comes before that of a lane that waited."""
-        self.boxes.stop()
+        self._boxes.stop()
         end = time.monotonic() + _GRACE_SECONDS
         errors = [first] if first is not None else []
         while left and (remaining := end - time.monotonic()) > 0:
@@ -114,9 +126,9 @@ class LaneThreads:
 
     def _hang(self, lane: int, from_lane: int, key: Key) -> HangError:
         program_of = self._executors[lane].program_of
-        doing, hanging_lane = explain_wait(self.board, from_lane, finder=lane, program_of=program_of)
+        doing, hanging_lane = explain_wait(self._board, from_lane, finder=lane, program_of=program_of)
         error = HangError(
-            f"lane {lane} has waited {self.timeout_seconds:g} s for {key} from lane {from_lane}, which is {doing}"
+            f"lane {lane} has waited {self._timeout_seconds:g} s for {key} from lane {from_lane}, which is {doing}"
         )
         stack = stack_of_thread(self._threads[hanging_lane].ident) if self._threads else ""
         if stack:
@@ -124,7 +136,7 @@ class LaneThreads:
         return error
 
     def close(self) -> None:
-        """End the worker threads."""
+        """Stop the lanes."""
         for tasks in self._tasks:
             tasks.put(None)
         for thread in self._threads:

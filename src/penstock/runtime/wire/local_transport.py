@@ -41,11 +41,7 @@ class Mailboxes:
 
 
 class LocalTransport:
-    """One lane's end of the mailboxes.
-
-    Attributes:
-        streams: the lane's streams.
-    """
+    """One lane's end of the mailboxes."""
 
     def __init__(self, lane: int, boxes: Mailboxes) -> None:
         self.lane, self._boxes = lane, boxes

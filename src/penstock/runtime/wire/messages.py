@@ -7,6 +7,7 @@ once, and gets a number. Later messages carry this number instead, so only a few
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -126,11 +127,7 @@ def _placed(parts: Sequence[Part]) -> Description:
     """Return a description that gives each part its place in one buffer."""
     placed, at = [], 0
     for part in parts:
-        num_bytes = 0
-        if part.dtype is not None:
-            num_bytes = part.dtype.itemsize
-            for size in part.shape:
-                num_bytes *= size
+        num_bytes = 0 if part.dtype is None else part.dtype.itemsize * math.prod(part.shape)
         placed.append(replace(part, offset=at, num_bytes=num_bytes))
         at += -(-num_bytes // _ALIGN) * _ALIGN
     return Description(tuple(placed), at)

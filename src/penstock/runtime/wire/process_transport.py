@@ -17,8 +17,7 @@ from penstock.devices.streams import Event, HostStreams, Streams, Workspace
 from penstock.errors import HangError, LaneError, LostError
 from penstock.runtime.wire.messages import HEAD, INLINE, Description, Head, SentDescriptions
 from penstock.runtime.wire.sockets import Frame, Links
-from penstock.runtime.wire.transport import Key, Payload
-from penstock.runtime.wire.value_carrier import ValueCarrier
+from penstock.runtime.wire.transport import Key, Payload, ValueCarrier
 
 # frame types
 DATA, DESCRIPTION, INTRODUCTION, JSON, ABORT, REFUSAL, GOODBYE, PING, PONG, BOARD, BEAT = range(11)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.wire.messages import Description, Head
-from penstock.runtime.wire.transport import Payload
-from penstock.runtime.wire.value_carrier import Announce, Introduce
+from penstock.runtime.wire.transport import Announce, Introduce, Payload
 
 HEAD_BYTES = 64  # before the values: the flag for "in use"; 64 keeps the values aligned
 _SMALLEST = 1 << 16

@@ -177,11 +177,7 @@ class Links:
             return sent == len(data)
 
     def flush(self, peer: int) -> bool:
-        """Send as many unsent frames to a lane as its socket takes; return whether everything was sent.
-
-        Raises:
-            LostError: if the other process is gone.
-        """
+        """Send as many unsent frames to a lane as its socket takes; return whether everything was sent."""
         to = self.peers[peer]
         with to.lock:
             return self._flush(peer, to)
@@ -204,11 +200,7 @@ class Links:
             to.unsent.popleft().forget()
 
     def drain(self, peer: int, seconds: float) -> bool:
-        """Wait at most `seconds` until everything has been sent to a lane; return whether it was. Reads nothing.
-
-        Raises:
-            LostError: if the other process is gone.
-        """
+        """Wait at most `seconds` until everything has been sent to a lane; return whether it was. Reads nothing."""
         end = time.monotonic() + seconds
         to = self.peers[peer]
         with selectors.DefaultSelector() as ready:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from penstock.devices.kinds import kind_of
 from penstock.runtime.wire.messages import Description, Head
-from penstock.runtime.wire.transport import Payload
-from penstock.runtime.wire.value_carrier import Announce, Introduce
+from penstock.runtime.wire.transport import Announce, Introduce, Payload
 
 _ANNOUNCEMENT = struct.Struct("<I")  # the tag
 _UNUSED_NUMBER = 0  # the number in the head, which this carrier does not use
@@ -26,12 +25,7 @@ _MOST_ON_WAY = 4  # unfinished sends; if there are more, the sending thread wait
 
 
 class TorchP2P:
-    """A value carrier that uses sends and receives of torch.distributed.
-
-    Args:
-        backend: "gloo" or "nccl".
-        device: the device of the lane.
-    """
+    """A value carrier that uses sends and receives of torch.distributed; its backend is "gloo" or "nccl"."""
 
     threaded_bytes = 0
     needs_reader = True

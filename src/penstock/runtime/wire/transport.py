@@ -1,12 +1,20 @@
-"""Transport: the interface through which lanes send and receive values. The executor uses no other part of `wire`."""
+"""Transport: the interface through which lanes send and receive values, and that of carriers of large values.
+
+The executor uses no other part of `wire`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
 
 from penstock.devices.streams import Workspace
 from penstock.schedule.actions import Kind
+
+if TYPE_CHECKING:
+    from penstock.runtime.wire.messages import Description, Head
 
 # Mostly tensors; None if there is no gradient; also plain numbers that a stage passes on.
 Payload = Sequence[Any]
@@ -57,4 +65,45 @@ class Transport(Protocol):
             HangError: if the values did not arrive in time.
             LostError: if the process of the other lane is gone.
         """
+        ...
+
+
+Announce = Callable[[int, bytes], None]  # sends the number and the bytes that the receiver's `arrived` gets
+Introduce = Callable[[bytes, tuple[int, ...]], None]  # sends bytes and file descriptors to the receiver's carrier
+
+
+class ValueCarrier(Protocol):
+    """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`."""
+
+    threaded_bytes: int  # the size from which a separate thread sends the values while the lane computes
+    needs_reader: bool  # whether receives are posted while the lane computes, so that a thread must read announcements
+
+    def send(
+        self, to_lane: int, description: Description, payload: Payload, *, announce: Announce, introduce: Introduce
+    ) -> None:
+        """Send values; announce them before or afterwards, as the carrier needs it."""
+        ...
+
+    def introduced(self, from_lane: int, body: bytes, descriptor: Callable[[], int]) -> None:
+        """Take the bytes and file descriptors that the sender's carrier sent with `introduce`."""
+        ...
+
+    def arrived(self, from_lane: int, head: Head, body: bytes) -> Any:  # noqa: ANN401 - the carrier's type
+        """Handle an announcement; `receive` or `drop` gets the result."""
+        ...
+
+    def receive(self, from_lane: int, head: Head, arrived: Any) -> torch.Tensor:  # noqa: ANN401 - the carrier's type
+        """Return the bytes of announced values."""
+        ...
+
+    def drop(self, from_lane: int, head: Head, arrived: Any) -> None:  # noqa: ANN401 - the carrier's type
+        """Discard announced values of a failed step."""
+        ...
+
+    def forget(self) -> None:
+        """Discard values that were sent in a failed step."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
         ...

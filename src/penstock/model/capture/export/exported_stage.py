@@ -1,10 +1,14 @@
-"""Exported stages: one program per stage, with held tensors, received values and the batch size as arguments."""
+"""Exported stages: one program per stage, with held tensors, received values and the batch size as arguments.
+
+A visit runs the same operations node by node, on any device and for any batch size.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -13,40 +17,27 @@ from penstock.compile.options import Options, compiled
 from penstock.model.capture.export.symbolic_sizes import affine
 from penstock.model.capture.export.traced_graph import ExportGraph
 from penstock.model.capture.export.traced_operations import draws
+from penstock.model.example import Call
 from penstock.model.source import SOURCE, line_of_trace
 from penstock.model.stages import HeldTensors
+from penstock.model.visit import RunNode, Visitor
 from penstock.randomness.draw_names import enter, set_draw_names
 from penstock.randomness.placed_draws import draw_at
 
 
+@dataclass(eq=False)
 class ExportProgram:
-    """The operations of one stage.
+    """The operations of one stage."""
 
-    Attributes:
-        is_fixed: whether it runs the same operations for every micro-batch.
-        held_names: the names of the parameters, buffers and constants that it uses.
-        inputs: the names of the values that it needs.
-        outputs: the names of the values that it makes.
-    """
-
-    is_fixed = True
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        *,
-        held_names: tuple[str, ...],
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        reassigned: tuple[str, ...],
-        device: torch.device,
-    ) -> None:
-        self.module = module
-        self.held_names, self.inputs, self.outputs = held_names, inputs, outputs
-        self.reassigned = reassigned
-        self.device = device
-        self._compiled: Callable[..., tuple[Any, ...]] | None = None
-        self._places: tuple[str, ...] = ()  # the compiled nodes that draw
+    module: fx.GraphModule  # the operations
+    held_names: tuple[str, ...]  # the names of the parameters, buffers and constants that it uses
+    inputs: tuple[str, ...]  # the names of the values that it needs
+    outputs: tuple[str, ...]  # the names of the values that it makes
+    reassigned: tuple[str, ...]  # the buffers to which the model assigns another tensor
+    device: torch.device  # the device on which it makes new tensors
+    is_fixed: ClassVar[bool] = True  # whether it runs the same operations for every micro-batch
+    _compiled: Callable[..., tuple[Any, ...]] | None = None
+    _places: tuple[str, ...] = ()  # the compiled nodes that draw
 
     def compile(self, options: Options) -> None:
         """Let Inductor compile the operations."""
@@ -73,7 +64,7 @@ class ExportProgram:
         if self.reassigned:
             count = len(self.outputs)
             for name, tensor in zip(self.reassigned, made[count:], strict=True):
-                replace_buffer(held, name, tensor)
+                held.set(name, tensor.detach())  # not copied into the old tensor, which the backward may need
             return made[:count]
         return made
 
@@ -88,17 +79,9 @@ class ExportProgram:
                 module.recompile()
 
 
-def replace_buffer(held: HeldTensors, name: str, tensor: torch.Tensor) -> None:
-    """Replace a buffer by the tensor that the model assigned to it."""
-    held.set(name, tensor.detach())  # not copied into the old tensor, which the backward may need
+class StageBuilder:
+    """Makes the program of the stage that runs some nodes."""
 
-
-def cut_program(exported: ExportGraph, nodes: range, *, is_last: bool, device: torch.device) -> ExportProgram:
-    """Return the program of the stage that runs these nodes."""
-    return _StageBuilder(exported, nodes, is_last=is_last).cut(device)
-
-
-class _StageBuilder:
     def __init__(self, exported: ExportGraph, nodes: range, *, is_last: bool) -> None:
         self.exported, self.nodes, self.is_last = exported, nodes, is_last
         self.source = exported.graph
@@ -111,6 +94,7 @@ class _StageBuilder:
         self.changed = {node for index in nodes for node in exported.changed_at.get(index, ())}
 
     def cut(self, device: torch.device) -> ExportProgram:
+        """Return the program."""
         made = self._made()
         reassigned = {
             name: node for name, node in self.exported.reassigned.items() if self._is_here(self.exported.value_of(node))
@@ -122,11 +106,9 @@ class _StageBuilder:
         results = [self._sent(self.exported.fx_values[value]) for value in made]
         results += [self._copy(node) for node in reassigned.values()]
         self.body.output(tuple(results))
-        arguments = self._order_arguments()
-        module = fx.GraphModule(self.root, self.body)
-        del arguments
+        self._order_arguments()
         return ExportProgram(
-            module,
+            fx.GraphModule(self.root, self.body),
             held_names=tuple(self.held),
             inputs=tuple(self.received),
             outputs=tuple(self.source.values[value].name for value in made),
@@ -201,23 +183,78 @@ class _StageBuilder:
         return self.body.call_function(torch.ops.aten.clone.default, (self.received[name],))
 
     def _count(self, fixed: int, per_sample: int) -> fx.Node:
-        if self.batch is None:
-            self.batch = self.body.placeholder("batch_size")
-        grown = self.batch if per_sample == 1 else self.body.call_function(operator.mul, (self.batch, per_sample))
+        size = self._batch_size()
+        grown = size if per_sample == 1 else self.body.call_function(operator.mul, (size, per_sample))
         return grown if fixed == 0 else self.body.call_function(operator.add, (grown, fixed))
 
-    def _order_arguments(self) -> list[fx.Node]:
+    def _batch_size(self) -> fx.Node:
+        self.batch = self.batch or self.body.placeholder("batch_size")
+        return self.batch
+
+    def _order_arguments(self) -> None:
         """Sort the arguments into the order of the call: held tensors, received values, batch size."""
-        if self.batch is None:
-            self.batch = self.body.placeholder("batch_size")
-        ordered = [*self.held.values(), *self.received.values(), self.batch]
-        first = next(iter(self.body.nodes))
-        for node in ordered:
-            if node is first:
-                continue
-            first.prepend(node)
-        if first in ordered:  # it comes after all others now: move it to its position
-            at = ordered.index(first)
-            if at + 1 < len(ordered):
-                ordered[at + 1].prepend(first)
-        return ordered
+        for node in reversed([*self.held.values(), *self.received.values(), self._batch_size()]):
+            first = next(iter(self.body.nodes))
+            if node is not first:
+                first.prepend(node)
+
+
+def visit_export(
+    exported: ExportGraph, visitor: Visitor, call: Call, held: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Run all nodes in order on a device; the tensors of the call and the held tensors are on that device."""
+    graph = exported.graph
+    values: dict[int, torch.Tensor] = dict(zip(graph.inputs, call.tensors, strict=True))
+    last = graph.last_use_of
+    for index, node in enumerate(graph.nodes):
+        run = _runner(exported, index, call.batch_size, device)
+        made = visitor(index, run, [values[v] for v in node.inputs], [held[name] for name in node.parameters])
+        values.update(zip(node.outputs, made, strict=False))
+        for value in node.outputs[len(made) :]:  # versions after an in-place change: the shape stays the same
+            values[value] = values[exported.value_of(exported.fx_values[value], before=index)]
+        for value in (*node.inputs, *node.outputs):
+            if last[value] <= index:
+                values.pop(value, None)
+
+
+def _runner(exported: ExportGraph, index: int, batch_size: int, device: torch.device) -> RunNode:
+    """Return the function that computes one node from its inputs and parameters."""
+    node = exported.graph.nodes[index]
+    group = exported.fx_of[index]
+    fx_of_value = [exported.fx_values[value] for value in node.inputs]
+    held_nodes = [[n for n, own in exported.name_of.items() if own == name] for name in node.parameters]
+
+    def run(inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        known: dict[fx.Node, Any] = dict(zip(fx_of_value, inputs, strict=True))
+        for nodes, tensor in zip(held_nodes, parameters, strict=True):
+            known.update(dict.fromkeys(nodes, tensor))
+        for part in group:
+            known[part] = _compute(part, known, exported, batch_size, device)
+        made = [exported.fx_values[value] for value in node.outputs]
+        return [known[own] for own in made if own in group]
+
+    return run
+
+
+def _compute(
+    node: fx.Node, known: dict[fx.Node, Any], exported: ExportGraph, batch_size: int, device: torch.device
+) -> Any:  # noqa: ANN401 - tensors, numbers or nested graphs
+    """Compute an fx node, and the sizes and other numbers that it needs."""
+    if node in known:
+        return known[node]
+    if node.op == "get_attr":
+        return getattr(exported.root, str(node.target))
+    value = node.meta.get("val")
+    size = affine(value, exported.batch_symbols)
+    if size is not None and isinstance(value, torch.SymInt):
+        return size[0] + size[1] * batch_size
+
+    def look_up(argument: fx.Node) -> Any:  # noqa: ANN401
+        return _compute(argument, known, exported, batch_size, device)
+
+    def moved(argument: Any) -> Any:  # noqa: ANN401
+        return device if isinstance(argument, torch.device) else argument
+
+    args = fx.node.map_aggregate(fx.node.map_arg(node.args, look_up), moved)
+    kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, look_up), moved)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -21,10 +21,11 @@ from penstock.model.capture.export.traced_operations import (
     is_tensor,
     module_of,
     op_name,
+    open_regions,
     signature_of,
+    stops_gradients,
     written_by,
 )
-from penstock.model.capture.export.traced_regions import open_regions, stops_gradients
 from penstock.model.capture.export.tracing import Traced
 from penstock.model.example import Call
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
@@ -34,33 +35,24 @@ from penstock.model.source import line_of_trace
 
 @dataclass(frozen=True)
 class ExportGraph:
-    """A Graph, with the fx nodes of its nodes and values.
+    """A Graph, with the fx nodes of its nodes and values."""
 
-    Attributes:
-        graph: the graph as pure data.
-        fx_of: for each node, its fx node, followed by the fx nodes that take its outputs apart.
-        versions_of: for each fx node that is a value, its versions: pairs of a node and the index of the value that
-            this node makes. The first node makes the fx node's result; each later one changes it in place.
-        name_of: the name of each placeholder of a parameter, buffer or constant.
-        constants: the tensors that are part of the model's code, by name.
-        outputs: the fx nodes of the model's results.
-        reassigned: for each buffer to which forward assigns another tensor, the fx node of this tensor.
-        changed_at: for each node that changes memory in place, the fx nodes that share this memory.
-        root: the module that holds the graphs of nested operations.
-        batch_symbols: the symbols of the batch size.
-        of_buffers: the fx nodes that share memory with a buffer that is changed; they are sent as copies.
-    """
-
-    graph: Graph
+    graph: Graph  # the graph as pure data
+    # for each node, its fx node, followed by the fx nodes that take its outputs apart
     fx_of: tuple[tuple[fx.Node, ...], ...]
+    # for each fx node that is a value, its versions: pairs of a node and the index of the value that this node makes.
+    # The first node makes the fx node's result; each later one changes it in place
     versions_of: dict[fx.Node, list[tuple[int, int]]]
-    name_of: dict[fx.Node, str]
-    constants: dict[str, torch.Tensor]
-    outputs: tuple[fx.Node, ...]
+    name_of: dict[fx.Node, str]  # the name of each placeholder of a parameter, buffer or constant
+    constants: dict[str, torch.Tensor]  # the tensors that are part of the model's code, by name
+    outputs: tuple[fx.Node, ...]  # the fx nodes of the model's results
+    # for each buffer to which forward assigns another tensor, the fx node of this tensor
     reassigned: dict[str, fx.Node]
+    # for each node that changes memory in place, the fx nodes that share this memory
     changed_at: dict[int, frozenset[fx.Node]]
-    root: nn.Module
-    batch_symbols: frozenset[Any] = field(default_factory=frozenset)
+    root: nn.Module  # the module that holds the graphs of nested operations
+    batch_symbols: frozenset[Any] = field(default_factory=frozenset)  # the symbols of the batch size
+    # the fx nodes that share memory with a buffer that is changed; they are sent as copies
     of_buffers: frozenset[fx.Node] = frozenset()
 
     @cached_property
@@ -74,12 +66,9 @@ class ExportGraph:
         return next((value for at, value in reversed(versions) if before is None or at < before), versions[0][1])
 
 
-def read_graph(traced: Traced, model: nn.Module, call: Call) -> ExportGraph:
-    """Return the graph of a traced model."""
-    return _Reader(traced, model, call).read()
+class GraphReader:
+    """Reads the graph of a traced model."""
 
-
-class _Reader:
     def __init__(self, traced: Traced, model: nn.Module, call: Call) -> None:
         self.traced, self.call = traced, call
         self.program = traced.program
@@ -94,10 +83,11 @@ class _Reader:
         self.symbols: frozenset[Any] = frozenset()
 
     def read(self) -> ExportGraph:
+        """Return the graph."""
         open_regions(self.program.graph_module)
         self._read_placeholders()
         output = next(node for node in self.program.graph.nodes if node.op == "output")
-        returned = self._returned(output.args[0])
+        returned = self._returned(output)
         self._remove_dead(output)
         self.place_of = {node: place for place, node in enumerate(self.program.graph.nodes)}
         self.families = Families(self._calls())
@@ -190,22 +180,18 @@ class _Reader:
                 self.symbols = frozenset(symbols)
                 self._add_value(node, f"input:{next(inputs)}", producer=-1, has_grad=False)
 
-    def _returned(self, results: Iterable[fx.Node]) -> list[fx.Node]:
+    def _returned(self, output: fx.Node) -> list[fx.Node]:
         """Return the fx nodes of the results; a returned parameter gets an alias node, so that a node makes it."""
         found = []
-        for result in results:
+        for result in cast("Iterable[fx.Node]", output.args[0]):
             if result in self.name_of:
-                with self.program.graph.inserting_before(self._last()):
+                with self.program.graph.inserting_before(output):
                     alias = self.program.graph.call_function(torch.ops.aten.alias.default, (result,))
                 alias.meta.update(result.meta)
                 found.append(alias)
             else:
                 found.append(result)
         self._kept = set(found)
-        return found
-
-    def _last(self) -> fx.Node:
-        found: fx.Node = next(node for node in reversed(self.program.graph.nodes) if node.op == "output")
         return found
 
     def _remove_dead(self, output: fx.Node) -> None:
@@ -292,13 +278,9 @@ class _Reader:
         for argument in node.all_input_nodes:
             if argument in self.versions_of:
                 found.append(self._value(argument))
-            elif is_number(argument) and not self._is_batch(argument):
-                found.extend(self._inputs(argument))
+            elif is_number(argument) and affine(argument.meta.get("val"), self.symbols) is None:
+                found.extend(self._inputs(argument))  # a size that depends on more than the batch size
         return tuple(dict.fromkeys(found))
-
-    def _is_batch(self, node: fx.Node) -> bool:
-        """Return whether a size depends only on the batch size, so that no tensor is needed to compute it."""
-        return affine(node.meta.get("val"), self.symbols) is not None
 
     def _held_names(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))

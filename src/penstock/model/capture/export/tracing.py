@@ -21,29 +21,21 @@ from penstock.errors import CaptureError
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards, hint
 from penstock.model.example import Call
 from penstock.model.parameters import new_tensors_on_meta
-from penstock.model.preserve.model_state import TORCH_ATTRIBUTES, preserve_attributes
-from penstock.model.preserve.modes import RandomStates
-from penstock.model.source import is_called_by_torch, line_of, line_of_stack
+from penstock.model.preserve import TORCH_ATTRIBUTES, RandomStates, preserve_attributes
+from penstock.model.source import is_called_by_torch, line_of, line_of_stack, line_of_trace
 from penstock.model.structure import flatten, plain_values
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model.
+    """A traced model."""
 
-    Attributes:
-        program: torch's program; it returns the tensors of the model's result, then the new tensors of `reassigned`.
-        template: the template of the model's result.
-        num_outputs: the number of tensors in the model's result.
-        reassigned: the names of the buffers to which forward assigns another tensor.
-        guards: the conditions on the input shapes for which the trace holds.
-    """
-
+    # torch's program; it returns the tensors of the model's result, then the new tensors of `reassigned`
     program: torch.export.ExportedProgram
-    template: object
-    num_outputs: int
-    reassigned: tuple[str, ...]
-    guards: ShapeGuards
+    template: object  # the template of the model's result
+    num_outputs: int  # the number of tensors in the model's result
+    reassigned: tuple[str, ...]  # the names of the buffers to which forward assigns another tensor
+    guards: ShapeGuards  # the conditions on the input shapes for which the trace holds
 
 
 OpenDims = Sequence[frozenset[int]]
@@ -67,16 +59,17 @@ class _Reduced(nn.Module):
         args, kwargs = self._arguments(tensors)
         buffers, attributes = dict(self.model.named_buffers()), _plain_attributes(self.model)
         random_states, tensors_before = RandomStates(), _tensor_attributes(self.model)
-        empty_before = _empty_attributes(self.model)
+        empty_before = {name for name, _, value in _attributes(self.model) if value is None}
         result = self.model(*args, **kwargs)
         if random_states.have_others_changed():
             raise _TraceRefusedError("forward draws random numbers that are not torch's")
         now = _tensor_attributes(self.model)
         before = {name: tensor for name, tensor in tensors_before.items() if name not in self.put}
-        replaced = sorted(name for name, tensor in before.items() if now.get(name) != tensor)
+        replaced = sorted(name for name, tensor in before.items() if now.get(name) is not tensor)
         if replaced:
             raise _TraceRefusedError(f"forward assigns another tensor to {', '.join(replaced[:3])}")
-        changed = sorted(_differences(attributes, _plain_attributes(self.model)))
+        plain = _plain_attributes(self.model)
+        changed = sorted(name for name in attributes.keys() | plain if attributes.get(name) != plain.get(name))
         if changed:
             raise _TraceRefusedError(f"forward changes {', '.join(changed[:3])}")
         after = dict(self.model.named_buffers())
@@ -84,7 +77,7 @@ class _Reduced(nn.Module):
         outputs, template = flatten(result, drop=is_cache)
         if any(isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) for value in plain_values(template)):
             raise _TraceRefusedError("forward returns a number that depends on the batch")
-        kept = {name: _attribute(self.model, name) for name in now if name in empty_before}
+        kept = {name: tensor for name, tensor in now.items() if name in empty_before}
         self._remember(kept={name: (tuple(map(hint, t.shape)), t.dtype, t.device) for name, t in kept.items()})
         self._remember(template=template, num_outputs=len(outputs), reassigned=tuple(reassigned))
         return [*outputs, *(after[name] for name in reassigned)]
@@ -162,11 +155,7 @@ def _may_contain_batch_size(program: torch.export.ExportedProgram, unusual: int)
 
 
 def _check_equal(program: torch.export.ExportedProgram, again: torch.export.ExportedProgram) -> None:
-    """Compare two traces that were made with different batch sizes.
-
-    Raises:
-        _TraceRefusedError: if they differ, which means that the batch size is written into them.
-    """
+    """Refuse traces that were made with different batch sizes and differ: the batch size is written into them."""
     if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in again.graph.nodes]:
         raise _TraceRefusedError("forward runs different operations for different batch sizes") from None
     constants = {name: t for name, t in program.constants.items() if isinstance(t, torch.Tensor)}
@@ -254,8 +243,6 @@ def _is_unbacked(value: object) -> bool:
 
 
 def _where(node: torch.fx.Node) -> str:
-    from penstock.model.source import line_of_trace
-
     return line_of_trace(node.meta.get("stack_trace") or "")
 
 
@@ -265,13 +252,25 @@ def is_cache(thing: object) -> bool:
     return hasattr(thing, "get_seq_length") or name.endswith("Cache") or name.endswith("CacheParams")
 
 
+def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield the attributes of all modules: the full name, the own name, and the value."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            yield (f"{path}.{key}" if path else key), key, value
+
+
+def _tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors in plain attributes, which are neither parameters nor buffers."""
+    return {name: value for name, _, value in _attributes(model) if isinstance(value, torch.Tensor)}
+
+
 def _plain_attributes(model: nn.Module) -> dict[str, object]:
     """Return the plain Python values that the modules hold; a trace would lose a change of one of them."""
+    plain = (int, float, str, list, dict, set, tuple, deque)
     return {
-        f"{path}.{key}" if path else key: _outline(value)
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in TORCH_ATTRIBUTES and isinstance(value, (int, float, str, list, dict, set, tuple, deque))
+        name: _outline(value)
+        for name, key, value in _attributes(model)
+        if key not in TORCH_ATTRIBUTES and isinstance(value, plain)
     }
 
 
@@ -282,12 +281,6 @@ def _outline(value: object, depth: int = 0) -> object:
     if isinstance(value, (list, tuple, set, deque)) and depth < 2:
         return [_outline(item, depth + 1) for item in value]
     return value if isinstance(value, (int, float, str)) else id(value)
-
-
-def _attribute(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, key = name.rpartition(".")
-    tensor: torch.Tensor = vars(model.get_submodule(path))[key]
-    return tensor
 
 
 def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]]) -> None:
@@ -310,32 +303,6 @@ def _check_kept(reduced: _Reduced, call: Call, kept: dict[str, tuple[Any, ...]])
     kept_on = [name for name, tensor in put.items() if id(tensor) in read]
     if kept_on:
         raise _TraceRefusedError(f"forward keeps a tensor in {', '.join(kept_on[:3])} between calls")
-
-
-def _empty_attributes(model: nn.Module) -> set[str]:
-    """Return the names of the attributes that are None; forward may store state there."""
-    return {
-        f"{path}.{key}" if path else key
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if value is None
-    }
-
-
-def _tensor_attributes(model: nn.Module) -> dict[str, object]:
-    """Return the ids of the tensors in plain attributes, which are neither parameters nor buffers."""
-    return {
-        f"{path}.{key}" if path else key: id(value)
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _differences(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
-    for name in before.keys() | after.keys():
-        if before.get(name) != after.get(name):
-            yield name
 
 
 @contextlib.contextmanager

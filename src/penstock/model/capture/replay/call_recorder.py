@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +12,20 @@ import torch
 from torch import nn
 
 from penstock.model.capture.export.tracing import is_cache
-from penstock.model.capture.replay.forward_walk import Mark, Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, Mark, ModuleCall, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import containers_of, make_shell
-from penstock.model.capture.replay.placeholder_tensors import describe, works_on_holes
-from penstock.model.capture.replay.torch_functions import is_data_shaped, is_plain_result, is_query, reads_data
+from penstock.model.capture.replay.torch_functions import (
+    describe,
+    is_data_shaped,
+    is_plain_result,
+    is_query,
+    reads_data,
+    works_on_holes,
+)
 from penstock.model.example import Call
 from penstock.model.parameters import held_tensors, new_tensors_on_meta
-from penstock.model.preserve.model_state import preserve_state
-from penstock.model.preserve.modes import RandomStates, in_mode
+from penstock.model.preserve import RandomStates, in_mode, preserve_state
+from penstock.model.source import line_of_stack
 from penstock.model.structure import flatten
 
 _TRIES = 4
@@ -28,19 +34,12 @@ _SHARE = 1 / 32  # modules with a smaller share of all parameters are units
 
 @dataclass(frozen=True)
 class Known:
-    """The properties of a tensor that stay known after the run.
+    """The properties of a tensor that stay known after the run."""
 
-    Attributes:
-        shape: its shape in that run.
-        dtype: its dtype.
-        has_grad: whether it requires a gradient.
-        memory: a number that is equal for tensors that shared memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_grad: bool
-    memory: int
+    shape: tuple[int, ...]  # its shape in that run
+    dtype: torch.dtype  # its dtype
+    has_grad: bool  # whether it requires a gradient
+    memory: int  # a number that is equal for tensors that shared memory
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Known:
@@ -57,20 +56,14 @@ class Seen:
     """A tensor that was made between module calls, or by one.
 
     Code between two units usually belongs to the first of them (`_Recorder.now`).
-
-    Attributes:
-        producer: the unit that made it; -1 for an input of the model.
-        tensor: the tensor while the model runs; afterwards its properties, without its memory.
-        marks: its marks, each with the unit that added it; a call that returns the tensor adds a mark.
-        uses: the units that use it.
-        changes: the units that change it in place.
     """
 
-    producer: int
-    tensor: torch.Tensor | Known
+    producer: int  # the unit that made it; -1 for an input of the model
+    tensor: torch.Tensor | Known  # the tensor while the model runs; afterwards its properties, without its memory
+    # its marks, each with the unit that added it; a call that returns the tensor adds a mark
     marks: list[tuple[int, Mark]]
-    uses: set[int] = field(default_factory=set)
-    changes: set[int] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)  # the units that use it
+    changes: set[int] = field(default_factory=set)  # the units that change it in place
 
     @property
     def known(self) -> Known:
@@ -99,53 +92,38 @@ class Recording:
     """The observations of one run.
 
     A module call is identified by the path of the module and the ordinal of the call: 0 for its first call, and so on.
-
-    Attributes:
-        units: the units, in order.
-        seen: all tensors between them.
-        range_of: for each module call, the first and the last unit in it.
-        reads_data: whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn;
-            with other data, the model may then take other branches.
-        reads_where: the first line of the model that read data.
-        template: the template of the model's result.
-        outputs: the indices in `seen` of the tensors that fill it.
-        template_of: for each module call, the template of its result.
-        unimaginable: torch functions that do not work on holes.
-        readers: torch functions that returned plain values, and so read data.
-        uncuttable: positions where no cut may lie.
-        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
-        shapes_of: for each module call, the descriptions of the tensors that it returned.
-        seen_of: the same descriptions, with dimensions as functions of the batch size.
-        watched: the paths of the modules whose calls were observed.
-        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
-        draws_python_random: whether Python's or numpy's random numbers were drawn.
-        changed: the names of the buffers that the forward changes.
-        filling: the modules that change a list or dict among their arguments.
-        filled: the lists and dicts in attributes that get other tensors, as "path:name".
-        cached: those of them that a second call does not change.
     """
 
-    units: list[Unit]
-    seen: list[Seen]
-    range_of: dict[tuple[str, int], tuple[int, int]]
-    reads_data: bool
-    reads_where: str
-    template: object
-    outputs: list[int]
-    template_of: dict[tuple[str, int], object]
-    unimaginable: frozenset[Callable[..., Any]] = frozenset()
-    readers: frozenset[Callable[..., Any]] = frozenset()
-    uncuttable: frozenset[int] = frozenset()
-    calls_in: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
-    shapes_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
-    seen_of: dict[tuple[str, int], list[list[Any]]] = field(default_factory=dict)
-    watched: tuple[str, ...] = ()
-    hooked: frozenset[str] = frozenset()
-    draws_python_random: bool = False
-    changed: frozenset[str] = frozenset()
-    filling: frozenset[str] = frozenset()
-    filled: frozenset[str] = frozenset()
-    cached: frozenset[str] = frozenset()
+    units: list[Unit] = field(default_factory=list)  # the units, in order
+    seen: list[Seen] = field(default_factory=list)  # all tensors between them
+    # for each module call, the first and the last unit in it
+    range_of: dict[ModuleCall, tuple[int, int]] = field(default_factory=dict)
+    # whether data was read into Python, shapes depend on data, or Python's own random numbers were drawn; with other
+    # data, the model may then take other branches
+    reads_data: bool = False
+    reads_where: str = ""  # the first line of the model that read data
+    template: object = None  # the template of the model's result
+    outputs: list[int] = field(default_factory=list)  # the indices in `seen` of the tensors that fill it
+    # for each module call, the template of its result
+    template_of: dict[ModuleCall, object] = field(default_factory=dict)
+    unimaginable: set[Function] = field(default_factory=set)  # torch functions that do not work on holes
+    readers: set[Function] = field(default_factory=set)  # torch functions that returned plain values, and so read data
+    uncuttable: set[int] = field(default_factory=set)  # positions where no cut may lie
+    # for each module call, the numbers of calls of other modules inside it, by path
+    calls_in: dict[ModuleCall, dict[str, int]] = field(default_factory=dict)
+    # for each module call, the descriptions of the tensors that it returned
+    shapes_of: dict[ModuleCall, list[list[Any]]] = field(default_factory=dict)
+    # the same descriptions, with dimensions as functions of the batch size
+    seen_of: dict[ModuleCall, list[list[Any]]] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()  # the paths of the modules whose calls were observed
+    # the modules to look into even if they are skipped, because of hooks or hidden values inside them
+    hooked: set[str] = field(default_factory=set)
+    draws_python_random: bool = False  # whether Python's or numpy's random numbers were drawn
+    changed: set[str] = field(default_factory=set)  # the names of the buffers that the forward changes
+    filling: set[str] = field(default_factory=set)  # the modules that change a list or dict among their arguments
+    # the lists and dicts in attributes that get other tensors, as "path:name"
+    filled: set[str] = field(default_factory=set)
+    cached: set[str] = field(default_factory=set)  # those of them that a second call does not change
 
 
 def record(model: nn.Module, call: Call) -> Recording:
@@ -211,15 +189,13 @@ def _record_once(model: nn.Module, call: Call, whole: frozenset[str] = frozenset
         states.restore()
     if recorder.leaf_paths - whole:  # these modules call no submodule, so they are units
         return _record_once(model, call, whole | frozenset(recorder.leaf_paths))
-    recorder.reads_data |= is_random
-    recorder.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
+    recorder.found.uncuttable |= recorder.around_changed_buffers({name: t for name, (t, _) in versions.items()}, after)
     recording = recorder.recording(result)
+    recording.reads_data |= is_random
     recording.draws_python_random, recording.watched = is_random, tuple(inside)
-    recording.changed = frozenset(changed)
     hooked = {path for path, module in inside.items() if path not in units and _has_hooks_inside(module)}
-    recording.hooked = frozenset(hooked | ((_escaped(recording) | recorder.filling) - units))
-    recording.filling = frozenset(recorder.filling)
-    recording.filled, recording.cached = frozenset(filled), frozenset(cached)
+    recording.hooked = hooked | ((_escaped(recording) | recording.filling) - units)
+    recording.changed, recording.filled, recording.cached = changed, filled, cached
     return recording
 
 
@@ -295,21 +271,11 @@ class _Recorder(Walk):
     def __init__(self, units: set[str], held: Mapping[int, str]) -> None:
         super().__init__()
         self.unit_paths, self.held = units, held
-        self.units: list[Unit] = []
-        self.seen: list[Seen] = []
+        self.found = Recording()
         self.index_of: dict[int, int] = {}
-        self.range_of: dict[tuple[str, int], tuple[int, int]] = {}
-        self.reads_data, self.reads_where = False, ""
         self.held_at: dict[int, set[int]] = {}
         self.open_at: list[int] = []  # for each running call, the number of units before it
         self.leaf_paths: set[str] = set()
-        self.uncuttable: set[int] = set()
-        self.unimaginable: set[Callable[..., Any]] = set()
-        self.readers: set[Callable[..., Any]] = set()
-        self.template_of: dict[tuple[str, int], object] = {}
-        self.calls_in: dict[tuple[str, int], dict[str, int]] = {}
-        self.shapes_of: dict[tuple[str, int], list[list[Any]]] = {}
-        self.filling: set[str] = set()
         self.changes_of: dict[int, set[int]] = {}  # for the id of each held tensor, the units that change it
         self._hooks: Any = None
 
@@ -330,9 +296,9 @@ class _Recorder(Walk):
         original: Any = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: type, /, *args: object, **kwargs: object) -> object:
-            first = len(self.units)
+            first = len(self.found.units)
             result = original.__get__(None, cls)(*args, **kwargs)
-            self.uncuttable |= set(range(first, len(self.units)))
+            self.found.uncuttable |= set(range(first, len(self.found.units)))
             return result
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -345,7 +311,7 @@ class _Recorder(Walk):
         """Forbid a cut between two units that the model recomputes together; the recompute would cross the cut."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and self._hooks is not None and hooks[0] is self._hooks[0]:
-            self.uncuttable.add(len(self.units) - 1)
+            self.found.uncuttable.add(len(self.found.units) - 1)
         self._hooks = hooks
 
     @property
@@ -354,13 +320,11 @@ class _Recorder(Walk):
 
         Inside a call that has not reached a unit yet, it is the next unit; a cut before it lies before the whole call.
         """
-        count = len(self.units)
+        count = len(self.found.units)
         return count if count in self.open_at else max(0, count - 1)
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
-        first, before = len(self.units), dict(self.ordinals)
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
+        first, before = len(self.found.units), dict(self.ordinals)
         containers = _containers_in((args, kwargs))
         if path not in self.unit_paths:
             self.open_at.append(first)
@@ -369,19 +333,19 @@ class _Recorder(Walk):
             finally:
                 self.open_at.pop()
             self._note_filled(path, containers)
-            if len(self.units) == first and path:
+            if len(self.found.units) == first and path:
                 self.leaf_paths.add(path)
-            elif len(self.units) > first:
-                self.range_of[path, ordinal] = (first, len(self.units) - 1)
+            elif len(self.found.units) > first:
+                self.found.range_of[path, ordinal] = (first, len(self.found.units) - 1)
                 calls = {inner: count - before.get(inner, 0) for inner, count in self.ordinals.items()}
-                self.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
-                made, self.template_of[path, ordinal] = flatten(result)
+                self.found.calls_in[path, ordinal] = {inner: count for inner, count in calls.items() if count}
+                made, self.found.template_of[path, ordinal] = flatten(result)
                 given, _ = flatten((args, dict(kwargs)))
-                self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+                self.found.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
             return result
-        self.units.append(Unit(path, ordinal))
+        self.found.units.append(Unit(path, ordinal))
         self._note_checkpoint()
-        self.range_of[path, ordinal] = (first, first)
+        self.found.range_of[path, ordinal] = (first, first)
         given, _ = flatten((args, dict(kwargs)))
         versions = [tensor._version for tensor in given]
         for tensor in given:
@@ -389,12 +353,12 @@ class _Recorder(Walk):
         result = self.whole(call, args, kwargs)
         self._note_filled(path, containers)
         self.mark_outputs(result, path, ordinal)
-        made, self.template_of[path, ordinal] = flatten(result)
-        self.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
+        made, self.found.template_of[path, ordinal] = flatten(result)
+        self.found.shapes_of[path, ordinal] = [describe(tensor, given) for tensor in made]
         self._note_changes(given, versions)
         return result
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         if is_query(function):
             return function(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
@@ -405,47 +369,45 @@ class _Recorder(Walk):
         if reads_data(function) or is_data_shaped(function, args):
             self._note_read()
         elif is_plain_result(result):
-            self.readers.add(function)
+            self.found.readers.add(function)
             self._note_read()
         elif not works_on_holes(function, args, kwargs, result):
-            self.unimaginable.add(function)
+            self.found.unimaginable.add(function)
             self._note_read()
         self._note_changes(given, versions)
         if function is torch.autograd.grad:  # one stage must have all operations that this gradient goes through
             first = min((s.producer for t in given for s in self._seen_of(t)), default=self.now)
-            self.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
+            self.found.uncuttable |= set(range(max(0, first) + 1, self.now + 1))
         self.mark_results(result)
         return result
 
     def _note_filled(self, path: str, containers: list[tuple[Any, list[int]]]) -> None:
         """Record a module that adds items to a list or dict among its arguments, or removes them."""
         if any(_ids_in(container) != before for container, before in containers):
-            self.filling.add(path)
+            self.found.filling.add(path)
 
     def _seen_of(self, tensor: torch.Tensor) -> list[Seen]:
-        return [self.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
+        return [self.found.seen[self.index_of[id(tensor)]]] if self.marks_of(tensor) else []
 
     def _note_read(self) -> None:
-        from penstock.model.source import line_of_stack
-
-        self.reads_where = self.reads_where or line_of_stack()
-        self.reads_data = True
+        self.found.reads_where = self.found.reads_where or line_of_stack()
+        self.found.reads_data = True
 
     def _use(self, tensor: torch.Tensor, *, is_argument: bool = False) -> None:
         if id(tensor) in self.held:
             self.held_at.setdefault(self.now, set()).add(id(tensor))
         if self.marks_of(tensor):  # also a buffer after an in-place change: it is a value
             index: int = self.index_of[id(tensor)]
-            self.seen[index].uses.add(self.now)
-            if is_argument and index not in self.units[-1].inputs:
-                self.units[-1].inputs.append(index)
+            self.found.seen[index].uses.add(self.now)
+            if is_argument and index not in self.found.units[-1].inputs:
+                self.found.units[-1].inputs.append(index)
 
     def _note_changes(self, given: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(given, versions, strict=True):
             if tensor._version != version and id(tensor) in self.held:
                 self.changes_of.setdefault(id(tensor), set()).add(self.now)
             if tensor._version != version and self.marks_of(tensor):
-                self.seen[self.index_of[id(tensor)]].changes.add(self.now)
+                self.found.seen[self.index_of[id(tensor)]].changes.add(self.now)
 
     def around_changed_buffers(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[int]:
         """Return the cuts between the code that reads or changes a buffer and the code that changes it last.
@@ -457,7 +419,7 @@ class _Recorder(Walk):
         for name, tensor in before.items():
             new, changes = after.get(name), set(self.changes_of.get(id(tensor), ()))
             if new is not None and new is not tensor and id(new) in self.index_of:
-                changes.add(self.seen[self.index_of[id(new)]].producer)
+                changes.add(self.found.seen[self.index_of[id(new)]].producer)
             last = max(changes, default=-1)
             uses = {at for at, held in self.held_at.items() if id(tensor) in held and at <= last}
             found |= set(range(min(uses | changes, default=0) + 1, last + 1))
@@ -466,40 +428,27 @@ class _Recorder(Walk):
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
         index = self.index_of.get(id(tensor))  # all seen tensors are kept alive, so ids are unique
         if index is None:
-            self.index_of[id(tensor)] = len(self.seen)
+            self.index_of[id(tensor)] = len(self.found.seen)
             producer = -1 if mark[1] < 0 else self.now
-            self.seen.append(Seen(producer, tensor, [(producer, mark)]))
+            self.found.seen.append(Seen(producer, tensor, [(producer, mark)]))
         else:
-            self.seen[index].marks.append((self.now, mark))
+            self.found.seen[index].marks.append((self.now, mark))
 
     def recording(self, result: object) -> Recording:
         tensors, template = flatten(result, drop=is_cache)
         for index, held in self.held_at.items():
-            if self.units:
-                self.units[min(index, len(self.units) - 1)].held |= held
+            if self.found.units:
+                self.found.units[min(index, len(self.found.units) - 1)].held |= held
         for tensor in tensors:  # a tensor without a mark is a parameter that the model returns
             if id(tensor) not in self.index_of:
-                self.mark(tensor, ("", 0, -1000 - len(self.seen)))
+                self.mark(tensor, ("", 0, -1000 - len(self.found.seen)))
         outputs = [self.index_of[id(tensor)] for tensor in tensors]
         for index in outputs:
-            self.seen[index].uses.add(self.now)
+            self.found.seen[index].uses.add(self.now)
         # the recording lives on, so it must not keep memory, autograd graphs, or gradient accumulators of this stream
-        known = [Known.of(seen.tensor) for seen in self.seen if isinstance(seen.tensor, torch.Tensor)]
-        for seen, of_it in zip(self.seen, known, strict=True):
+        known = [Known.of(seen.tensor) for seen in self.found.seen if isinstance(seen.tensor, torch.Tensor)]
+        for seen, of_it in zip(self.found.seen, known, strict=True):
             seen.tensor.__dict__.pop("_penstock_marks", None)
             seen.tensor = of_it
-        return Recording(
-            self.units,
-            self.seen,
-            self.range_of,
-            self.reads_data,
-            self.reads_where,
-            template,
-            outputs,
-            self.template_of,
-            frozenset(self.unimaginable),
-            frozenset(self.readers),
-            frozenset(self.uncuttable),
-            self.calls_in,
-            self.shapes_of,
-        )
+        self.found.template, self.found.outputs = template, outputs
+        return self.found

@@ -24,7 +24,13 @@ from torch.overrides import (
     _push_mode,
 )
 
+from penstock.model.structure import flatten
 from penstock.randomness.draw_names import enter
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+ModuleCall = tuple[str, int]  # the path of the module, and the ordinal of the call: 0 for its first call, and so on
 
 # the path of the module, the ordinal of the call, the number of the tensor; outputs have the numbers -1, -2, ...
 Mark = tuple[str, int, int]
@@ -159,26 +165,18 @@ class Walk(TorchFunctionMode):
         """Set the marks of a tensor."""
         tensor.__dict__["_penstock_marks"] = (self._token, marks)
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Handle the call of a module; return its result."""
         raise NotImplementedError
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Handle a torch function between module calls; return its result."""
         raise NotImplementedError
 
     def on_marked(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Handle a tensor that has got a mark."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def __torch_function__(self, function: Function, _: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ANN401
         if self._is_off:
             return function(*args, **(kwargs or {}))
         return self.on_function(function, args, kwargs or {})
@@ -197,7 +195,7 @@ class Walk(TorchFunctionMode):
             for path, module in modules.items():
                 vars(module)["_compiled_call_impl"] = before[path]
 
-    def _called(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _called(self, path: str, call: Function, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         ordinal = self.ordinals.get(path, 0)
         self.ordinals[path] = ordinal + 1  # also counted inside whole calls: all stages count alike
         outer = self.around
@@ -213,7 +211,7 @@ class Walk(TorchFunctionMode):
             self.around = outer
             enter(outer.place)
 
-    def whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def whole(self, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Make a call without looking into it."""
         self._is_whole = True
         try:
@@ -221,9 +219,7 @@ class Walk(TorchFunctionMode):
         finally:
             self._is_whole = False
 
-    def inside(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def inside(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Make a call and look into it; mark the tensors that it returns as its outputs."""
         self.frames.append(Frame(path, ordinal))
         try:
@@ -236,8 +232,6 @@ class Walk(TorchFunctionMode):
 
     def mark_outputs(self, result: object, path: str, ordinal: int) -> list[torch.Tensor]:
         """Mark the tensors that a call returns as its outputs; return them."""
-        from penstock.model.structure import flatten
-
         tensors, _ = flatten(result)
         for index, tensor in enumerate(tensors):
             self.mark(tensor, (path, ordinal, -1 - index))

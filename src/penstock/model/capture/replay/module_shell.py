@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from penstock.model.preserve.model_state import CONTAINERS, TORCH_ATTRIBUTES
+from penstock.model.preserve import CONTAINERS, TORCH_ATTRIBUTES
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
@@ -34,6 +37,22 @@ def make_shell(model: nn.Module, filled: Collection[str] = ()) -> nn.Module:
         copier.remember(container, container.copy())
     made: nn.Module = copier.convert(model)
     return made
+
+
+def hooks_in(model: nn.Module) -> str:
+    """Return a text that names a module with hooks of the user, which a trace would drop; empty if there is none."""
+    for name, module in model.named_modules():
+        for kind in HOOKS:
+            if any(not is_of_library(hook, module) for hook in (getattr(module, kind, None) or {}).values()):
+                return f"hooks on {name or 'the model'}, which only the model's own forward calls"
+    return ""
+
+
+def is_of_library(hook: object, module: nn.Module) -> bool:
+    """Return whether the library that defines a module has set a hook; such a hook is part of the model."""
+    package = type(module).__module__.partition(".")[0]
+    is_installed = "-packages" in (getattr(sys.modules.get(package), "__file__", None) or "")
+    return is_installed and str(getattr(hook, "__module__", "")).partition(".")[0] == package
 
 
 class _Copier:

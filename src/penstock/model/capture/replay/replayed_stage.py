@@ -1,27 +1,28 @@
-"""Replayed stages: a stage's part of the forward, and the program that runs it in a shell."""
+"""Replayed stages: the part of the forward of a stage, the program that runs it, and its notes for later stages."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from penstock.compile.options import Options
 from penstock.errors import CaptureError, UsageError
-from penstock.model.capture.export.exported_stage import replace_buffer
 from penstock.model.capture.export.tracing import is_cache
 from penstock.model.capture.replay.call_recorder import Recording
-from penstock.model.capture.replay.control_notes import Notes
-from penstock.model.capture.replay.module_shell import containers_of, make_shell, model_hooks
+from penstock.model.capture.replay.module_shell import HOOKS, containers_of, is_of_library, make_shell, model_hooks
 from penstock.model.capture.replay.stage_player import Part, Play
 from penstock.model.example import Call
 from penstock.model.graph import Graph
-from penstock.model.module_hooks import HOOKS, is_of_library
-from penstock.model.preserve.model_state import refill
+from penstock.model.preserve import refill
 from penstock.model.stages import HeldTensors
 from penstock.model.structure import flatten
 from penstock.randomness.draw_names import here, seeded_python
@@ -45,22 +46,17 @@ def make_part(
             wanted.update({mark: name for _, mark in seen.marks})
         if is_received and any(change in nodes for change in _changes(recording, number)):
             copied.add(name)
+    is_last = index == len(ranges) - 1
     return Part(
-        start=nodes.start,
-        stop=nodes.stop if index < len(ranges) - 1 else 2**60,
-        range_of=recording.range_of,
+        index,
+        nodes.start,
+        2**60 if is_last else nodes.stop,
+        is_last,
+        held[index],
+        recording,
         uncalled=_uncalled(recording, ranges, held, paths),
-        template_of=recording.template_of,
         wanted=wanted,
         copied=frozenset(copied),
-        is_dynamic=recording.reads_data,
-        seen_of=recording.seen_of,
-        hooked=recording.hooked,
-        calls_in=recording.calls_in,
-        unimaginable=recording.unimaginable,
-        readers=recording.readers,
-        draws_python_random=recording.draws_python_random,
-        filling=recording.filling,
     )
 
 
@@ -92,24 +88,21 @@ class ReplayProgram:
 
     reassigned: tuple[str, ...] = ()
 
-    def __init__(
-        self, model: nn.Module, call: Call, graph: Graph, recording: Recording, part: Part,
-        *, held_names: tuple[str, ...], index: int, is_last: bool,
-    ) -> None:  # fmt: skip
-        self.call, self.part, self.held_names, self.is_last = call, part, held_names, is_last
-        self.changed = recording.changed.intersection(held_names)  # the buffers that a forward may change
+    def __init__(self, model: nn.Module, call: Call, graph: Graph, part: Part) -> None:
+        recording = part.recording
+        self.call, self.part, self.held_names = call, part, part.held_names
+        self.changed = recording.changed.intersection(part.held_names)  # the buffers that a forward may change
         self.shell = make_shell(model, recording.filled)
         caches = [container for name, container in containers_of(self.shell).items() if name in recording.cached]
         self._caches = [(cache, cache.copy()) for cache in caches]
         self._known_shapes: dict[Any, Any] = {}
-        self._num_outputs = len(recording.outputs)
         self.template: object = recording.template  # of the last result
         given = tuple(f"input:{name}" for name in call.names)
         self._given = len(given)
         nodes = range(part.start, min(part.stop, len(graph.nodes)))
         if part.is_dynamic:
-            self._from: tuple[str, ...] = (f"notes_{index - 1}",) if index else ()
-            own: tuple[str, ...] = (f"notes_{index}",)
+            self._from: tuple[str, ...] = (f"notes_{part.index - 1}",) if part.index else ()
+            own: tuple[str, ...] = (f"notes_{part.index}",)
         else:
             self._from = tuple(
                 f"value_{i}" for i, seen in enumerate(recording.seen)
@@ -120,7 +113,7 @@ class ReplayProgram:
                 if seen.producer in nodes and any(use >= nodes.stop for use in seen.uses)
             )  # fmt: skip
         self.inputs = given + self._from
-        self.outputs = tuple(f"output:{i}" for i in range(self._num_outputs)) if is_last else own
+        self.outputs = tuple(f"output:{i}" for i in range(len(recording.outputs))) if part.is_last else own
         self._places = self._prepare(nodes, graph, recording)
 
     def _prepare(self, nodes: range, graph: Graph, recording: Recording) -> list[tuple[nn.Module, str, str, str]]:
@@ -175,7 +168,7 @@ class ReplayProgram:
     @property
     def draws_python_random(self) -> bool:
         """Whether the forward draws Python's or numpy's random numbers."""
-        return self.part.draws_python_random
+        return self.part.recording.draws_python_random
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
         """Raise: replayed stages run the model's own Python code, and Inductor needs a traced graph."""
@@ -230,7 +223,7 @@ class ReplayProgram:
         return (notes, *(next(tensor_of[mark] for mark in marks if mark in tensor_of) for marks in sent))
 
     def _results(self, play: Play, result: object, held: set[int]) -> tuple[Any, ...]:
-        if self.is_last:
+        if self.part.is_last:
             tensors, self.template = flatten(result, drop=is_cache)
             return tuple(tensors)
         if self.part.is_dynamic:
@@ -256,7 +249,7 @@ class ReplayProgram:
             refill(cache, content)
         for module, kind, key, name in self._places:
             if kind == "_buffers" and module._buffers.get(key) is not held.get(name):
-                replace_buffer(held, name, cast(torch.Tensor, module._buffers[key]))
+                held.set(name, cast(torch.Tensor, module._buffers[key]).detach())  # as in `ExportProgram`
 
 
 def _apart(tensor: torch.Tensor, held: set[int]) -> torch.Tensor:
@@ -272,3 +265,59 @@ def _remove_user_hooks(module: nn.Module) -> None:
         vars(module)[key] = OrderedDict(
             (number, hook) for number, hook in hooks if number in of_model or is_of_library(hook, module)
         )
+
+
+@dataclass
+class Notes:
+    """The observations that later stages need to take the same branches."""
+
+    # the data that was read into Python, by the frame and the number of the read in it
+    reads: dict[str, Any] = field(default_factory=dict)
+    # for each module call, by path and ordinal, a description of each result: ["in", i] for the i-th tensor argument,
+    # or shape, stride and dtype of a new tensor
+    shapes: dict[str, list[list[Any]]] = field(default_factory=dict)
+    live: list[list[list[Any]]] = field(default_factory=list)  # the marks of the tensors that are sent with the notes
+    # the states of Python's and numpy's random numbers at the start of the forward, if it draws any
+    python_random: list[Any] | None = None
+
+    def to_tensor(self) -> torch.Tensor:
+        """Return the notes as a tensor of bytes, which can be sent as any other value."""
+        text = json.dumps([self.reads, self.shapes, self.live, self.python_random], default=_encode)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> Notes:
+        """Return the notes from the tensor that `to_tensor` made."""
+        reads, shapes, live, state = json.loads(bytes(tensor.cpu().numpy().tobytes()))
+        return cls({place: _decode(item) for place, item in reads.items()}, shapes, live, state)
+
+    def note_random(self) -> None:
+        """Save the states of Python's and numpy's random numbers."""
+        version, state, gauss = random.getstate()
+        name, keys, *rest = np.random.get_state(legacy=True)
+        self.python_random = [version, list(state), gauss, [name, np.asarray(keys).tolist(), *rest]]
+
+    def set_random(self) -> None:
+        """Restore the saved states, if there are any, so that the same numbers are drawn again."""
+        if self.python_random is not None:
+            version, state, gauss, (name, keys, *rest) = self.python_random
+            random.setstate((version, tuple(state), gauss))
+            np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _encode(item: object) -> object:
+    if isinstance(item, np.ndarray):
+        return {"array": item.tolist(), "dtype": str(item.dtype)}
+    if isinstance(item, complex):
+        return {"complex": [item.real, item.imag]}
+    if isinstance(item, np.generic):
+        return item.item()
+    raise TypeError(f"a value of type {type(item).__name__} cannot be sent to another stage")
+
+
+def _decode(item: Any) -> Any:  # noqa: ANN401
+    if isinstance(item, dict) and "array" in item:
+        return np.array(item["array"], dtype=item["dtype"])
+    if isinstance(item, dict) and "complex" in item:
+        return complex(*item["complex"])
+    return item

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from penstock.errors import CaptureError
-from penstock.model.capture.replay.forward_walk import Walk, tensors_in
+from penstock.model.capture.replay.forward_walk import Args, Function, Kwargs, ModuleCall, Walk, tensors_in
 from penstock.model.capture.replay.module_shell import make_shell
 from penstock.model.capture.replay.torch_functions import is_data_shaped, is_query, reads_data
 from penstock.model.example import Call
@@ -74,7 +74,7 @@ def move_shell(shell: nn.Module, device: torch.device) -> nn.Module:
 
 
 def run_with(
-    visitor: Visitor, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    visitor: Visitor, index: int, module: nn.Module, args: Args, kwargs: Kwargs,
     *, names: Sequence[str], held: Mapping[str, torch.Tensor],
 ) -> Any:  # noqa: ANN401  # fmt: skip
     """Pass the call of a module to a visitor, and return its result."""
@@ -100,16 +100,14 @@ def run_with(
 class _VisitWalk(Walk):
     """The walk that passes calls of units, and torch functions between them, to a visitor."""
 
-    def __init__(
-        self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[tuple[str, int], int]
-    ) -> None:
+    def __init__(self, shell: nn.Module, graph: Graph, visitor: Visitor, index_of: Mapping[ModuleCall, int]) -> None:
         super().__init__()
         self.modules = dict(shell.named_modules())
         self.held = held_tensors(shell)
         self.graph, self.visitor, self.index_of = graph, visitor, index_of
         self.is_in_unit, self.now = False, 0
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         name = getattr(function, "__name__", "")
         is_in_place = name.startswith("__") or (name.endswith("_") and not name.endswith("__"))
         inputs = list(tensors_in((args, kwargs)))
@@ -137,9 +135,7 @@ class _VisitWalk(Walk):
             made = self.visitor(self.now, run, tensors, [], f"{name}{_plain(template)}")
         return rebuild(shapes[-1], made)
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         index = self.index_of.get((path, ordinal))
         if self.is_in_unit:
             return call(*args, **kwargs)

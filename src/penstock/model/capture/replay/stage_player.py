@@ -13,67 +13,52 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
-from penstock.model.capture.replay.control_notes import Notes
-from penstock.model.capture.replay.forward_walk import Done, Frame, Mark, Walk, tensors_in
-from penstock.model.capture.replay.module_shell import model_hooks, without_model_hooks
-from penstock.model.capture.replay.placeholder_tensors import describe, described, run_on_holes
+from penstock.model.capture.replay.call_recorder import Recording
+from penstock.model.capture.replay.forward_walk import Args, Done, Frame, Function, Kwargs, Mark, Walk, tensors_in
+from penstock.model.capture.replay.module_shell import is_of_library, model_hooks, without_model_hooks
 from penstock.model.capture.replay.torch_functions import (
+    describe,
+    described,
     is_data_shaped,
     is_device_question,
     is_plain_result,
     is_query,
     reads_data,
+    run_on_holes,
 )
-from penstock.model.module_hooks import is_of_library
 from penstock.model.source import line_of_stack
 from penstock.model.structure import Slot, flatten, rebuild
+
+if TYPE_CHECKING:
+    from penstock.model.capture.replay.replayed_stage import Notes
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a forward that a stage plays.
+    """The part of a forward that a stage plays."""
 
-    Attributes:
-        start: its first unit.
-        stop: the first unit after it.
-        range_of: for each module call, the first and the last unit in it.
-        uncalled: for each module that was not called, a unit of the stage to which it belongs.
-        template_of: for each module call, the template of its result.
-        wanted: for each mark of a tensor that the stage receives or sends, the name of the value.
-        copied: the names of the received values that the stage changes in place.
-        is_dynamic: whether control flow depends on data; the stages then send notes.
-        seen_of: for each module call, the descriptions of its results in the recording, with a `Size` for each
-            dimension; a call is missing if they are unknown.
-        hooked: the modules to look into even if they are skipped, because of hooks or hidden values inside them.
-        calls_in: for each module call, the numbers of calls of other modules inside it, by path.
-        unimaginable: torch functions that do not work on holes.
-        readers: torch functions that were seen to read data.
-        draws_python_random: whether the forward draws Python's or numpy's random numbers.
-        filling: the modules that change a list or dict among their arguments.
-    """
-
-    start: int
-    stop: int
-    range_of: Mapping[tuple[str, int], tuple[int, int]]
+    index: int  # the index of the stage
+    start: int  # its first unit
+    stop: int  # the first unit after it
+    is_last: bool  # whether it is the last stage
+    held_names: tuple[str, ...]  # the names of the parameters and buffers of the stage
+    recording: Recording  # the recorded run of the whole forward
+    # for each module that was not called, a unit of the stage to which it belongs
     uncalled: Mapping[str, tuple[int, int]]
-    template_of: Mapping[tuple[str, int], object]
-    wanted: Mapping[Mark, str]
-    copied: frozenset[str]
-    is_dynamic: bool
-    seen_of: Mapping[tuple[str, int], list[list[Any]]]
-    hooked: frozenset[str]
-    calls_in: Mapping[tuple[str, int], Mapping[str, int]]
-    unimaginable: frozenset[Callable[..., Any]]
-    readers: frozenset[Callable[..., Any]]
-    draws_python_random: bool
-    filling: frozenset[str] = frozenset()
+    wanted: Mapping[Mark, str]  # for each mark of a tensor that the stage receives or sends, the name of the value
+    copied: frozenset[str]  # the names of the received values that the stage changes in place
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether control flow depends on data; the stages then send notes."""
+        return self.recording.reads_data
 
     def units_of(self, path: str, ordinal: int) -> tuple[int, int]:
         """Return the first and the last unit in a call.
@@ -81,9 +66,9 @@ class Part:
         An additional call of a module belongs to the same units as its last recorded call. The call of a module that
         was never called in the recording belongs to the stage that holds its parameters.
         """
-        while ordinal > 0 and (path, ordinal) not in self.range_of:
+        while ordinal > 0 and (path, ordinal) not in self.recording.range_of:
             ordinal -= 1
-        return self.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
+        return self.recording.range_of.get((path, ordinal)) or self.uncalled.get(path, (0, 0))
 
 
 class _Guarded(TorchFunctionMode):
@@ -93,13 +78,7 @@ class _Guarded(TorchFunctionMode):
         super().__init__()
         self._play = play
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def __torch_function__(self, function: Function, _: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ANN401
         if is_device_question(function) and args[0].is_meta:
             return self._play.device
         if not is_query(function):
@@ -162,21 +141,19 @@ class Play(Walk):
             torch.set_grad_enabled(is_grad_enabled)  # the forward may have ended while it had changed this
         return result
 
-    def on_call(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def on_call(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Skip calls before the stage, make its own calls, and end the forward at the first call after it."""
         first, last = self.part.units_of(path, ordinal)
         if self.is_before:
             self._fill_holes()
-            if last < self.part.start and path not in self.part.hooked:
+            if last < self.part.start and path not in self.part.recording.hooked:
                 return self._skip(path, ordinal, call, args, kwargs)
             if first >= self.part.start:
                 self.is_before = False
         if first >= self.part.stop and not self.is_before:
             self._note_live_tensors()  # while the variables of the model's code still exist
             raise Done
-        if last >= self.part.stop or self.is_before or path in self.part.hooked:
+        if last >= self.part.stop or self.is_before or path in self.part.recording.hooked:
             given = flatten((args, dict(kwargs)))[0] if self.part.is_dynamic else []
             result = self.inside(path, ordinal, call, args, kwargs)
             made = flatten(result)[0] if self.part.is_dynamic else []
@@ -198,7 +175,7 @@ class Play(Walk):
         """Return whether a module is a unit: no module inside it is watched."""
         return not any(inner.startswith(f"{path}.") for inner in self.modules)
 
-    def on_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def on_function(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Run a function, on holes before the stage and on data within it; record the data that it reads."""
         if self.pending:
             self._fill_holes()
@@ -232,8 +209,8 @@ class Play(Walk):
                 " that replay cannot see; cut the model elsewhere, or pass a list of stage modules"
             )
 
-    def _is_shaped_by_data(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        return function in self.part.unimaginable or is_data_shaped(function, args)
+    def _is_shaped_by_data(self, function: Function, args: Args) -> bool:
+        return function in self.part.recording.unimaginable or is_data_shaped(function, args)
 
     def _place(self) -> str:
         """Return the name of the current read of data: the frame, and the number of the read in it."""
@@ -289,9 +266,9 @@ class Play(Walk):
 
     # --- before the stage: holes -----------------------------------------------------------------------------------
 
-    def _imagine(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _imagine(self, function: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Run a torch function on holes, which computes shapes without data and without random numbers."""
-        if reads_data(function) or function in self.part.readers:
+        if reads_data(function) or function in self.part.recording.readers:
             return self._remember()
         if self._is_shaped_by_data(function, args):
             return self._remember(is_shape=True)
@@ -322,11 +299,9 @@ class Play(Walk):
         self.mark_results(result)
         return result
 
-    def _skip(
-        self, path: str, ordinal: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def _skip(self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs) -> Any:  # noqa: ANN401
         """Return holes for the results of a call that belongs to an earlier stage."""
-        for inner, count in self.part.calls_in.get((path, ordinal), {}).items():
+        for inner, count in self.part.recording.calls_in.get((path, ordinal), {}).items():
             self.ordinals[inner] = self.ordinals.get(inner, 0) + count
         _before_hooks(self.modules[path], args, kwargs)
         given, _ = flatten((args, dict(kwargs)))
@@ -336,7 +311,7 @@ class Play(Walk):
         else:
             key = (path, ordinal, tuple((tuple(t.shape), t.dtype) for t in given))
             # a module that fills a list must run each time; it fills the list with holes
-            if key not in self.known_shapes or path in self.part.filling:
+            if key not in self.known_shapes or path in self.part.recording.filling:
                 self.known_shapes[key] = self._learn(path, ordinal, call, args, kwargs, given=given)
             noted, template = self.known_shapes[key]
         leaves = [given[item[1]] if item[0] == "in" else described(item) for item in noted]
@@ -345,34 +320,25 @@ class Play(Walk):
         return _after_hooks(self.modules[path], args, kwargs, result)
 
     def _template(self, path: str, ordinal: int, count: int) -> object:
-        while ordinal > 0 and (path, ordinal) not in self.part.template_of:
+        while ordinal > 0 and (path, ordinal) not in self.part.recording.template_of:
             ordinal -= 1
         one_or_more = Slot(0) if count == 1 else flatten(tuple(torch.empty(0) for _ in range(count)))[1]
-        return self.part.template_of.get((path, ordinal), one_or_more)
+        return self.part.recording.template_of.get((path, ordinal), one_or_more)
 
     def _learn(
-        self,
-        path: str,
-        ordinal: int,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        given: list[torch.Tensor],
+        self, path: str, ordinal: int, call: Function, args: Args, kwargs: Kwargs, *, given: list[torch.Tensor]
     ) -> Any:  # noqa: ANN401
         """Find the shapes of a call's results by a run on holes; if that fails, take them from the recording."""
         try:
             with without_model_hooks(self.modules[path]):  # `_after_hooks` calls them on the result
                 return self._rehearse(call, args, kwargs, given)
         except Exception:
-            seen = self.part.seen_of.get((path, ordinal))
+            seen = self.part.recording.seen_of.get((path, ordinal))
             if seen is None:
                 raise
             return [_at_batch(item, self.batch_size) for item in seen], self._template(path, ordinal, len(seen))
 
-    def _rehearse(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
-    ) -> Any:  # noqa: ANN401
+    def _rehearse(self, call: Function, args: Args, kwargs: Kwargs, given: list[torch.Tensor]) -> Any:  # noqa: ANN401
         """Make a call on holes; return the descriptions of its results, and their template."""
         frames, self.frames, self._is_whole = self.frames, [Frame("(rehearsal)", 0)], True
         ordinals, num_borrowed = dict(self.ordinals), len(self.replaced_buffers)
@@ -400,12 +366,12 @@ class _NoHook:
         """Do nothing."""
 
 
-def _changes_in_place(function: Callable[..., Any]) -> bool:
+def _changes_in_place(function: Function) -> bool:
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
-def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _before_hooks(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Call the forward pre-hooks that are part of the model on the arguments of a skipped module."""
     for number in model_hooks(module, "_forward_pre_hooks"):
         hook = module._forward_pre_hooks[number]
@@ -415,7 +381,7 @@ def _before_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
             hook(module, args)
 
 
-def _after_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:  # noqa: ANN401
+def _after_hooks(module: nn.Module, args: Args, kwargs: Kwargs, result: Any) -> Any:  # noqa: ANN401
     """Call the forward hooks that are part of the model, but not the user's, on the result of a skipped module."""
     of_model = model_hooks(module, "_forward_hooks")
     for number, hook in module._forward_hooks.items():

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from penstock.compile import passes as own_pass
-from penstock.compile.compile_lock import inductor, with_compile_lock
-from penstock.compile.options import Options, compiled
+from penstock.compile.options import Options, compiled, inductor, with_compile_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
 

@@ -11,7 +11,7 @@ import processes
 from penstock.errors import UsageError
 from penstock.feeding.sharded_loaders import share_of
 from penstock.runtime.lanes import process_lanes as processes_of_lanes
-from penstock.runtime.wire.batch_digests import Digest, differences
+from penstock.runtime.lanes.batch_comparison import Digest, differences
 from pipelines import data, expected, sequence
 from pipelines import differences as wrong_in
 

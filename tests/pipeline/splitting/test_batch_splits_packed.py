@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import penstock
 from penstock.errors import UsageError
-from penstock.pipeline.splitting.packed_images import found_split
+from penstock.pipeline.splitting.batch_splits import found_split
 from pipelines import differences
 from runtime_everywhere import everywhere
 

@@ -9,9 +9,7 @@ from torch import nn
 
 from penstock.model.capture.capture import capture
 from penstock.model.profiling import measure as measuring
-from penstock.model.profiling import whole_model as whole
-from penstock.model.profiling.measure import measure
-from penstock.model.profiling.whole_model import whole_seconds
+from penstock.model.profiling.measure import measure, whole_seconds
 
 
 def model():
@@ -44,12 +42,12 @@ def test_the_model_stays_as_it_was(path):
 def test_where_memory_is_short_it_is_not_run(monkeypatch):
     captured = capture(model(), torch.randn(6, 4), training=True)
     assert whole_seconds(captured, batch_size=3, saved_bytes=1e18) is None
-    monkeypatch.setattr(whole, "_free_bytes", lambda: 0.0)
+    monkeypatch.setattr(measuring, "_free_bytes", lambda: 0.0)
     assert whole_seconds(captured, batch_size=3, saved_bytes=0.0) is None
 
 
 def test_there_is_memory_on_this_machine():
-    assert 1 << 20 < whole._free_bytes() < 1 << 60
+    assert 1 << 20 < measuring._free_bytes() < 1 << 60
 
 
 def test_a_model_that_cannot_be_run_in_one_piece_does_without(monkeypatch):

@@ -1,1 +1,0 @@
-"""Preserve: leave a model unchanged after a capture or a check."""

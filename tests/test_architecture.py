@@ -53,8 +53,7 @@ ARROWS = {
     "schedule/builders": "schedule",
     "planning/builders": "model planning planning/search schedule schedule/builders",
     "catalog": "planning/builders schedule schedule/builders",
-    "schedule/verification": "schedule",
-    "schedules": "catalog model planning planning/search schedule schedule/builders schedule/verification",
+    "schedules": "catalog model planning planning/search schedule schedule/builders",
     "deciding": (
         "files model model/capture model/profiling model/small_models planning planning/explain "
         "planning/partition schedule schedules"

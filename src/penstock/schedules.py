@@ -25,9 +25,9 @@ from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text_format import load_csv
-from penstock.schedule.verification.verify import Fault
-from penstock.schedule.verification.verify import find_faults as _find_faults
-from penstock.schedule.verification.verify import verify as _verify
+from penstock.schedule.verify import Fault
+from penstock.schedule.verify import find_faults as _find_faults
+from penstock.schedule.verify import verify as _verify
 
 __all__ = [
     "Action",

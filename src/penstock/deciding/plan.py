@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import GraphError, PenstockError, UsageError
 from penstock.files import write_whole
-from penstock.schedule.json_format import from_json, to_json
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.text_format import from_json, to_json
 
 if TYPE_CHECKING:
     from penstock.model.graph import Graph

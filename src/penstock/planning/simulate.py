@@ -14,10 +14,9 @@ from penstock.planning.cluster import Cluster, Link
 from penstock.report.timeline import Timeline
 from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
 from penstock.schedule.advance_lanes import Queues, Run, advance
-from penstock.schedule.flow import NONE, Flow
+from penstock.schedule.flow import NONE, Flow, pair_rows, wait_together
 from penstock.schedule.keep_policies import Keep
 from penstock.schedule.lower import Lowered, lower
-from penstock.schedule.overlaps import pair_rows, wait_together
 from penstock.schedule.rules import RULES, Where, occupying
 from penstock.schedule.schedule import Schedule
 

@@ -21,7 +21,7 @@ from penstock.planning.search.greedy import Policy, Problem, write_schedule
 from penstock.planning.search.polish import polish
 from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.verification.verify import verify
+from penstock.schedule.verify import verify
 
 pytest.importorskip("ortools", reason="the exact solver is an extra")
 

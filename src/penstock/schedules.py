@@ -14,8 +14,7 @@ from penstock.model.costs import Costs
 from penstock.planning.memory_limits import Limit, limit_per_lane, sized
 from penstock.planning.search.exact import Proof, check_size, solve_exactly
 from penstock.planning.search.greedy import Draft, Problem
-from penstock.planning.search.search import search
-from penstock.planning.search.synthesize import synthesize
+from penstock.planning.search.search import search, synthesize
 from penstock.planning.simulate import simulate
 from penstock.schedule.actions import Action, Kind, Lane
 from penstock.schedule.builders.ticks import from_ticks

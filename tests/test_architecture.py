@@ -40,7 +40,7 @@ ARROWS = {
     "report": "files schedule",
     "planning": "model report schedule",
     "planning/partition": "model planning report schedule",
-    "planning/explain": "model planning planning/partition report schedule",
+    "planning/explain": "files model planning planning/partition report schedule",
     "planning/search": "model planning schedule",
     "runtime/wire": "devices model schedule torchrun",
     "runtime": "devices model randomness runtime/backward runtime/keep runtime/wire schedule",

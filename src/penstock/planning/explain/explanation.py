@@ -15,10 +15,10 @@ from penstock.model.graph import Graph, graph_of
 from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.explain.stage_modules import module_parts, shorten
+from penstock.planning.explain.stage_table import Crossing, LaneRow, StageRow, Tie
 from penstock.planning.partition.partition import Partition, partition, partition_of
 from penstock.planning.partition.partition_memory import Holding, holdings_of
 from penstock.planning.simulate import simulate
-from penstock.report.stage_table import Crossing, LaneRow, StageRow, Tie
 from penstock.report.timeline import Timeline
 from penstock.schedule.schedule import Schedule
 
@@ -307,8 +307,7 @@ class Explanation:
         Raises:
             OutputError: if the file cannot be written.
         """
-        from penstock.planning.explain.explanation_page import strip_of
-        from penstock.report.model_strip import write_strip
+        from penstock.planning.explain.explanation_page import strip_of, write_strip
 
         write_strip(strip_of(self), path)
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.report.stage_table import Crossing, StageRow
+from penstock.planning.explain.stage_table import Crossing, StageRow
 from penstock.report.units import printable, show_bytes, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:

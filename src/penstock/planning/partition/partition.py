@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -139,19 +140,11 @@ def partition(
         keep=keep,
         memory=memory if np.isfinite(limits).any() else None,
     )
-    found = _solve(problem)
+    found = problem.chain().solve() if problem.is_chain else solve_lanes(problem)
     if found is None:
         more = _more_lanes(problem, places_for=(cuts_at, together), with_lanes=with_lanes, flights=flights)
         raise refuse(problem, [*more, *_lighter(problem, holdings)])
     return _answer(problem, memory, *found)
-
-
-def _solve(problem: Problem) -> tuple[list[int], float] | None:
-    """Return the best cuts and a lower bound of the period."""
-    if problem.is_chain:
-        return problem.chain().solve()
-    found = solve_lanes(problem)
-    return None if found is None else (found.cuts, found.bound)
 
 
 def _answer(problem: Problem, memory: LaneMemory, cuts: list[int], bound: float) -> Partition:
@@ -238,25 +231,15 @@ def _lighter(problem: Problem, holdings: Callable[[str], tuple[Holding, ...]]) -
     """Return trials that reduce the memory of stages: recompute and smaller micro-batches."""
     memory = problem.memory
     assert memory is not None
-    trials = []
-    if problem.keep == "hold":
-        again = replace(problem, keep="recompute")
-        trials.append(
-            Trial(
-                'keep="recompute"',
-                lambda: replace(again, memory=replace(memory, holdings=holdings("recompute"))),
-            )
-        )
+
+    def recomputing() -> Problem:
+        return replace(problem, keep="recompute", memory=replace(memory, holdings=holdings("recompute")))
+
+    trials: list[Trial] = [('keep="recompute"', recomputing)] if problem.keep == "hold" else []
     batch = problem.profile.batch_size
-    for part in (2, 4, 8):
-        if batch >= part:
-            lighter = smaller(memory, (batch // part) / batch)
-            trials.append(
-                Trial(
-                    f"a smaller micro-batch: {batch // part} instead of {batch} samples",
-                    lambda lighter=lighter: replace(problem, memory=lighter),  # type: ignore[misc]
-                )
-            )
+    for size in (batch // part for part in (2, 4, 8) if batch >= part):
+        words = f"a smaller micro-batch: {size} instead of {batch} samples"
+        trials.append((words, partial(replace, problem, memory=smaller(memory, size / batch))))
     return trials
 
 
@@ -295,4 +278,4 @@ def _more_lanes(
         )
 
     is_known = with_lanes is not None or (len(problem.ways) == 1 and problem.num_stages == now)
-    return [Trial(f"more lanes: {n}", lambda n=n: build(n)) for n in counts] if is_known else []  # type: ignore[misc]
+    return [(f"more lanes: {lanes}", partial(build, lanes)) for lanes in counts] if is_known else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,12 +19,8 @@ _MOST_NAMED = 4  # lanes that a message names
 _MOST_CUTS = 16
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A change that may make a model fit: its description, and a function that builds the changed problem."""
-
-    words: str
-    build: Callable[[], Problem]
+# a change that may make a model fit: its description, and a function that builds the changed problem
+Trial = tuple[str, Callable[[], Problem]]
 
 
 def refuse(problem: Problem, trials: Sequence[Trial]) -> PartitionError:
@@ -51,12 +47,8 @@ def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
     weights, grads = profile.weight_bytes(nodes), profile.grad_bytes(nodes)
     held = float(memory.held(lane, spans).max())
     over = weights + (1 + profile.optimizer_bytes) * grads + held - float(memory.limits[lane])
-    parts = {
-        "weights": weights,
-        "gradients": grads,
-        "optimizer": profile.optimizer_bytes * grads,
-        "saved": held,
-    }
+    optimizer = profile.optimizer_bytes * grads
+    parts = {"weights": weights, "gradients": grads, "optimizer": optimizer, "saved": held}
     what = ", ".join(f"{name}: {show_bytes(amount)}" for name, amount in parts.items())
     limit = float(memory.limits[lane])
     return f"lane {lane} exceeds its {show_bytes(limit)} by {over:,.0f} bytes ({show_bytes(over)}; {what})"
@@ -65,16 +57,16 @@ def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
 def _first_of_each(trials: Sequence[Trial]) -> list[str]:
     """Return the descriptions of the trials that fit; of each family only the first."""
     found: dict[str, str] = {}
-    for trial in trials:
-        family = trial.words.split(":")[0]
+    for words, build in trials:
+        family = words.split(":")[0]
         if family in found:
             continue
         try:
-            fits = _can_fit(trial.build())
+            fits = _can_fit(build())
         except PenstockError:  # too few nodes, or no such schedule
             fits = False
         if fits:
-            found[family] = trial.words
+            found[family] = words
     return list(found.values())
 
 
@@ -91,7 +83,7 @@ def _least_excess(problem: Problem) -> tuple[list[int], bool]:
     if not problem.is_chain:
         free = solve_lanes(replace(problem, memory=None), steps=0)
         assert free is not None
-        return lightest(problem, free.cuts), False
+        return lightest(problem, free[0]), False
     low, best = 0.0, replace(problem, memory=None).chain().fits()
     assert best is not None
     high = float(memory.excess(problem.spans(best)).max())

@@ -20,22 +20,14 @@ _TIMELY = {Kind.STARVED, Kind.LAUNCHES}  # from the timed steps, which observati
 
 @dataclass(frozen=True)
 class Observations:
-    """Everything that was recorded.
+    """Everything that was recorded."""
 
-    Attributes:
-        entries: the entries of each phase; under None, those that belong to no whole step.
-        step_seconds: the duration of each step of a phase.
-        device: the name of the GPU; empty without a GPU.
-        busy: the work of the GPU in the timed steps.
-        step_place: the line that ends a step.
-        notes: further remarks.
-    """
-
+    # the entries of each phase; under None, those that belong to no whole step
     entries: Mapping[Phase | None, Mapping[Key, Entry]]
-    step_seconds: Mapping[Phase, Sequence[float]]
-    device: str = ""
-    busy: Busy | None = None
-    step_place: Place = NOWHERE
+    step_seconds: Mapping[Phase, Sequence[float]]  # the duration of each step of a phase
+    device: str = ""  # the name of the GPU; empty without a GPU
+    busy: Busy | None = None  # the work of the GPU in the timed steps
+    step_place: Place = NOWHERE  # the line that ends a step
     notes: tuple[str, ...] = field(default=())
 
     def num_steps(self, phase: Phase | None) -> int:

@@ -24,17 +24,11 @@ _SWITCH_SECONDS = 2e-6  # from a kernel's end to the start of a waiting kernel o
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of the graph as plain data.
-
-    Attributes:
-        name: the name of the node.
-        after: the indices of the nodes that must finish before it.
-        seconds: its estimated time; 0 if it needs no kernel, as a view.
-    """
+    """A node of the graph as plain data."""
 
     name: str
-    after: tuple[int, ...] = ()
-    seconds: float = 0.0
+    after: tuple[int, ...] = ()  # the indices of the nodes that must finish before it
+    seconds: float = 0.0  # its estimated time; 0 if it needs no kernel, as a view
 
 
 @dataclass(frozen=True)
@@ -44,14 +38,10 @@ class Branches:
     >>> towers = [GraphNode("a"), GraphNode("b", (0,), 3e-6), GraphNode("c", (), 5e-6), GraphNode("d", (1, 2), 1e-6)]
     >>> Branches(tuple(towers), (0, 0, 1, 0)).waits
     ((), (), (), (2,))
-
-    Attributes:
-        nodes: the nodes in launch order.
-        stream_of: the stream of each node, numbered from 0.
     """
 
-    nodes: tuple[GraphNode, ...]
-    stream_of: tuple[int, ...]
+    nodes: tuple[GraphNode, ...]  # the nodes in launch order
+    stream_of: tuple[int, ...]  # the stream of each node, numbered from 0
 
     def __post_init__(self) -> None:
         faults = [

@@ -25,16 +25,12 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Form:
-    """What calls with arguments of the same kinds have in common.
+    """What calls with arguments of the same kinds have in common."""
 
-    Attributes:
-        shape: the shapes and dtypes of the tensors that the program uses; one graph serves one shape.
-        batch_size: the number of samples.
-        order: for each tensor of the example, its index among those of the call: keywords may come in any order.
-    """
-
+    # the shapes and dtypes of the tensors that the program uses; one graph serves one shape
     shape: tuple[tuple[torch.Size, torch.dtype], ...]
     batch_size: int
+    # for each tensor of the example, its index among those of the call: keywords may come in any order
     order: tuple[int, ...]
 
 

@@ -30,25 +30,15 @@ Known = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Step:
-    """One part.
+    """One part."""
 
-    Attributes:
-        last: the index of its last node.
-        made: the nodes whose values it provides.
-        compute: computes these values from known values.
-        waits: the nodes on other streams to wait for.
-        is_awaited: whether another stream waits for its last node.
-        crossing: the nodes whose values are used on another stream.
-        last_used: the nodes whose values are not used afterwards.
-    """
-
-    last: int
-    made: tuple[fx.Node, ...]
-    compute: Callable[[Known], Sequence[Any]]
-    waits: tuple[int, ...]
-    is_awaited: bool
-    crossing: tuple[fx.Node, ...]
-    last_used: tuple[fx.Node, ...]
+    last: int  # the index of its last node
+    made: tuple[fx.Node, ...]  # the nodes whose values it provides
+    compute: Callable[[Known], Sequence[Any]]  # computes these values from known values
+    waits: tuple[int, ...]  # the nodes on other streams to wait for
+    is_awaited: bool  # whether another stream waits for its last node
+    crossing: tuple[fx.Node, ...]  # the nodes whose values are used on another stream
+    last_used: tuple[fx.Node, ...]  # the nodes whose values are not used afterwards
 
 
 class Interpreter:

@@ -33,29 +33,17 @@ _RATES = "h100"  # only the ratios of compute, memory and launch times matter
 
 @dataclass(frozen=True)
 class ProgramAnalysis:
-    """An analyzed program.
+    """An analyzed program."""
 
-    Attributes:
-        root: the module with the nested graphs.
-        arguments: the placeholders in order: held tensors, inputs, batch size.
-        once: the operations that run once per shape, in order.
-        nodes: the operations that run in every call, in order.
-        graph_nodes: the plain data of these operations.
-        outputs: the nodes whose values the program returns.
-        changed: the names of the parameters and buffers that the program changes in place.
-        num_products: the number of convolutions that became matrix products.
-        num_fewer: the number of operations that compute only some of their rows.
-    """
-
-    root: nn.Module
-    arguments: tuple[fx.Node, ...]
-    once: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-    graph_nodes: tuple[GraphNode, ...] = field(repr=False)
-    outputs: tuple[fx.Node, ...]
-    changed: tuple[str, ...]
-    num_products: int = 0
-    num_fewer: int = 0
+    root: nn.Module  # the module with the nested graphs
+    arguments: tuple[fx.Node, ...]  # the placeholders in order: held tensors, inputs, batch size
+    once: tuple[fx.Node, ...]  # the operations that run once per shape, in order
+    nodes: tuple[fx.Node, ...]  # the operations that run in every call, in order
+    graph_nodes: tuple[GraphNode, ...] = field(repr=False)  # the plain data of these operations
+    outputs: tuple[fx.Node, ...]  # the nodes whose values the program returns
+    changed: tuple[str, ...]  # the names of the parameters and buffers that the program changes in place
+    num_products: int = 0  # the number of convolutions that became matrix products
+    num_fewer: int = 0  # the number of operations that compute only some of their rows
 
 
 def analyze_program(

@@ -34,28 +34,17 @@ _EXIT_SECONDS = 10.0  # how long an ending process waits for requests in progres
 
 @dataclass
 class _Job:
-    """A request in progress.
+    """A request in progress."""
 
-    Attributes:
-        number: its number, counted from 0.
-        future: the future of its result.
-        request: the request as given.
-        made: if the request is on a GPU: the event after which it is ready, and the GPU.
-        slot: its memory.
-        data: its current data.
-        kept: tensors that a copy may still read.
-        stream: the last stream with work for it, in case an error leaves that work unfinished.
-        error: its error.
-    """
-
-    number: int
+    number: int  # its number, counted from 0
     future: Future[Any]
-    request: Any
+    request: Any  # the request as given
+    # if the request is on a GPU: the event after which it is ready, and the GPU
     made: tuple[Event, torch.device] | None
     slot: RequestSlot
     data: StageData | None = None
-    kept: Sequence[torch.Tensor] = ()
-    stream: Stream | None = None
+    kept: Sequence[torch.Tensor] = ()  # tensors that a copy may still read
+    stream: Stream | None = None  # the last stream with work for it, in case an error leaves that work unfinished
     error: BaseException | None = None
 
 

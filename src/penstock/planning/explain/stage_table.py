@@ -7,27 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that crosses a cut.
-
-    Attributes:
-        name: the name of the value.
-        shape: its shape as a function of the batch, such as `float32[batch, 128, 768]`.
-        num_bytes: its bytes for one micro-batch.
-        source: the stage that makes it.
-        targets: the stages that use it.
-        is_output: whether the model returns it.
-        has_grad: whether its gradient is sent back.
-        is_dynamic: whether its shape depends on data; then `shape` is that of the example.
-    """
+    """A value that crosses a cut."""
 
     name: str
-    shape: str
-    num_bytes: int
-    source: int
-    targets: tuple[int, ...]
-    is_output: bool = False
-    has_grad: bool = False
-    is_dynamic: bool = False
+    shape: str  # its shape as a function of the batch, such as `float32[batch, 128, 768]`
+    num_bytes: int  # its bytes for one micro-batch
+    source: int  # the stage that makes it
+    targets: tuple[int, ...]  # the stages that use it
+    is_output: bool = False  # whether the model returns it
+    has_grad: bool = False  # whether its gradient is sent back
+    is_dynamic: bool = False  # whether its shape depends on data; then `shape` is that of the example
 
     def skips_at(self, cut: int) -> bool:
         """Whether it crosses the cut after a stage without being used by the next stage."""
@@ -36,43 +25,24 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage: its modules, its costs for one micro-batch, its memory, and the values that cross the cut after it.
-
-    Attributes:
-        index: number of the stage.
-        lanes: the lanes of the stage; two in a bidirectional schedule.
-        first_node: number of its first node.
-        num_nodes: number of its nodes.
-        modules: paths of the modules that it covers.
-        modules_text: the same as a short text.
-        num_parameters: number of elements of its parameters.
-        share: its share of the time of all stages.
-        forward_seconds: time of the forward.
-        input_grad_seconds: time of the input gradient.
-        weight_grad_seconds: time of the weight gradient.
-        weight_bytes: bytes of parameters and buffers.
-        grad_bytes: bytes of gradients.
-        optimizer_bytes: bytes of optimizer state.
-        saved_bytes: peak bytes of values saved for the backward, for all micro-batches in flight.
-        crossing: values that cross the cut after it; empty for the last stage.
-    """
+    """A stage: its modules, its costs for one micro-batch, its memory, and the values that cross the cut after it."""
 
     index: int
-    lanes: tuple[int, ...]
+    lanes: tuple[int, ...]  # the lanes of the stage; two in a bidirectional schedule
     first_node: int
     num_nodes: int
-    modules: tuple[str, ...]
-    modules_text: str
-    num_parameters: int
-    share: float
+    modules: tuple[str, ...]  # paths of the modules that it covers
+    modules_text: str  # the same as a short text
+    num_parameters: int  # number of elements of its parameters
+    share: float  # its share of the time of all stages
     forward_seconds: float
     input_grad_seconds: float
     weight_grad_seconds: float
-    weight_bytes: float
-    grad_bytes: float
-    optimizer_bytes: float
-    saved_bytes: float
-    crossing: tuple[Crossing, ...] = ()
+    weight_bytes: float  # bytes of parameters and buffers
+    grad_bytes: float  # bytes of gradients
+    optimizer_bytes: float  # bytes of optimizer state
+    saved_bytes: float  # peak bytes of values saved for the backward, for all micro-batches in flight
+    crossing: tuple[Crossing, ...] = ()  # values that cross the cut after it; empty for the last stage
 
     @property
     def backward_seconds(self) -> float:

@@ -31,27 +31,16 @@ _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
 
 @dataclass(frozen=True)
 class Partition:
-    """The cuts of a model, and the costs of one micro-batch in the steady state.
+    """The cuts of a model, and the costs of one micro-batch in the steady state."""
 
-    Attributes:
-        cuts: cut c lies between node c - 1 and node c.
-        lane_of: the lane of each stage (in a bidirectional schedule: on the first way).
-        stage_seconds: compute time of each stage on its lane.
-        lane_seconds: compute time of each lane.
-        transfer_seconds: round-trip time of each cut: values forward and gradients back.
-        lane_bytes: peak memory of each lane.
-        period_seconds: time of one micro-batch, which was minimised.
-        bound_seconds: lower bound of the period.
-    """
-
-    cuts: tuple[int, ...]
-    lane_of: tuple[int, ...]
-    stage_seconds: tuple[float, ...]
-    lane_seconds: tuple[float, ...]
-    transfer_seconds: tuple[float, ...]
-    lane_bytes: tuple[float, ...]
-    period_seconds: float
-    bound_seconds: float
+    cuts: tuple[int, ...]  # cut c lies between node c - 1 and node c
+    lane_of: tuple[int, ...]  # the lane of each stage (in a bidirectional schedule: on the first way)
+    stage_seconds: tuple[float, ...]  # compute time of each stage on its lane
+    lane_seconds: tuple[float, ...]  # compute time of each lane
+    transfer_seconds: tuple[float, ...]  # round-trip time of each cut: values forward and gradients back
+    lane_bytes: tuple[float, ...]  # peak memory of each lane
+    period_seconds: float  # time of one micro-batch, which was minimised
+    bound_seconds: float  # lower bound of the period
 
     @property
     def is_proved(self) -> bool:

@@ -27,15 +27,10 @@ _MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """The number of micro-batches that a lane holds of each of its stages, at all moments that can be its peak.
+    """The number of micro-batches that a lane holds of each of its stages, at all moments that can be its peak."""
 
-    Attributes:
-        stages: the stages of the lane.
-        counts: [moments, (saved, pending, input), stages]; moments that another one dominates are left out.
-    """
-
-    stages: tuple[int, ...]
-    counts: Floats
+    stages: tuple[int, ...]  # the stages of the lane
+    counts: Floats  # [moments, (saved, pending, input), stages]; moments that another one dominates are left out
 
 
 def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
@@ -74,14 +69,10 @@ def _fullest(moments: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ParameterBytes:
-    """Bytes of parameters, gradients and optimizer state between any two positions; each parameter counts once.
+    """Bytes of parameters, gradients and optimizer state between any two positions; each parameter counts once."""
 
-    Attributes:
-        plain: running sum of parameters that are used in one place.
-        ties: places (in order) and bytes of parameters that are used in several places.
-    """
-
-    plain: Floats
+    plain: Floats  # running sum of parameters that are used in one place
+    # places (in order) and bytes of parameters that are used in several places
     ties: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @classmethod
@@ -155,23 +146,14 @@ class ParameterBytes:
 
 @dataclass(frozen=True, eq=False)
 class LaneMemory:
-    """Memory of lanes as a function of the cuts.
+    """Memory of lanes as a function of the cuts."""
 
-    Attributes:
-        limits: limit of each lane in bytes.
-        holdings: what each lane holds.
-        saved: running sum of saved bytes, by position.
-        pending: running sum of pending bytes, by position.
-        kept: input bytes that a recomputing stage keeps if it starts at a position: all values that cross it.
-        parameters: parameters with their gradients and optimizer state.
-    """
-
-    limits: Floats
-    holdings: tuple[Holding, ...]
-    saved: Floats
-    pending: Floats
-    kept: Floats
-    parameters: ParameterBytes
+    limits: Floats  # limit of each lane in bytes
+    holdings: tuple[Holding, ...]  # what each lane holds
+    saved: Floats  # running sum of saved bytes, by position
+    pending: Floats  # running sum of pending bytes, by position
+    kept: Floats  # input bytes that a recomputing stage keeps if it starts at a position: all values that cross it
+    parameters: ParameterBytes  # parameters with their gradients and optimizer state
     _cache: dict[frozenset[int], ParameterBytes] = field(default_factory=dict)
 
     def held(self, lane: int, spans: Sequence[Span]) -> Floats:

@@ -51,17 +51,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules by which lanes choose.
+    """The rules by which lanes choose."""
 
-    Attributes:
-        caps: for each lane, the maximum number of micro-batches whose first stage still lacks the backward.
-        patience: a weight gradient starts if the next arrival is at least this share of its time away.
-        f_patience: the same for a forward, compared with the arrival of the next input gradient.
-    """
-
+    # for each lane, the maximum number of micro-batches whose first stage still lacks the backward
     caps: tuple[int, ...]
-    patience: float
-    f_patience: float
+    patience: float  # a weight gradient starts if the next arrival is at least this share of its time away
+    f_patience: float  # the same for a forward, compared with the arrival of the next input gradient
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.doctor.finding_kinds import ABOUT, Kind
+from penstock.doctor.finding_kinds import Kind
 from penstock.report.units import printable, show_share
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
@@ -124,7 +124,7 @@ class Report:
         return ", ".join(parts)
 
     def _headline(self, finding: Finding) -> str:
-        what = ABOUT[finding.kind].words
+        what = finding.kind.words
         often = _often(finding) if self.num_steps else _times(finding.count, "time")
         costs = []
         if self.device and finding.blocked_ms:

@@ -2,89 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 
 class Kind(Enum):
-    """The kind of a finding."""
+    """The kind of a finding; `words` describe it, and `advice` says what to do instead."""
 
-    ITEM = "item"
-    PRINT = "print"
-    TO_HOST = "copy_to_host"
-    SHAPE = "shape_from_values"
-    UNPINNED = "unpinned_copy"
-    BLOCKING = "blocking_copy"
-    WAIT = "synchronize"
-    OTHER = "other_synchronisation"
-    REDUCTION = "strided_reduction"
-    LAUNCHES = "launch_bound"
-    STARVED = "data_loader"
-
-
-@dataclass(frozen=True)
-class About:
-    """The description of a kind, and what to do instead."""
-
+    _value_: str
     words: str
     advice: str
 
+    def __new__(cls, value: str, words: str = "", advice: str = "") -> Self:  # noqa: D102
+        kind = object.__new__(cls)
+        kind._value_, kind.words, kind.advice = value, words, advice
+        return kind
 
-ABOUT = {
-    Kind.ITEM: About(
+    ITEM = (
+        "item",
         "reads a value",
         "The host waits until the GPU has the value. Keep sums on the GPU (total += loss.detach(), or penstock.Metrics)"
         " and read them only every few steps; use torch.where instead of if.",
-    ),
-    Kind.PRINT: About(
+    )
+    PRINT = (
+        "print",
         "prints a tensor",
         "Printing a tensor reads it, so the host waits for the GPU. Print only every few steps.",
-    ),
-    Kind.TO_HOST: About(
+    )
+    TO_HOST = (
+        "copy_to_host",
         "copies to the host",
         "The host waits until all work before the copy is done. Copy less often, or into pinned memory with"
         " non_blocking=True, and read it one step later.",
-    ),
-    Kind.SHAPE: About(
+    )
+    SHAPE = (
+        "shape_from_values",
         "makes a tensor whose size depends on values",
         "The host needs the size, so it waits for the GPU. Keep the size fixed: use torch.where, masked_fill or a"
         " product with the mask, or pass the size to nonzero_static or repeat_interleave(output_size=).",
-    ),
-    Kind.UNPINNED: About(
+    )
+    UNPINNED = (
+        "unpinned_copy",
         "copies from memory that is not pinned",
         "The GPU cannot read this memory directly: the host makes another copy, and waits. Use"
         " DataLoader(pin_memory=True) and .to(device, non_blocking=True), or penstock.feed; create constants on the GPU"
         " (device=).",
-    ),
-    Kind.BLOCKING: About(
+    )
+    BLOCKING = (
+        "blocking_copy",
         "copies to the GPU and waits",
         "The memory is pinned, so with non_blocking=True the host does not wait.",
-    ),
-    Kind.WAIT: About(
+    )
+    WAIT = (
+        "synchronize",
         "waits for the GPU",
         "This is rarely needed: streams keep their order, and copies to the host wait by themselves. To measure time,"
         " use penstock.timing.measure.",
-    ),
-    Kind.OTHER: About(
-        "synchronises",
-        "Torch reports that this line waits for the GPU.",
-    ),
-    Kind.REDUCTION: About(
+    )
+    OTHER = ("other_synchronisation", "synchronises", "Torch reports that this line waits for the GPU.")
+    REDUCTION = (
+        "strided_reduction",
         "reduces a dimension that is not the innermost in memory",
         "Reducing the innermost dimension is fastest, because neighbours in memory are read together. If you can choose"
         " the layout, put the reduced dimension last.",
-    ),
-    Kind.LAUNCHES: About(
+    )
+    LAUNCHES = (
+        "launch_bound",
         "the GPU waits for launches",
         "The host needs longer to launch a kernel than the GPU to run it. CUDA graphs launch many kernels at once: use"
         " penstock.Pipeline(graphs=True) or torch.compile(mode='reduce-overhead'). Larger batches help too.",
-    ),
-    Kind.STARVED: About(
+    )
+    STARVED = (
+        "data_loader",
         "waits for data",
         "Give the DataLoader more workers (num_workers, prefetch_factor, persistent_workers=True) or do less work per"
         " sample; penstock.feed copies the next batch during the current step.",
-    ),
-}
-
-if set(ABOUT) != set(Kind):
-    raise TypeError(f"no description for {set(Kind) - set(ABOUT)}")
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.doctor.doctor_report import Finding, Report
-from penstock.doctor.finding_kinds import ABOUT, Kind
+from penstock.doctor.finding_kinds import Kind
 from penstock.doctor.gpu_busy import Busy
 from penstock.doctor.sightings import Entry, Key, Phase
 from penstock.doctor.source_lines import NOWHERE, Place
@@ -144,7 +144,7 @@ def _finding(kind: Kind, place: Place, entry: Entry, num_steps: int, detail: str
         per_step=entry.count / divisor,
         blocked_ms=1e3 * entry.blocked_seconds / divisor,
         idle_ms=1e3 * entry.idle_seconds / divisor,
-        advice=ABOUT[kind].advice,
+        advice=kind.advice,
         detail=detail,
         called_from=str(place.caller) if place.caller else "",
     )

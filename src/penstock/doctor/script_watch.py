@@ -21,7 +21,7 @@ from penstock.doctor.dispatch_watch import DispatchWatch
 from penstock.doctor.doctor_report import Report
 from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, Profiling
-from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors, RealGpuTensors
+from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors
 from penstock.doctor.interception import SyncWarnings, intercepted
 from penstock.doctor.sightings import Phase, Tally
 from penstock.doctor.source_lines import NOWHERE, Place, find_place
@@ -76,7 +76,7 @@ class Watch:
     ) -> None:
         _check(steps, warm)
         self._steps, self._warm, self._at_end = steps, warm, at_end
-        self._where: GpuTensors = where or (RealGpuTensors() if cuda.num_gpus() else AssumedGpuTensors())
+        self._where: GpuTensors = where or (GpuTensors() if cuda.num_gpus() else AssumedGpuTensors())
         self._thread = threading.get_ident()
         self._tally = Tally()
         self._dispatch_watch = DispatchWatch(self._tally, self._where, self._thread)

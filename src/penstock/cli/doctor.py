@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.errors import UsageError
+
 if TYPE_CHECKING:
     from penstock.doctor import Report, Watch
 
@@ -69,8 +71,6 @@ def doctor(
 
 
 def _check_script(script: Path) -> None:
-    from penstock.errors import UsageError
-
     if not script.exists():
         raise UsageError(f"{script}: no such file; pass the training script, such as train.py")
     if not script.is_file():

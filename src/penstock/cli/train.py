@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from penstock.errors import OutputError, UsageError
+from penstock.schedule.keep_policies import POLICIES
+from penstock.schedules import load_csv
+
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
     from penstock.launch.config.config_reader import LoadedConfig
     from penstock.planning.explain.explanation import Explanation
     from penstock.training.callbacks.callback import Callback
-
-from penstock.schedule.keep_policies import POLICIES
 
 _KEPT = "penstock.train"
 _SHOW = "Show instead of training"
@@ -90,7 +92,6 @@ def train(
     65 bad checkpoint; 130 Ctrl-C; 137 processes lost, no restarts left; 143 ended by
     SIGTERM, but not saved in time.
     """
-    from penstock.errors import UsageError
     from penstock.launch.config.config_reader import read_config
 
     flags, faults = ctx.meta[_KEPT]
@@ -137,7 +138,6 @@ def _show_keys() -> None:
 
 
 def _init(path: Path) -> None:
-    from penstock.errors import OutputError, UsageError
     from penstock.launch.config.config_writer import example_file
 
     if path.exists():
@@ -225,7 +225,6 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         from penstock.launch.build.trial_batch import explain_bad_batches
         from penstock.model.example import BatchLayout, read_example
         from penstock.pipeline.planned.placement import with_threads
-        from penstock.schedules import load_csv
 
         parts = build_parts(config)
         name = config.schedule_name

@@ -10,24 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.demo_training import (
-    BATCH_SIZE,
-    LANES,
-    LENGTH,
-    MICRO_BATCHES,
-    PROMPT,
-    Comparison,
-    Settings,
-    Training,
-    compare_with_plain,
-    open_training,
-)
+from penstock.cli.demo_training import BATCH_SIZE, LANES, LENGTH, MICRO_BATCHES, PROMPT, Settings
 from penstock.cli.options import check_outputs
 from penstock.errors import OutputError, UsageError
 from penstock.report.timeline import Timeline
 from penstock.report.units import printable, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
+    from penstock.cli.demo_training import Comparison, Training
     from penstock.training.callbacks.progress import Reading
 
 _STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
@@ -43,8 +33,7 @@ def demo(
         typer.Option(help=f"A schedule by name (see penstock simulate --list), or a CSV file; {_SCHEDULE} by default."),
     ] = None,
     lanes: Annotated[
-        int | None,
-        typer.Option(help=f"Number of lanes; {LANES} by default, {_COMPARED_LANES} with --simulate.", min=1),
+        int | None, typer.Option(help=f"Number of lanes; {LANES} by default, {_COMPARED_LANES} with --simulate.", min=1)
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help=f"Micro-batches per step; {MICRO_BATCHES} by default.", min=1)
@@ -87,6 +76,7 @@ def demo(
 
 def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
     from penstock.cli import show
+    from penstock.cli.demo_training import compare_with_plain, open_training
 
     page, trace = folder / "timelines.html", folder / "measured.json"
     check_outputs([page, trace])
@@ -196,7 +186,7 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
     """Simulate and compare schedules, and draw their timelines."""
     from penstock.cli import show
-    from penstock.cli.simulate_job import Job
+    from penstock.cli.simulate import Job
     from penstock.report.timeline_page import write_html
 
     job = Job(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,8 @@ from penstock.errors import CostError, UsageError
 from penstock.files import check_writable
 from penstock.planning.cluster import Cluster, Link
 from penstock.report.units import parse_bytes, parse_seconds
+
+Writers = Mapping[str, tuple[Path | None, Callable[[Path], object]]]  # the files to write, and how
 
 WHAT, COSTS, CUTS, SHOW = "Model and schedule", "Costs", "Cuts", "Output"
 
@@ -29,15 +31,13 @@ Model = Annotated[
 Lanes = Annotated[int | None, typer.Option(help="Number of lanes; 4 by default.", rich_help_panel=WHAT)]
 MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per step; 8 by default.", rich_help_panel=WHAT)]
 ScheduleName = Annotated[
-    str,
-    typer.Option(help="A schedule by name (see penstock simulate --list), or a CSV file.", rich_help_panel=WHAT),
+    str, typer.Option(help="A schedule by name (see penstock simulate --list), or a CSV file.", rich_help_panel=WHAT)
 ]
 StagesPerLane = Annotated[
     int | None, typer.Option(help="Stages per lane, if the schedule leaves it open.", rich_help_panel=WHAT)
 ]
 CapturePath = Annotated[
-    str,
-    typer.Option(help="The capture path: auto, direct, export or replay.", rich_help_panel=WHAT),
+    str, typer.Option(help="The capture path: auto, direct, export or replay.", rich_help_panel=WHAT)
 ]
 Analytic = Annotated[
     str,
@@ -68,8 +68,7 @@ Cuts = Annotated[
     ),
 ]
 Html = Annotated[
-    Path | None,
-    typer.Option(help="Write a page: the model as a strip of nodes with its cuts.", rich_help_panel=SHOW),
+    Path | None, typer.Option(help="Write a page: the model as a strip of nodes with its cuts.", rich_help_panel=SHOW)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.", rich_help_panel=SHOW)]
 
@@ -105,6 +104,14 @@ def check_outputs(paths: list[Path]) -> None:
         check_writable(path)
     if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise UsageError("two outputs have the same path")
+
+
+def write_files(writers: Writers) -> dict[str, str]:
+    """Write the requested files; return their paths."""
+    for path, write in writers.values():
+        if path is not None:
+            write(path)
+    return {what: str(path) for what, (path, _) in writers.items() if path is not None}
 
 
 def numbers(option: str, text: str, parse: Callable[[str], float]) -> Any:  # noqa: ANN401 - one number or several

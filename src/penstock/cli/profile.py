@@ -31,15 +31,12 @@ def profile(
     train: Annotated[
         bool | None,
         typer.Option(
-            "--train/--eval",
-            help="The mode of the capture; by default that of the model.",
-            rich_help_panel=WHAT,
+            "--train/--eval", help="The mode of the capture; by default that of the model.", rich_help_panel=WHAT
         ),
     ] = None,
     capture: options.CapturePath = "auto",
     device: Annotated[
-        str,
-        typer.Option(help="Where to measure, such as cuda; by default where the model is.", rich_help_panel=COSTS),
+        str, typer.Option(help="Where to measure, such as cuda; by default where the model is.", rich_help_panel=COSTS)
     ] = "",
     analytic: options.Analytic = "",
     save: Annotated[
@@ -53,16 +50,14 @@ def profile(
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(
-            help="Bytes of optimizer state per byte of a parameter; 2 by default, as for Adam.",
-            rich_help_panel=COSTS,
+            help="Bytes of optimizer state per byte of a parameter; 2 by default, as for Adam.", rich_help_panel=COSTS
         ),
     ] = None,
     memory_limit: options.MemoryLimit = "",
     cuts: options.Cuts = "",
     html: options.Html = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(help="Write a page with the timeline of the predicted step.", rich_help_panel=SHOW),
+        Path | None, typer.Option(help="Write a page with the timeline of the predicted step.", rich_help_panel=SHOW)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -104,22 +99,18 @@ def profile(
             optimizer_bytes=optimizer_bytes,
             progress=progress,
         )
-    writers = {
+    writers: options.Writers = {
         "profile": (save, found.profile.save),
         "page": (html, found.to_html),
         "timeline": (timeline, found.timeline.to_html),
     }
-    written = {}
-    for what, (path, write) in writers.items():
-        if path is not None:
-            write(path)
-            written[what] = str(path)
+    written = options.write_files(writers)
     if as_json:
         typer.echo(json.dumps({**found.to_dict(), "written": written}, indent=2))
         return
     show.explanation(found)
-    for what, name in written.items():
-        show.note(f"{what}: {name}")
+    for what, path in written.items():
+        show.note(f"{what}: {path}")
 
 
 def _device(name: str) -> str | None:

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.simulate_job import Job, Result
 from penstock.report.terminal_chart import draw_text
 from penstock.report.units import printable, show_bytes, show_seconds, show_share
 from penstock.schedules import describe, names
 
 if TYPE_CHECKING:
+    from penstock.cli.simulate import Job, Result
     from penstock.planning.explain.explanation import Explanation
 
 _MOST_CHARTS = 4

@@ -51,8 +51,7 @@ def train(
         Path | None, typer.Argument(help="The configuration in TOML; without a file, a small GPT is trained.")
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Cuts, memory and the predicted step.", rich_help_panel=_SHOW),
+        bool, typer.Option("--dry-run", help="Cuts, memory and the predicted step.", rich_help_panel=_SHOW)
     ] = False,
     analytic: Annotated[
         str,

@@ -17,10 +17,8 @@ from penstock.devices.graph_capture import Maker, make_graphs
 from penstock.devices.kinds import kind_of
 from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.infer.graph.branches import MOST_BRANCHES
-from penstock.infer.graph.call_context import CallContext
-from penstock.infer.graph.graph_replay import Replay
+from penstock.infer.graph.graph_replay import CallContext, Replay, ShapeCache
 from penstock.infer.graph.inference_program import Form, Program, quick_name
-from penstock.infer.graph.shape_cache import ShapeCache
 from penstock.infer.graph.unchanged_model import UnchangedModel
 from penstock.model.capture.capture import plain_module
 from penstock.model.example import Call, read_example

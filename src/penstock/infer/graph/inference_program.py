@@ -12,7 +12,6 @@ from torch import nn
 from penstock.compile.options import Options
 from penstock.infer.graph.branches import Branches, find_branches
 from penstock.infer.graph.interpreter import Interpreter
-from penstock.infer.graph.model_parts import ModelParts
 from penstock.infer.graph.program_analysis import analyze_program
 from penstock.model.capture.capture import capture
 from penstock.model.capture.export.exported_stage import ExportProgram
@@ -48,7 +47,12 @@ class Program:
 
     def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
         self._chain = capture(model, example, training=False, path="export").split(())
-        self._parts = ModelParts(model)
+        self._parts: list[tuple[dict[str, Any], str, Any]] = [
+            (place, name, part)
+            for module in model.modules()
+            for place in (module._modules, module._parameters, module._buffers)
+            for name, part in place.items()
+        ]
         stage = self._chain.stages[0].eval()
         program = stage.program
         assert isinstance(program, ExportProgram)
@@ -85,7 +89,7 @@ class Program:
 
     def is_current(self) -> bool:
         """Return whether the model still has the captured parts; changes in place are allowed."""
-        return self._parts.is_unchanged()
+        return all(place.get(name) is part for place, name, part in self._parts)
 
     def changed(self) -> list[torch.Tensor]:
         """Return the tensors that a run changes in place."""

@@ -22,8 +22,7 @@ from penstock.compile.options import Options
 from penstock.devices.cuda_streams import Event, OnStream, Stream
 from penstock.infer.graph.branches import Branches
 from penstock.infer.graph.compiled_parts import compiled_part, find_parts
-from penstock.infer.graph.node_execution import compute
-from penstock.infer.graph.program_analysis import ProgramAnalysis
+from penstock.infer.graph.program_analysis import ProgramAnalysis, compute
 
 Known = dict[fx.Node, Any]
 

@@ -64,12 +64,7 @@ class Settings:
 
 
 class Training:
-    """A GPT, its pipeline and its optimizer.
-
-    Args:
-        settings: the options.
-        progress: called with the current activity before the first step.
-    """
+    """A GPT, its pipeline and its optimizer."""
 
     def __init__(self, settings: Settings, *, progress: Progress) -> None:
         import torch

@@ -221,12 +221,7 @@ class Job:
         check_keep(self.keep, 1)  # type: ignore[arg-type]  # raises if this is not a policy
 
     def run(self, name: str, *, must_fit: bool) -> Result:
-        """Build, verify and simulate one schedule.
-
-        Args:
-            name: the name of a schedule, or a CSV file.
-            must_fit: whether to refuse a schedule that exceeds the memory limit, instead of marking it.
-        """
+        """Build, verify and simulate one schedule; with `must_fit`, refuse one that exceeds the memory limit."""
         try:
             return self._run(name.strip(), must_fit=must_fit)
         except CostError as error:

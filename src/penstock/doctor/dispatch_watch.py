@@ -23,13 +23,7 @@ aten = torch.ops.aten
 class DispatchWatch(TorchDispatchMode):
     """Records operations that wait for the device, and reductions over an outer dimension.
 
-    Args:
-        tally: the tally to add to.
-        where: which tensors are on the device.
-        thread: the thread whose line is reported for operations in torch's own threads.
-
-    Attributes:
-        is_on: whether operations are recorded; if the mode cannot be left, it is switched off.
+    For operations in torch's own threads, it reports the line of `thread`.
     """
 
     supports_higher_order_operators = True
@@ -37,7 +31,7 @@ class DispatchWatch(TorchDispatchMode):
     def __init__(self, tally: Tally, where: GpuTensors, thread: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tally, self._where, self._thread = tally, where, thread
-        self.is_on = True
+        self.is_on = True  # if the mode cannot be left, it is switched off
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

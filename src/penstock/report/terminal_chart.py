@@ -23,10 +23,7 @@ _IDLE = "·"
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
     """Return one line per lane (actions as kind and micro-batch, idle time as dots) and a summary.
 
-    Args:
-        timeline: the timeline to draw.
-        width: characters per line; by default the width of the terminal.
-        color: whether to colour kinds; by default, if stdout is a terminal.
+    By default, lines have the width of the terminal, and kinds have colours if stdout is a terminal.
     """
     columns = max(30, shutil.get_terminal_size((100, 24)).columns if width is None else width)
     colored = sys.stdout.isatty() if color is None else color

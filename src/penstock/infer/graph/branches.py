@@ -130,12 +130,7 @@ class Branches:
 
 
 def find_branches(nodes: Sequence[GraphNode], *, most: int = MOST_BRANCHES) -> Branches:
-    """Return the branches of a graph.
-
-    Args:
-        nodes: the nodes in the order of the model; each comes after the nodes that it needs.
-        most: the maximum number of streams; 1 puts everything on one.
-    """
+    """Return the branches of a graph on at most `most` streams; each node must come after those that it needs."""
     all_nodes = tuple(nodes)
     found = Branches(all_nodes, (0,) * len(all_nodes))
     if most == 1 or not all_nodes:

@@ -52,12 +52,7 @@ def find_parts(analysis: ProgramAnalysis, branches: Branches) -> list[tuple[int,
 
 
 def _can_be_fused(nodes: Sequence[fx.Node], changed: Mapping[fx.Node, Sequence[fx.Node]]) -> bool:
-    """Return whether nodes can be compiled as one.
-
-    Args:
-        nodes: the nodes of a part.
-        changed: for each node whose memory is changed in place, all nodes that share the memory.
-    """
+    """Return whether nodes can be compiled as one; `changed` has the nodes that share memory that is changed."""
     inside = set(nodes)
     touched = [changed[a] for node in nodes for a in (node, *node.all_input_nodes) if a in changed]
     if len(nodes) < 2 or any(draws(node) and not _is_quiet(node) for node in nodes):

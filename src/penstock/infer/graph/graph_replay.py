@@ -29,15 +29,11 @@ class Replay:
     graphs runs again.
 
     Args:
-        interpreter: runs the program.
         held: the parameters, buffers and constants of the program. The graph reads them at their current addresses, so
             it keeps their memory alive; it sees later changes in place.
-        places: the addresses of all tensors of the model.
         changed: the tensors in `held` that the program changes in place.
+        places: the addresses of all tensors of the model.
         values: the inputs of a call, on any device.
-        batch_size: the number of samples in the inputs.
-        device: the device.
-        maker: captures the graph.
         streams: one per branch; None on a CPU.
     """
 
@@ -102,8 +98,8 @@ class Replay:
 class ShapeCache(Generic[T]):
     """A bounded cache by shape.
 
-    When it is full, the least recently used entry is evicted, but only if it was unused for many calls. So if more
-    shapes than fit take turns, the first ones stay.
+    When it is full, the least recently used entry is evicted, but only if it was unused for `rest_calls` calls of
+    `get`. So if more shapes than fit take turns, the first ones stay.
 
     >>> shapes = ShapeCache[str](most=1, rest_calls=2)
     >>> shapes.put("a", "made for a")
@@ -111,10 +107,6 @@ class ShapeCache(Generic[T]):
     ('made for a', None, False)
     >>> shapes.get("b"), shapes.has_space
     (None, True)
-
-    Args:
-        most: the maximum number of entries.
-        rest_calls: the number of calls of `get` after which an unused entry can be evicted.
     """
 
     def __init__(self, *, most: int = _MOST, rest_calls: int = _REST_CALLS) -> None:

@@ -34,12 +34,7 @@ class Form:
 
 
 class Program:
-    """A captured model.
-
-    Args:
-        model: the model, in any mode.
-        example: an example call, with tensors on the model's device.
-        most: the maximum number of branches.
+    """A captured model with at most `most` branches; the tensors of the example are on the model's device.
 
     Raises:
         CaptureError: if torch.export cannot capture the model.

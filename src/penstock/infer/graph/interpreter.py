@@ -41,13 +41,9 @@ class _Step:
 
 
 class Interpreter:
-    """Runs a program on one stream per branch.
+    """Runs a program on one stream per branch, one operation after the other.
 
-    Args:
-        analysis: the program.
-        branches: the stream of each node.
-        options: Inductor's options, to compile as few parts as possible for the shapes of the first run; None runs one
-            operation after the other.
+    With Inductor's options, it compiles as few parts as possible, for the shapes of the first run.
     """
 
     def __init__(self, analysis: ProgramAnalysis, branches: Branches, *, options: Options | None = None) -> None:
@@ -106,12 +102,9 @@ class Interpreter:
     def run(
         self, arguments: Sequence[Any], once: Mapping[fx.Node, Any], streams: Sequence[Stream] | None = None
     ) -> tuple[Any, ...]:
-        """Compute the outputs.
+        """Compute the outputs from the held tensors, the inputs and the batch size, and the result of `make_once`.
 
-        Args:
-            arguments: the held tensors, the inputs and the batch size.
-            once: the result of `make_once`.
-            streams: one per branch, starting with the current one; None on a CPU.
+        There is one stream per branch, starting with the current one; on a CPU there are none.
         """
         known: Known = {**dict(zip(self.analysis.arguments, arguments, strict=True)), **once}
         # The allocator reuses freed memory of a stream on the same stream. It does not know that another stream may

@@ -80,10 +80,7 @@ def reads_rows(node: fx.Node) -> bool:
 def use_fewer_rows(graph: fx.Graph, values: Sequence[dict[fx.Node, Any]]) -> int:
     """Make operations compute only the rows that are read; return their number, without views.
 
-    Args:
-        graph: the graph to change.
-        values: the value of each node, one dict per batch size; only facts that hold for all are used. New nodes are
-            added.
+    There is one dict of values per batch size. Only facts that hold for all are used. New nodes are added.
     """
     count = 0
     for node, rows, row_dims in _movable(graph, values):

@@ -45,12 +45,7 @@ def arguments(thing: object) -> Arguments:
 
 
 class StageRunner:
-    """One stage.
-
-    Args:
-        run: the stage: a Graph, or any function.
-        device: the device.
-    """
+    """One stage: a Graph, or any function."""
 
     def __init__(self, run: Callable[..., Any], device: torch.device) -> None:
         self.run, self.device = run, device

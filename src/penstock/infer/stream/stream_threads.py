@@ -158,15 +158,7 @@ class _ThreadGroup:
 
 
 class StreamThreads:
-    """The threads of one pipeline.
-
-    Args:
-        runners: the stages.
-        preprocess: a function from a request to the arguments of the first stage.
-        postprocess: a function from the last stage's result to the result.
-        depth: the maximum number of requests in progress.
-        workers: the number of threads for preprocess, and again for postprocess.
-    """
+    """The threads of one pipeline; the arguments are those of `penstock.infer.Pipeline`."""
 
     def __init__(
         self, runners: Sequence[StageRunner], *, preprocess: Callable[[Any], Any] | None,

@@ -44,12 +44,7 @@ class Chain:
         return len(self.speed)
 
     def solve(self, *, below: float = np.inf, near: float = _NEAR) -> tuple[list[int], float] | None:
-        """Return the best cuts and their period; None if no cuts fit or no period is below a bound.
-
-        Args:
-            below: the bound.
-            near: relative precision of the period.
-        """
+        """Return the best cuts and their period, up to a relative error; None if no cuts fit below a bound."""
         low = self._least()
         found = self._descend(low, below)
         if found is None:

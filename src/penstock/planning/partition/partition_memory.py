@@ -179,11 +179,7 @@ class LaneMemory:
     def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:
         """Return the last possible end of a stage for each start; an end before the start means that none fits.
 
-        Args:
-            lane: the lane of the stage.
-            stage: the stage.
-            others: the spans of other stages of the lane; missing stages count as empty.
-            within: first and last position to consider; by default all.
+        Stages of the lane that are not in `others` count as empty. Only positions `within` are considered.
         """
         holding = self.holdings[lane]
         at = holding.stages.index(stage)

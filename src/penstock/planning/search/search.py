@@ -99,10 +99,7 @@ def _is_like(schedule: Schedule, problem: Problem) -> bool:
 def search(problem: Problem, *, objective: Objective, seeds: Sequence[Draft] = ()) -> Draft | None:
     """Return the best schedule found, or None if no policy finds one that fits and there are no seeds.
 
-    Args:
-        problem: costs and limits.
-        objective: what to minimise.
-        seeds: schedules that are known to fit; the result is never longer than the best of them.
+    Seeds are schedules that are known to fit. The result is never longer than the best of them.
     """
     num_actions = (3 if problem.splits_backward else 2) * len(problem.lane_of) * problem.num_mbs
     budget = max(6, _WRITE_BUDGET // num_actions)

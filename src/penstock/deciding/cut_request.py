@@ -9,6 +9,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.errors import PartitionError, PenstockError, UsageError, nearest
+from penstock.planning.cluster import Cluster
+from penstock.planning.memory_limits import Limit, limit_per_lane
+from penstock.planning.simulate import simulate
+from penstock.schedule.counts import check_count
+from penstock.schedule.keep_policies import PLANNED
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import build, describe
 
 if TYPE_CHECKING:
     from torch import device as Device  # noqa: N812
@@ -17,12 +25,9 @@ if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
     from penstock.model.profile import Profile
     from penstock.model.profiling.device_rates import Rates
-    from penstock.planning.cluster import Cluster
     from penstock.planning.explain.explanation import Explanation
-    from penstock.planning.memory_limits import Limit
     from penstock.planning.partition.partition import Partition
     from penstock.report.timeline import Timeline
-    from penstock.schedule.schedule import Schedule
 
     Model = nn.Module | Sequence[nn.Module]
 
@@ -42,9 +47,7 @@ class ProfileSource:
 
     def check(self) -> None:
         """Check the arguments before the expensive work starts."""
-        from penstock.errors import UsageError
         from penstock.model.profiling.device_rates import Rates
-        from penstock.schedule.counts import check_count
 
         if self.device is not None and (self.rates is not None or self.given is not None):
             raise UsageError("device: only applies to measuring; leave it out with analytic= or profile=")
@@ -71,7 +74,6 @@ class ProfileSource:
 
     def _checked(self, captured: Captured) -> Profile:
         """Return the given profile; refuse one of another graph or batch size."""
-        from penstock.errors import UsageError
         from penstock.model.profile import Profile
 
         assert self.given is not None
@@ -100,11 +102,6 @@ class CutRequest:
 
     def check(self) -> Schedule:
         """Check the request before the expensive work starts; return the schedule before costs are known."""
-        from penstock.errors import UsageError, nearest
-        from penstock.planning.cluster import Cluster
-        from penstock.planning.memory_limits import limit_per_lane
-        from penstock.schedule.keep_policies import PLANNED
-
         if self.keep not in PLANNED:
             hint = nearest(str(self.keep), PLANNED)
             raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(PLANNED)}.{hint}")
@@ -117,10 +114,6 @@ class CutRequest:
 
     def first(self, lanes: int | None = None) -> Schedule:
         """Return the schedule before costs are known: the lanes of stages, and the micro-batches in flight."""
-        from penstock.errors import UsageError
-        from penstock.schedule.schedule import Schedule
-        from penstock.schedules import build, describe
-
         if isinstance(self.schedule, Schedule):
             given = {"lanes": self.lanes, "micro_batches": self.micro_batches, "stages_per_lane": self.stages_per_lane}
             if unused := [name for name, value in given.items() if value is not None]:
@@ -144,15 +137,10 @@ class CutRequest:
     @property
     def is_made_for_costs(self) -> bool:
         """Whether the schedule depends on costs."""
-        from penstock.schedules import describe
-
         return isinstance(self.schedule, str) and "costs" in describe(self.schedule).options
 
     def decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
         """Return the cuts, the schedule and the predicted step; `auto` tries one and two stages per lane."""
-        from penstock.errors import PenstockError
-        from penstock.schedules import describe
-
         is_open = isinstance(self.schedule, str) and describe(self.schedule).name == "auto" and not self.stages_per_lane
         if not is_open or self.cuts:
             return self._decide(profile)
@@ -173,8 +161,6 @@ class CutRequest:
         return cuts, schedule, self._step(profile, schedule, cuts)
 
     def _step(self, profile: Profile, schedule: Schedule, cuts: Partition) -> Timeline:
-        from penstock.planning.simulate import simulate
-
         keep: Any = self.keep  # checked by the partition
         return simulate(schedule, profile.costs(cuts.cuts), cluster=self.cluster, keep=keep)
 
@@ -183,7 +169,6 @@ class CutRequest:
 
         The pipeline fills and drains stage by stage, so balanced lanes with uneven stages can make a longer step.
         """
-        from penstock.errors import PartitionError
         from penstock.planning.partition.partition import partition
 
         balanced = self._partition(profile, schedule, self.cuts)
@@ -197,7 +182,6 @@ class CutRequest:
 
     def _partition(self, profile: Profile, schedule: Schedule, cuts: Sequence[int | str]) -> Partition:
         from penstock.planning.partition.partition import partition
-        from penstock.schedule.schedule import Schedule
 
         return partition(
             profile,
@@ -210,8 +194,6 @@ class CutRequest:
         )
 
     def _build(self, profile: Profile, cuts: Partition) -> Schedule:
-        from penstock.schedules import build, describe
-
         assert isinstance(self.schedule, str)
         options: dict[str, Any] = {}
         if describe(self.schedule).name == "auto":
@@ -229,8 +211,6 @@ class CutRequest:
 
     def _remaining_memory(self, profile: Profile, cuts: Partition) -> list[float]:
         """Return the memory of each lane minus its weights, gradients and optimizer state."""
-        from penstock.planning.memory_limits import limit_per_lane
-
         ranges = profile.graph.stages(cuts.cuts)
         nodes_of: list[list[int]] = [[] for _ in range(self.num_lanes)]
         for stage, lane in enumerate(cuts.lane_of):
@@ -246,7 +226,6 @@ def explanation_of(name: str, model: Model, captured: Captured, profile: Profile
     from penstock.model.capture.capture import plain_module
     from penstock.model.parameters import held_tensors
     from penstock.planning.explain.explanation import Explanation
-    from penstock.planning.memory_limits import limit_per_lane
 
     cuts, schedule, timeline = request.decide(profile)
     limits = None if request.memory_limit is None else limit_per_lane(request.memory_limit, schedule.num_lanes)

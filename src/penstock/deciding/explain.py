@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from penstock.deciding.cut_request import CutRequest, ProfileSource, Progress, explanation_of, name_of
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import device as Device  # noqa: N812
@@ -105,7 +106,6 @@ def explain(
 
 
 def _model(model: Model | str, example: object, batch_size: int | None, report: Progress) -> tuple[Model, object]:
-    from penstock.errors import UsageError
     from penstock.model.small_models.named_models import load
 
     if isinstance(model, str):

@@ -14,8 +14,8 @@ from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.report.bubble_causes import CAUSES, SIGNS, Causes, Figure
 from penstock.report.page_assembly import Json, assemble
-from penstock.report.timeline import Floats, Memory, Timeline
-from penstock.schedule.actions import KINDS
+from penstock.report.timeline import Memory, Timeline
+from penstock.schedule.actions import KINDS, Floats
 from penstock.schedule.rules import RULES, Where
 
 # The files of the script, in the order of their dependencies.

@@ -52,6 +52,8 @@ _PATTERN = re.compile(r"([0-9]{1,12})(" + "|".join(sorted(KINDS, key=len, revers
 
 Codes = NDArray[np.int64]
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]  # in a table, such as that of all actions
 
 
 class Action(NamedTuple):

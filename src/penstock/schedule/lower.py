@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, UsageError, nearest
-from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
+from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind, Positions
 from penstock.schedule.flow import NONE, Flow, Rows, check_skips, pair_rows, trace_flow
 from penstock.schedule.keep_policies import POLICIES, Keep, check_keep
 from penstock.schedule.peak_memory import HELD
@@ -26,7 +26,6 @@ from penstock.schedule.violations import find_incomplete, find_unknown
 # blocking: like ordered, but a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]
 
-Positions = NDArray[np.int64]
 
 # The order of the actions that lowering places around one action.
 _FETCH, _RECOMPUTE, _RECV, _SELF, _SEND, _OFFLOAD = range(6)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
+from penstock.schedule.actions import KIND_INDEX, KINDS, Floats, Ints, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
-
-Floats = NDArray[np.float64]
 
 # Values that occupy memory of a lane until they are freed.
 HELD = frozenset({Value.SAVED, Value.PENDING, Value.INPUT})

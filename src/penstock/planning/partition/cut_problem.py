@@ -9,16 +9,14 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.partition.one_stage_per_lane import Chain, longest_mean
 from penstock.planning.partition.partition_memory import LaneMemory, Span
+from penstock.schedule.actions import Floats, Positions
 from penstock.schedule.keep_policies import POLICIES
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 Transfers = Literal["waited", "hidden"]
 Wire = tuple[object, ...]
 

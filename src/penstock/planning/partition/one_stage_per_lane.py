@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
+from penstock.schedule.actions import Floats, Positions
 
 SAME = 1e-9  # times with a smaller relative difference are equal
 _NEAR = 1e-10  # relative precision of the bisection

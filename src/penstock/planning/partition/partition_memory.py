@@ -9,17 +9,15 @@ from itertools import pairwise
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
+from penstock.schedule.actions import Floats, Positions
 from penstock.schedule.flow import Rows
 from penstock.schedule.keep_policies import POLICIES, Keep
 from penstock.schedule.lower import lower
 from penstock.schedule.peak_memory import changes_of
 from penstock.schedule.schedule import Schedule
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 Span = tuple[int, int]  # of a stage: its first and last position
 _MEETS = 1 + 1e-9  # rounding: a limit that is met exactly is not exceeded, as in schedule.peak_memory
 _MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB

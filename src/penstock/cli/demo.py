@@ -148,9 +148,7 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     typer.echo(draw_text(training.timeline, width=console.width, color=color))
     predicted = training.explanation.timeline
     typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
-    console.print(
-        Text(str(compared)), soft_wrap=not console.is_terminal
-    )  # break lines at words, but only in a terminal
+    console.print(Text(str(compared)), soft_wrap=not console.is_terminal)  # breaks lines at words only in a terminal
 
 
 def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.doctor.finding_kinds import Kind
-from penstock.report.units import printable, show_share
+from penstock.report.units import plural, printable, show_share
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _INDENT = "    "
@@ -114,8 +114,8 @@ class Report:
 
     @property
     def _summary(self) -> str:
-        found = _times(len(self.findings), "finding") if self.findings else "Nothing found"
-        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "(no whole step ran)"
+        found = plural(len(self.findings), "finding") if self.findings else "Nothing found"
+        steps = f"in {plural(self.num_steps, 'step')}" if self.num_steps else "(no whole step ran)"
         parts = [f"{found} {steps}{f' on {self.device}' if self.device else ''}"]
         if self.step_ms:
             parts.append(f"a step takes {self.step_ms:.3g} ms")
@@ -125,7 +125,7 @@ class Report:
 
     def _headline(self, finding: Finding) -> str:
         what = finding.kind.words
-        often = _often(finding) if self.num_steps else _times(finding.count, "time")
+        often = _often(finding) if self.num_steps else plural(finding.count, "time")
         costs = []
         if self.device and finding.blocked_ms:
             costs.append(f"the host spends {finding.blocked_ms:.3g} ms in it")
@@ -149,7 +149,3 @@ def _often(finding: Finding) -> str:
 def _aside(finding: Finding) -> str:
     parts = [finding.detail, f"called from {finding.called_from}" if finding.called_from else ""]
     return "; ".join(filter(None, parts))
-
-
-def _times(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

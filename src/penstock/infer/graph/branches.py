@@ -74,9 +74,8 @@ class Branches:
     @cached_property
     def waits(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the nodes on other streams to wait for, without those that its stream already waited for."""
-        seen = [
-            [-1] * self.num_streams for _ in range(self.num_streams)
-        ]  # for each stream, how far it has waited for others
+        # for each stream, how far it has waited for others
+        seen = [[-1] * self.num_streams for _ in range(self.num_streams)]
         seen_at: dict[int, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = []
         for index, node in enumerate(self.nodes):

@@ -14,8 +14,7 @@ from torch import nn
 
 from penstock.devices.device_names import check_device
 from penstock.errors import UsageError, warn_user
-from penstock.infer.graph.inference_graph import Graph
-from penstock.infer.graph.unchanged_model import UnchangedModel
+from penstock.infer.graph.inference_graph import Graph, UnchangedModel
 from penstock.infer.stream.stage_runner import Arguments, StageData, StageRunner, arguments
 from penstock.infer.stream.stream_threads import CLOSED, StreamThreads
 from penstock.runtime.exclusive_use import ExclusiveUse
@@ -110,9 +109,8 @@ class Pipeline:
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors: {errors!r} is neither 'raise' nor 'return'")
-        if not any(
-            hasattr(type(requests), name) for name in ("__iter__", "__getitem__")
-        ):  # __getitem__: for example a torch Dataset
+        # __getitem__: for example a torch Dataset
+        if not any(hasattr(type(requests), name) for name in ("__iter__", "__getitem__")):
             raise UsageError(f"requests: expected an iterable; given: {type(requests).__name__}")
         return _Results(self, requests, errors)
 

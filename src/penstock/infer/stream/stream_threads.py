@@ -41,7 +41,7 @@ class RequestSlot:
     """
 
     def __init__(self) -> None:
-        self._pinned_in, self._on_device, self._pinned_out = _TensorCache(), _TensorCache(), _TensorCache()
+        self._pinned_in, self._on_device, self._pinned_out = (dict[int, torch.Tensor]() for _ in range(3))
         self._done: Event | None = None
 
     def copy_in(self, values: Sequence[torch.Tensor], streams: CudaStreams) -> tuple[list[torch.Tensor], Event]:
@@ -60,9 +60,9 @@ class RequestSlot:
             if value.is_cuda:
                 ready = kind_of(value.device).record_event(value.device)
             is_staged = value.device.type == "cpu" and not value.is_pinned()
-            staged.append(self._pinned_in.like(at, value, is_pinned=True).copy_(value) if is_staged else value)
+            staged.append(_like(self._pinned_in, at, value).copy_(value) if is_staged else value)
         with streams.running(streams.copies):
-            buffers = [self._on_device.like(at, value, device=streams.device) for at, value in enumerate(staged)]
+            buffers = [_like(self._on_device, at, value, streams.device) for at, value in enumerate(staged)]
             found = streams.bring(staged, ready, lambda _: buffers)
             return found, streams.mark()
 
@@ -71,7 +71,7 @@ class RequestSlot:
         stream.wait_event(ready)
         with OnStream(stream):
             for at, value in enumerate(values):
-                self._pinned_out.like(at, value, is_pinned=True).copy_(value, non_blocking=True)
+                _like(self._pinned_out, at, value).copy_(value, non_blocking=True)
         self.mark_done(stream)
 
     def mark_done(self, stream: Stream) -> None:
@@ -90,24 +90,12 @@ class RequestSlot:
         return [self._pinned_out[at].clone() for at in range(count)]
 
 
-class _TensorCache:
-    """Tensors that are reused while shapes stay the same."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    def __getitem__(self, at: int) -> torch.Tensor:
-        return self._tensors[at]
-
-    def like(
-        self, at: int, value: torch.Tensor, *, device: torch.device | str = "cpu", is_pinned: bool = False
-    ) -> torch.Tensor:
-        """Return memory for a value."""
-        old = self._tensors.get(at)
-        if old is None or old.shape != value.shape or old.dtype != value.dtype:
-            old = torch.empty(value.shape, dtype=value.dtype, device=device, pin_memory=is_pinned)
-            self._tensors[at] = old
-        return old
+def _like(cache: dict[int, torch.Tensor], at: int, value: torch.Tensor, on: torch.device | None = None) -> torch.Tensor:
+    """Return memory for a value, on a device or pinned; it is reused while shapes stay the same."""
+    old = cache.get(at)
+    if old is None or old.shape != value.shape or old.dtype != value.dtype:
+        old = cache[at] = torch.empty(value.shape, dtype=value.dtype, device=on or "cpu", pin_memory=on is None)
+    return old
 
 
 @dataclass

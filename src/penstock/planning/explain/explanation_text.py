@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.planning.explain.stage_table import Crossing, StageRow
-from penstock.report.units import printable, show_bytes, show_count, show_seconds, show_share
+from penstock.report.units import plural, printable, show_bytes, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
     from penstock.planning.explain.explanation import Explanation
@@ -78,18 +78,13 @@ def _title(explanation: Explanation) -> str:
 
 def _origin(explanation: Explanation) -> tuple[str, ...]:
     profile, schedule = explanation.profile, explanation.schedule
-    samples = _plural(profile.batch_size, "sample")
-    counts = f"{_plural(schedule.num_lanes, 'lane')}, {_plural(schedule.num_mbs, 'micro-batch')} per step"
+    samples = plural(profile.batch_size, "sample")
+    counts = f"{plural(schedule.num_lanes, 'lane')}, {plural(schedule.num_mbs, 'micro-batch')} per step"
     return (
         f"captured by {explanation.path}: {explanation.reason}",
         f"{profile.method} on {profile.device or 'an unnamed device'}, micro-batches of {samples}",
         f"schedule {schedule.name} on {counts}, keep: {explanation.keep}",
     )
-
-
-def _plural(number: int, word: str) -> str:
-    ending = "es" if word.endswith("ch") else "s"
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, str]]:

@@ -223,17 +223,14 @@ class Job:
     def run(self, name: str, *, must_fit: bool) -> Result:
         """Build, verify and simulate one schedule; with `must_fit`, refuse one that exceeds the memory limit."""
         try:
-            return self._run(name.strip(), must_fit=must_fit)
+            schedule = self._schedule(name.strip())
+            verify(schedule)
+            result = self._simulate(schedule)
+            if must_fit and result.over_limit:
+                lowered, costs = self._lowered(schedule)
+                verify(lowered, costs=costs, memory_limit=self._limit())  # raises, and says by how much
         except CostError as error:
             raise CostError(f"{name}: {error}" if len(self.schedules) > 1 else str(error)) from error
-
-    def _run(self, name: str, *, must_fit: bool) -> Result:
-        schedule = self._schedule(name)
-        verify(schedule)
-        result = self._simulate(schedule)
-        if must_fit and result.over_limit:
-            lowered, costs = self._lowered(schedule)
-            verify(lowered, costs=costs, memory_limit=self._limit())  # raises, and says by how much
         return result
 
     def _lowered(self, schedule: Schedule) -> tuple[Lowered, Costs]:

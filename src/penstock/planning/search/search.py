@@ -129,7 +129,7 @@ def polish(problem: Problem, draft: Draft, *, objective: Objective, rounds: int)
     of recent swaps allow, and keeps the best schedule so far.
     """
     shop = JobShop(problem, draft.schedule, objective)
-    best, best_order, idle = shop.run(), shop.snapshot(), 0
+    best, best_order, idle = shop.run(), [*map(list, shop.order)], 0
     tabu: dict[tuple[int, int], int] = {}
     for turn in range(rounds):
         move = shop.best_swap({pair for pair, until in tabu.items() if until > turn}, best)
@@ -140,10 +140,12 @@ def polish(problem: Problem, draft: Draft, *, objective: Objective, rounds: int)
         length = shop.run()
         idle += 1
         if math.isinf(length):  # the two depend on each other through actions that take no time
-            shop.bar(*move)
+            shop.barred.add(move)
+            shop.swap(*reversed(move))
+            shop.run()  # since the times are inconsistent
             continue
         if length < best * (1 - 1e-9):
-            best, best_order, idle = length, shop.snapshot(), 0
+            best, best_order, idle = length, [*map(list, shop.order)], 0
     return shop.draft(best_order)
 
 

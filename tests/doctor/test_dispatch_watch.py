@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.doctor.dispatch_watch import DispatchWatch, launches, tensors_of
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Kind
 from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors
 from penstock.doctor.sightings import Tally
 from pretended import PINNED, Pretended, found

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from penstock.doctor.doctor_report import Finding, Report
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Finding, Kind, Report
 from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, count_busy
 from penstock.doctor.sightings import LAUNCH_SECONDS, Entry, Phase, Tally

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Kind
 from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.slow_reductions import find_reduction

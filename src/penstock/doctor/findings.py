@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.doctor.doctor_report import Finding, Report
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Finding, Kind, Report
 from penstock.doctor.gpu_busy import Busy
 from penstock.doctor.sightings import Entry, Key, Phase
 from penstock.doctor.source_lines import NOWHERE, Place

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Kind
 from penstock.doctor.slow_reductions import Reduction
 from penstock.doctor.source_lines import Place
 

@@ -205,13 +205,8 @@ class Explanation:
         """Return the peak bytes of the saved values of a stage alone, on the lane where the peak is highest."""
         nodes, profile = self.ranges[stage], self.profile
         here = slice(nodes.start, nodes.stop)
-        each = np.array(
-            [
-                profile.saved_bytes[here].sum(),
-                profile.pending_bytes[here].sum(),
-                profile.crossing_bytes[nodes.start],
-            ]
-        )
+        saved, pending = profile.saved_bytes[here].sum(), profile.pending_bytes[here].sum()
+        each = np.array([saved, pending, profile.crossing_bytes[nodes.start]])
         counts = [h.counts[:, :, h.stages.index(stage)] for h in self._holdings if stage in h.stages]
         return float(max((count @ each).max() for count in counts))
 

@@ -238,14 +238,7 @@ def _auto(
         for entry in CATALOG
         if entry.trains_exactly and (two_ways or not entry.doubles_weights)
     ]
-    return synthesize(
-        lanes=lanes,
-        micro_batches=micro_batches,
-        costs=costs,
-        memory_limit=memory_limit,
-        stages_per_lane=per_lane,
-        named=named,
-    )
+    return synthesize(lanes, micro_batches, costs, memory_limit, stages_per_lane=per_lane, named=named)
 
 
 def _stages_in(costs: Costs | None, lanes: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import show
 from penstock.cli.demo_training import BATCH_SIZE, LANES, LENGTH, MICRO_BATCHES, PROMPT, Settings
 from penstock.cli.options import check_outputs
 from penstock.errors import OutputError, UsageError
@@ -75,7 +76,6 @@ def demo(
 
 
 def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
-    from penstock.cli import show
     from penstock.cli.demo_training import compare_with_plain, open_training
 
     page, trace = folder / "timelines.html", folder / "measured.json"
@@ -106,8 +106,6 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
 
 def _introduce(training: Training) -> None:
     """Print the model and its stages."""
-    from penstock.cli import show
-
     found, schedule = training.explanation, training.pipe.schedule
     size = show_count(found.num_parameters, digits=3)
     show.note(f"A GPT with {size} parameters learns to write, on {schedule.num_lanes} lanes")
@@ -137,7 +135,6 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from penstock.cli import show
     from penstock.report.terminal_chart import draw_text
 
     console = Console()
@@ -183,7 +180,6 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
     """Simulate and compare schedules, and draw their timelines."""
-    from penstock.cli import show
     from penstock.cli.simulate import Job
     from penstock.report.timeline_page import write_html
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli import options
+from penstock.cli import options, show
 from penstock.cli.options import SHOW, WHAT
 from penstock.deciding.defaults import EXPLORED_LANES
 from penstock.errors import UsageError
@@ -56,8 +56,6 @@ def plan(
 
       penstock plan my_model.py:build --lanes 8 --schedule zb_h1 --memory-limit 16GiB --out plan.json
     """
-    from penstock.cli import show
-
     options.check_outputs([path for path in (out, html) if path is not None])
     limit, cluster = options.numbers("memory-limit", memory_limit, parse_bytes), options.cluster_of(bandwidth, latency)
     with options.noted(), show.progress(quiet=as_json) as progress:

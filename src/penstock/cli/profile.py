@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import options
+from penstock.cli import options, show
 from penstock.cli.options import COSTS, SHOW, WHAT
 from penstock.errors import UsageError
 from penstock.report.units import parse_bytes
@@ -69,8 +69,6 @@ def profile(
 
       penstock profile my_model.py:build --analytic h100 --lanes 8 --schedule zb_h1 --memory-limit 16GiB --html m.html
     """
-    from penstock.cli import show
-
     costs = {"--load": load, "--analytic": analytic.strip(), "--device": device.strip()}
     if len(given := [name for name, value in costs.items() if value]) > 1:
         raise UsageError(f"{' and '.join(given)}: each of them defines the times; pass only one")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli import options
+from penstock.cli import options, show
 from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
 from penstock.errors import CostError, ScheduleError, UsageError
 from penstock.model.costs import Costs
@@ -117,7 +117,6 @@ def simulate(
 
       penstock simulate --schedule auto --forward 1,2,1,1.5 --transfer 0.1 --html step.html
     """
-    from penstock.cli import show
     from penstock.report.timeline_page import write_html
 
     if list_all:

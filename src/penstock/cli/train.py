@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from penstock.cli import show
 from penstock.errors import OutputError, UsageError
 from penstock.schedule.keep_policies import POLICIES
 from penstock.schedules import load_csv
@@ -160,7 +161,6 @@ def _train(given: LoadedConfig, *, quiet: bool, as_json: bool) -> int:
         if as_json:
             typer.echo(json.dumps({"code": code, **_last_event(Path(given.config.folder))}, indent=2))
         return code
-    from penstock.cli import show
     from penstock.launch.processes.train_process import run_here
     from penstock.training.view.view import View
 
@@ -215,8 +215,6 @@ def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which
 
 def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanation:
     """Return the explanation of the model that the configuration describes."""
-    from penstock.cli import show
-
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
         from penstock import explain
@@ -257,8 +255,6 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
 
 
 def _show_plan(found: Explanation, config: Config, *, as_json: bool) -> None:
-    from penstock.cli import show
-
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
         return

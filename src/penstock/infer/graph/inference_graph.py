@@ -284,11 +284,7 @@ class Graph:
 
 
 def _check_call(model: nn.Module, call: Call) -> None:
-    """Check the example against the signature of the model.
-
-    Raises:
-        UsageError: with the reason.
-    """
+    """Check the example against the signature of the model."""
     args, kwargs = call.arguments()
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)

@@ -137,18 +137,13 @@ def partition(
 
 
 def _answer(problem: Problem, memory: LaneMemory, cuts: list[int], bound: float) -> Partition:
-    spans = problem.spans(cuts)
-    held = [
-        memory.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
-        for lane, holding in enumerate(memory.holdings)
-    ]
     return Partition(
         cuts=tuple(int(problem.positions[cut]) for cut in cuts),
         lane_of=problem.ways[0],
         stage_seconds=tuple(problem.stage_seconds(cuts).tolist()),
         lane_seconds=tuple(problem.lane_seconds(cuts).tolist()),
         transfer_seconds=tuple(float(problem.trips[cut, at]) for cut, at in enumerate(cuts)),
-        lane_bytes=tuple(held),
+        lane_bytes=tuple(memory.lane_bytes(problem.spans(cuts))),
         period_seconds=problem.period(cuts),
         bound_seconds=bound,
     )

@@ -161,17 +161,14 @@ class LaneMemory:
         each = np.stack([saved, pending, self.kept[first]])
         return np.asarray((self.holdings[lane].counts * each).sum(axis=(1, 2)))
 
-    def lane_bytes(self, lane: int, spans: Sequence[Span]) -> float:
-        """Return the peak bytes of a lane, given the spans of its stages."""
-        return self.parameters.total(spans) + float(self.held(lane, spans).max())
+    def lane_bytes(self, spans: Sequence[Span]) -> list[float]:
+        """Return the peak bytes of each lane, given the spans of all stages."""
+        own = [[spans[stage] for stage in holding.stages] for holding in self.holdings]
+        return [self.parameters.total(s) + float(self.held(lane, s).max()) if s else 0.0 for lane, s in enumerate(own)]
 
     def excess(self, spans: Sequence[Span]) -> Floats:
         """Return the bytes by which each lane exceeds its limit (0 if it does not), given the spans of all stages."""
-        used = [
-            self.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
-            for lane, holding in enumerate(self.holdings)
-        ]
-        over = np.array(used) - self.limits
+        over = np.array(self.lane_bytes(spans)) - self.limits
         return np.where(over > self.limits * (_MEETS - 1), over, 0.0)
 
     def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:

@@ -34,11 +34,11 @@ _PATIENCE = (0.0, 0.5, 0.9, 0.25, 0.75, 1.0)
 
 
 def synthesize(
-    *,
     lanes: int,
     micro_batches: int,
     costs: Costs | None,
     memory_limit: Limit | None,
+    *,
     stages_per_lane: int,
     named: Sequence[Callable[[], Schedule]],
 ) -> Schedule:

@@ -214,7 +214,7 @@ def _find_channel_faults(flow: Flow) -> Iterator[Fault]:
         yield Fault("channel", int(rows.lane[at]), rows.index(at), text)
 
 
-# ---- the lanes around a fault
+# ---- the excerpt: the lanes around a fault
 
 
 def _draw_grid(lanes: Sequence[Sequence[str]], *, at: Mapping[int, int], marked: tuple[int, int]) -> str:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from penstock.cli import show
 from penstock.cli.demo_training import BATCH_SIZE, LANES, LENGTH, MICRO_BATCHES, PROMPT, Settings
 from penstock.cli.options import check_outputs
+from penstock.cli.simulate import Job
 from penstock.errors import OutputError, UsageError
+from penstock.report.terminal_chart import draw_text
 from penstock.report.timeline import Timeline
 from penstock.report.units import printable, show_count, show_seconds, show_share
 
@@ -132,11 +136,6 @@ def _watch(readings: Iterable[Reading], num_steps: int) -> list[Reading]:
 
 def _conclude(training: Training, text: str, compared: Comparison) -> None:
     """Show the text of the model, the measured and predicted step, and the time of the plain model."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from penstock.report.terminal_chart import draw_text
-
     console = Console()
     show.note("\nThe model writes")
     console.print(Text.assemble((PROMPT, "dim"), text))
@@ -180,7 +179,6 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
     """Simulate and compare schedules, and draw their timelines."""
-    from penstock.cli.simulate import Job
     from penstock.report.timeline_page import write_html
 
     job = Job(

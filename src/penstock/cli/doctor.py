@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from penstock.errors import UsageError
 
@@ -125,8 +126,6 @@ def _describe(error: BaseException, script: Path) -> str:
 
 
 def _show(report: Report, error: BaseException | None, *, as_json: bool) -> None:
-    from rich.console import Console
-
     if as_json:
         failure = None if error is None else f"{type(error).__name__}: {error}"
         typer.echo(json.dumps({**report.to_dict(), "error": failure}, indent=2))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock import explain
 from penstock.cli import options, show
 from penstock.cli.options import COSTS, SHOW, WHAT
 from penstock.errors import UsageError
@@ -76,8 +77,6 @@ def profile(
     limit, cluster = options.numbers("memory-limit", memory_limit, parse_bytes), options.cluster_of(bandwidth, latency)
     chosen = load_csv(schedule) if schedule.lower().endswith(".csv") else schedule
     with options.noted(), show.progress(quiet=as_json) as progress:
-        from penstock import explain
-
         found = explain(
             model,
             lanes=lanes,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from penstock import explain
 from penstock.cli import show
 from penstock.errors import OutputError, UsageError
 from penstock.schedule.keep_policies import POLICIES
@@ -217,7 +218,6 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
     """Return the explanation of the model that the configuration describes."""
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
-        from penstock import explain
         from penstock.launch.build.trainer_builder import build_parts, lanes_of, threads_of
         from penstock.launch.build.trial_batch import explain_bad_batches
         from penstock.model.example import BatchLayout, read_example

@@ -189,15 +189,11 @@ class Watch:
         if phase is not Phase.TIMED:
             self._start_observing()
         elif self._phase is not Phase.TIMED:
-            if self._stop_observing():
-                self._start_timing()
-            else:
+            if not self._stop_observing():
                 phase = Phase.OBSERVED
+            elif self._where.is_in_use:
+                self._profiling.start()
         self._phase = phase
-
-    def _start_timing(self) -> None:
-        if self._where.is_in_use:
-            self._profiling.start()
 
     def _stop_timing(self) -> None:
         self._busy = self._profiling.stop() or self._busy

@@ -272,12 +272,7 @@ class Explanation:
             "keep": self.keep,
             "micro_batches": self.schedule.num_mbs,
             "cuts": list(partition.cuts),
-            "stages": [
-                asdict(stage)
-                | {"backward_seconds": stage.backward_seconds, "memory_bytes": stage.memory_bytes}
-                | {"crossing_bytes": stage.crossing_bytes}
-                for stage in self.stages
-            ],
+            "stages": [stage.to_dict() for stage in self.stages],
             "lanes": [asdict(lane) for lane in self.lanes],
             "tied_parameters": [asdict(tie) for tie in self.ties],
             "balance": self.balance,

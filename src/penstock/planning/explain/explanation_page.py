@@ -120,12 +120,11 @@ def _short_source(source: str) -> str:
 
 
 def _stage(stage: StageRow) -> Json:
-    derived = ("backward_seconds", "memory_bytes", "crossing_bytes")
     crossing = [
         asdict(value) | {"skips": value.skips_at(stage.index)}
         for value in sorted(stage.crossing, key=lambda value: -value.num_bytes)
     ]
-    return asdict(stage) | {name: getattr(stage, name) for name in derived} | {"crossing": crossing}
+    return stage.to_dict() | {"crossing": crossing}
 
 
 def _arcs(explanation: Explanation) -> list[dict[str, Any]]:

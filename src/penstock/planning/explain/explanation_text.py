@@ -105,20 +105,17 @@ def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, 
 def _fitted(rows: list[Sequence[str]], columns: int) -> tuple[list[list[str]], list[int]]:
     """Return the cells and column widths; a narrow terminal drops the nodes and the bytes of parameters."""
     for short in (False, True):
-        cells = [[_first(cell) if at == _PARAMETERS and short else cell for at, cell in enumerate(row)] for row in rows]
+        cells = [list(row) for row in rows]
         if short:
-            cells = [row[:_NODES] + row[_NODES + 1 :] for row in cells]
+            for row in cells:
+                row[_PARAMETERS] = row[_PARAMETERS].partition("  ")[0]  # the count of `62.2 k  243 KiB`
+                del row[_NODES]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         room = columns - (sum(widths) - widths[2] + 2 * (len(widths) - 1))
         if room >= min(widths[2], _ENOUGH_MODULES):
             break
     widths[2] = max(_LEAST_MODULES, min(widths[2], _MOST_MODULES, room))
     return cells, widths
-
-
-def _first(cell: str) -> str:
-    """Return the count of `62.2 k  243 KiB`."""
-    return cell.partition("  ")[0]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class StageRow:
     def crossing_bytes(self) -> int:
         """Bytes that cross the cut after it, for one micro-batch."""
         return sum(value.num_bytes for value in self.crossing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain data."""
+        return asdict(self) | {
+            name: getattr(self, name) for name in ("backward_seconds", "memory_bytes", "crossing_bytes")
+        }
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from penstock.report.page_assembly import Json, assemble
 from penstock.report.units import show_bytes, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
-    from penstock.planning.explain.explanation import Explanation
-    from penstock.planning.explain.stage_table import StageRow
+    from penstock.planning.explain.explanation import Explanation, StageRow
 
 # The files of the script, in the order of their dependencies.
 _SCRIPTS = ["format", "dom", "view", "palette", "gestures", "strip_data", "strip_draw", "strip_build", "strip_main"]

@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.planning.explain.stage_table import Crossing, StageRow
 from penstock.report.units import plural, printable, show_bytes, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
-    from penstock.planning.explain.explanation import Explanation
+    from penstock.planning.explain.explanation import Crossing, Explanation, StageRow
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _TIGHT = "\N{NO-BREAK SPACE}"

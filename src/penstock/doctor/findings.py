@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.doctor.doctor_report import Finding, Kind, Report
 from penstock.doctor.gpu_busy import Busy
@@ -27,7 +27,7 @@ class Observations:
     device: str = ""  # the name of the GPU; empty without a GPU
     busy: Busy | None = None  # the work of the GPU in the timed steps
     step_place: Place = NOWHERE  # the line that ends a step
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def num_steps(self, phase: Phase | None) -> int:
         """Return the number of whole steps of a phase."""

@@ -88,13 +88,8 @@ class Pipeline:
             raise UsageError("; ".join(faults) or "stages: the list is empty")
         self.depth, self._use = depth, ExclusiveUse()
         place = None if device is None else check_device(device)
-        self._threads = StreamThreads(
-            _runners([stage for stage in given if stage is not None], example, place),
-            preprocess=preprocess,
-            postprocess=postprocess,
-            depth=depth,
-            workers=workers,
-        )
+        runners = _runners([stage for stage in given if stage is not None], example, place)
+        self._threads = StreamThreads(runners, preprocess, postprocess, depth=depth, workers=workers)
         weakref.finalize(self, self._threads.finalize)
 
     def map(self, requests: Iterable[Any], *, errors: Errors = "raise") -> Iterator[Any]:

@@ -149,8 +149,8 @@ class StreamThreads:
     """The threads of one pipeline; the arguments are those of `penstock.infer.Pipeline`."""
 
     def __init__(
-        self, runners: Sequence[StageRunner], *, preprocess: Callable[[Any], Any] | None,
-        postprocess: Callable[[Any], Any] | None, depth: int, workers: int,
+        self, runners: Sequence[StageRunner], preprocess: Callable[[Any], Any] | None,
+        postprocess: Callable[[Any], Any] | None, *, depth: int, workers: int,
     ) -> None:  # fmt: skip
         self._runners, self._preprocess, self._postprocess = runners, preprocess, postprocess
         self._is_apart = any(runner.streams is not None for runner in runners)

@@ -39,7 +39,7 @@ ARROWS = {
     "report": "files schedule",
     "planning": "model report schedule",
     "planning/partition": "model planning report schedule",
-    "planning/explain": "model planning planning/partition report schedule",
+    "planning/explain": "files model planning planning/partition report schedule",
     "planning/search": "model planning schedule",
     "runtime/wire": "devices schedule torchrun",
     "runtime": "devices model randomness runtime/backward runtime/keep runtime/wire schedule",
@@ -52,8 +52,7 @@ ARROWS = {
     "schedule/builders": "schedule",
     "planning/builders": "model planning planning/search schedule schedule/builders",
     "catalog": "planning/builders schedule schedule/builders",
-    "schedule/verification": "schedule",
-    "schedules": "catalog model planning planning/search schedule schedule/builders schedule/verification",
+    "schedules": "catalog model planning planning/search schedule schedule/builders",
     "deciding": (
         "files model model/capture model/profiling model/small_models planning planning/explain "
         "planning/partition schedule schedules"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import errors, schedules
 from penstock._version import __version__ as __version__
-from penstock.deciding.explain import explain
+from penstock.deciding.cut_request import explain
 from penstock.deciding.plan import Plan
 from penstock.metrics import Metrics
 from penstock.model.costs import Costs

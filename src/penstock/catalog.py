@@ -15,12 +15,10 @@ from penstock.schedule.builders.pipedream import pipedream, pipedream_2bw
 from penstock.schedule.builders.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.registry import Entry
 
-_PIPEDREAM = "Narayanan et al. 2019 (PipeDream)"
 _2BW = "Narayanan et al. 2021 (PipeDream-2BW)"
 _MEGATRON = "Narayanan et al. 2021 (Megatron-LM)"
 _ZERO_BUBBLE = "Qi et al. 2024 (Zero Bubble)"
 _MEMORY = "Qi et al. 2024 (Controllable Memory)"
-_CUT_IN_HALF = "Qi et al. 2025 (Cut-in-half DualPipe)"
 
 CATALOG: tuple[Entry, ...] = (
     Entry("gpipe", gpipe, "all forwards, then all backwards", "Huang et al. 2019", 1),
@@ -47,7 +45,7 @@ CATALOG: tuple[Entry, ...] = (
         "dualpipe_v",
         dualpipe_v,
         "dualpipe folded in the middle: one copy of the weights, two stages per lane",
-        _CUT_IN_HALF,
+        "Qi et al. 2025 (Cut-in-half DualPipe)",
         2,
     ),
     Entry(
@@ -63,7 +61,7 @@ CATALOG: tuple[Entry, ...] = (
         "pipedream",
         pipedream,
         "asynchronous: an update after each backward, old weights are stashed",
-        _PIPEDREAM,
+        "Narayanan et al. 2019 (PipeDream)",
         1,
         trains_exactly=False,
     ),

@@ -14,8 +14,7 @@ from penstock.model.costs import Costs
 from penstock.planning.memory_limits import Limit, limit_per_lane, sized
 from penstock.planning.search.exact import Proof, check_size, solve_exactly
 from penstock.planning.search.greedy import Draft, Problem
-from penstock.planning.search.search import search
-from penstock.planning.search.synthesize import synthesize
+from penstock.planning.search.search import search, synthesize
 from penstock.planning.simulate import simulate
 from penstock.schedule.actions import Action, Kind, Lane
 from penstock.schedule.builders.ticks import from_ticks
@@ -25,9 +24,9 @@ from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.registry import Builder, Entry, Registry
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text_format import load_csv
-from penstock.schedule.verification.verify import Fault
-from penstock.schedule.verification.verify import find_faults as _find_faults
-from penstock.schedule.verification.verify import verify as _verify
+from penstock.schedule.verify import Fault
+from penstock.schedule.verify import find_faults as _find_faults
+from penstock.schedule.verify import verify as _verify
 
 __all__ = [
     "Action",
@@ -239,14 +238,7 @@ def _auto(
         for entry in CATALOG
         if entry.trains_exactly and (two_ways or not entry.doubles_weights)
     ]
-    return synthesize(
-        lanes=lanes,
-        micro_batches=micro_batches,
-        costs=costs,
-        memory_limit=memory_limit,
-        stages_per_lane=per_lane,
-        named=named,
-    )
+    return synthesize(lanes, micro_batches, costs, memory_limit, stages_per_lane=per_lane, named=named)
 
 
 def _stages_in(costs: Costs | None, lanes: int) -> int:

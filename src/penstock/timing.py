@@ -19,9 +19,8 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _SHORT_SECONDS = 50e-6  # shorter calls are timed in bursts, since two events alone are some microseconds apart
 _DOUBTFUL_SECONDS = 1e-3  # a measured time below this may be the time of a slow host instead of that of the call
 _MOST_CALLS = 64  # per burst: a queue holds about a thousand kernels
-_MOST_AHEAD_SECONDS = (
-    0.1  # if launching takes longer, the kernels do not fit in the queue and the host cannot run ahead
-)
+# if launching takes longer, the kernels do not fit in the queue and the host cannot run ahead
+_MOST_AHEAD_SECONDS = 0.1
 _FLUSH_BYTES = 256 * 2**20  # more than the caches of any GPU
 
 
@@ -146,11 +145,9 @@ def _burst(clock: Clock, call: Call, device: torch.device, *, one_at_a_time: boo
 
 
 def _check(fn: object, **counts: int) -> None:
-    faults = (
-        []
-        if callable(fn)
-        else [f"fn: {type(fn).__name__} cannot be called; to time an expression, write lambda: before it"]
-    )
+    faults = []
+    if not callable(fn):
+        faults.append(f"fn: {type(fn).__name__} cannot be called; to time an expression, write lambda: before it")
     for (name, number), least in zip(counts.items(), (1, 0), strict=True):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             faults.append(f"{name}: {number!r} must be a whole number, {least} or more")

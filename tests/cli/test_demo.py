@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from commands import penstock
-from penstock.cli.demo_training import BATCH_SIZE, LENGTH, PROMPT, Settings, open_training
-from penstock.cli.plain_step import compare_with_plain
+from penstock.cli.demo_training import BATCH_SIZE, LENGTH, PROMPT, Settings, compare_with_plain, open_training
 from penstock.launch.build.small_gpt import load_text
 from terminals import in_terminal, plain
 
@@ -75,7 +74,7 @@ def test_the_plain_step_does_the_work_of_the_pipelines_step(schedule, has_update
     with open_training(settings, progress=lambda *_: None) as training, pytest.MonkeyPatch.context() as patch:
         model = torch.nn.Sequential(torch.nn.Embedding(100, 8), Noted(8, 100))
         before = model[1].weight.detach().clone()
-        patch.setattr("penstock.cli.plain_step.make_gpt", lambda *_, **__: model)
+        patch.setattr("penstock.cli.demo_training.make_gpt", lambda *_, **__: model)
         found = compare_with_plain(training)
         assert torch.get_num_threads() == 1
     assert set(seen) == {(BATCH_SIZE, 2)}

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.doctor.dispatch_watch import DispatchWatch
-from penstock.doctor.finding_kinds import Kind
-from penstock.doctor.gpu_tensors import AssumedGpuTensors, RealGpuTensors
+from penstock.doctor.dispatch_watch import DispatchWatch, launches, tensors_of
+from penstock.doctor.doctor_report import Kind
+from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors
 from penstock.doctor.sightings import Tally
-from penstock.doctor.sync_signs import launches, tensors_of
 from pretended import PINNED, Pretended, found
 
 
@@ -175,7 +174,7 @@ def test_copies_of_a_gpu_are_told_by_the_tensors_themselves():
         there + there.sum()
 
     tally = Tally()
-    with FakeTensorMode(), DispatchWatch(tally, RealGpuTensors(), threading.get_ident()):
+    with FakeTensorMode(), DispatchWatch(tally, GpuTensors(), threading.get_ident()):
         run()
     assert found(tally) == [
         (Kind.TO_HOST, "there.cpu()", 1),

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from penstock.doctor.doctor_report import Finding, Report
-from penstock.doctor.finding_kinds import ABOUT, Kind
+from penstock.doctor.doctor_report import Finding, Kind, Report
 from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, count_busy
 from penstock.doctor.sightings import LAUNCH_SECONDS, Entry, Phase, Tally
@@ -30,7 +29,7 @@ def test_costs_are_told_by_the_line_and_the_costliest_comes_first():
     first, second = report.findings
     assert (first.kind, first.place, first.count, first.per_step) == (Kind.UNPINNED, "train.py:7", 4, 1.0)
     assert (first.blocked_ms, first.idle_ms, first.detail) == (2.5, 0.5, "(3,), 12 B")
-    assert (second.kind, second.per_step, second.advice) == (Kind.ITEM, 2.0, ABOUT[Kind.ITEM].advice)
+    assert (second.kind, second.per_step, second.advice) == (Kind.ITEM, 2.0, Kind.ITEM.advice)
     assert (report.num_steps, report.step_ms) == (4, pytest.approx(100))
 
 

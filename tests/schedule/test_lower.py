@@ -13,7 +13,7 @@ from penstock.schedule.actions import Action, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.lower import lower
 from penstock.schedule.rules import RULES, Value
-from penstock.schedule.verification.verify import verify
+from penstock.schedule.verify import verify
 
 
 def texts(lowered):

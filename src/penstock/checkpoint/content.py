@@ -21,8 +21,8 @@ from penstock.checkpoint.tensor_shards import check_storable
 from penstock.errors import UsageError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.state_snapshot import loss_module
-from penstock.schedule.json_format import to_json
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.text_format import to_json
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "random")
 

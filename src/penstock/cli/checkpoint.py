@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.report.units import printable, show_bytes
+
 _BAD = 65  # exit code for a bad checkpoint: a retry does not help
 
 checkpoint = typer.Typer(
@@ -74,7 +76,6 @@ def verify(path: Where, step: Step = None, every: Every = False, as_json: AsJson
     """
     from penstock.checkpoint.reader import choose
     from penstock.checkpoint.reader import verify as faults_in
-    from penstock.report.units import printable
 
     found = [{"folder": str(folder), "faults": faults_in(folder)} for folder in choose(path, step=step, is_all=every)]
     if as_json:
@@ -156,8 +157,6 @@ def import_(
 
 
 def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: ANN401 - the type needs torch
-    from penstock.report.units import printable, show_bytes
-
     if as_json:
         plain = {"source": str(source), "target": str(moved.path)}
         typer.echo(json.dumps({**plain, "tensors": moved.num_tensors, "bytes": moved.num_bytes}, indent=2))
@@ -166,8 +165,6 @@ def _show_moved(source: Path, moved: Any, *, as_json: bool) -> None:  # noqa: AN
 
 
 def _lines(found: dict[str, Any], *, tensors: bool) -> list[str]:
-    from penstock.report.units import printable, show_bytes
-
     plan = found["plan"]
     cut = ", ".join(
         f"{key.replace('_', '-')}: {plan[key]}"

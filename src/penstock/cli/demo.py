@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from penstock.cli.demo_training import LANES, MICRO_BATCHES
+from penstock.cli import show
+from penstock.cli.demo_training import BATCH_SIZE, LANES, LENGTH, MICRO_BATCHES, PROMPT, Settings
+from penstock.cli.options import check_outputs
+from penstock.cli.simulate import Job
+from penstock.errors import OutputError, UsageError
+from penstock.report.terminal_chart import draw_text
+from penstock.report.timeline import Timeline
+from penstock.report.units import printable, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
-    from penstock.cli.demo_training import Settings, Training
-    from penstock.cli.plain_step import Comparison
-    from penstock.report.timeline import Timeline
+    from penstock.cli.demo_training import Comparison, Training
     from penstock.training.callbacks.callback import Reading
 
 _STEPS, _SCHEDULE = 300, "1f1b"  # half a minute on two cores
 _COMPARED, _COMPARED_LANES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "auto"), 4  # with --simulate
+_MOST_LINES = 11  # of a training, if stdout is not a terminal
 _STOPPED = 130  # the exit code of shells for Ctrl-C
 
 
@@ -29,8 +38,7 @@ def demo(
         typer.Option(help=f"A schedule by name (see penstock simulate --list), or a CSV file; {_SCHEDULE} by default."),
     ] = None,
     lanes: Annotated[
-        int | None,
-        typer.Option(help=f"Number of lanes; {LANES} by default, {_COMPARED_LANES} with --simulate.", min=1),
+        int | None, typer.Option(help=f"Number of lanes; {LANES} by default, {_COMPARED_LANES} with --simulate.", min=1)
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help=f"Micro-batches per step; {MICRO_BATCHES} by default.", min=1)
@@ -54,9 +62,6 @@ def demo(
 
       penstock demo --simulate --lanes 8
     """
-    from penstock.cli.demo_training import Settings
-    from penstock.errors import OutputError, UsageError
-
     given = [name for name, value in {"--steps": steps, "--schedule": schedule}.items() if value is not None]
     if simulate and given:
         raise UsageError(f"{' and '.join(given)}: not allowed with --simulate, which trains nothing")
@@ -75,11 +80,7 @@ def demo(
 
 
 def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
-    from penstock.cli import show
-    from penstock.cli.demo_training import open_training
-    from penstock.cli.live import show_training
-    from penstock.cli.options import check_outputs
-    from penstock.cli.plain_step import compare_with_plain
+    from penstock.cli.demo_training import compare_with_plain, open_training
 
     page, trace = folder / "timelines.html", folder / "measured.json"
     check_outputs([page, trace])
@@ -90,7 +91,7 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
                 training = stack.enter_context(open_training(settings, progress=progress))
             if not as_json:
                 _introduce(training)
-            readings = list(training.run()) if as_json else show_training(training.run(), steps=settings.steps)
+            readings = list(training.run()) if as_json else _watch(training.run(), settings.steps)
             text = training.write()
             compared = compare_with_plain(training)
     except KeyboardInterrupt:
@@ -109,10 +110,6 @@ def _train(folder: Path, settings: Settings, *, as_json: bool) -> None:
 
 def _introduce(training: Training) -> None:
     """Print the model and its stages."""
-    from penstock.cli import show
-    from penstock.cli.demo_training import BATCH_SIZE, LENGTH
-    from penstock.report.units import printable, show_count, show_share
-
     found, schedule = training.explanation, training.pipe.schedule
     size = show_count(found.num_parameters, digits=3)
     show.note(f"A GPT with {size} parameters learns to write, on {schedule.num_lanes} lanes")
@@ -123,16 +120,22 @@ def _introduce(training: Training) -> None:
         typer.echo(f"stage {stage.index} on lane {lanes} ({show_share(stage.share)}): {stage.modules_text}")
 
 
+def _watch(readings: Iterable[Reading], num_steps: int) -> list[Reading]:
+    """Show a training while it runs, in the view of all trainings; return its readings."""
+    from penstock.training.view.view_screen import Screen
+
+    found, every = [], -(-num_steps // (_MOST_LINES - 1))
+    with Screen(num_steps) as screen:
+        for reading in readings:
+            found.append(reading)
+            screen.add(reading)
+            if reading.step in (1, num_steps) or reading.step % every == 0:
+                screen.log()
+    return found
+
+
 def _conclude(training: Training, text: str, compared: Comparison) -> None:
     """Show the text of the model, the measured and predicted step, and the time of the plain model."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from penstock.cli import show
-    from penstock.cli.demo_training import PROMPT
-    from penstock.report.terminal_chart import draw_text
-    from penstock.report.units import show_seconds, show_share
-
     console = Console()
     show.note("\nThe model writes")
     console.print(Text.assemble((PROMPT, "dim"), text))
@@ -141,9 +144,7 @@ def _conclude(training: Training, text: str, compared: Comparison) -> None:
     typer.echo(draw_text(training.timeline, width=console.width, color=color))
     predicted = training.explanation.timeline
     typer.echo(f"predicted: step {show_seconds(predicted.step_seconds)}, bubble {show_share(predicted.bubble)}")
-    console.print(
-        Text(str(compared)), soft_wrap=not console.is_terminal
-    )  # break lines at words, but only in a terminal
+    console.print(Text(str(compared)), soft_wrap=not console.is_terminal)  # breaks lines at words only in a terminal
 
 
 def _figures(training: Training, readings: list[Reading], text: str, compared: Comparison) -> dict[str, Any]:
@@ -178,8 +179,6 @@ def _step_figures(timeline: Timeline) -> dict[str, Any]:
 
 def _compare(folder: Path, lanes: int, micro_batches: int, *, as_json: bool) -> None:
     """Simulate and compare schedules, and draw their timelines."""
-    from penstock.cli import show
-    from penstock.cli.simulate_job import Job
     from penstock.report.timeline_page import write_html
 
     job = Job(

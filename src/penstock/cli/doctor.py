@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.doctor import Report, Watch
@@ -69,8 +72,6 @@ def doctor(
 
 
 def _check_script(script: Path) -> None:
-    from penstock.errors import UsageError
-
     if not script.exists():
         raise UsageError(f"{script}: no such file; pass the training script, such as train.py")
     if not script.is_file():
@@ -125,8 +126,6 @@ def _describe(error: BaseException, script: Path) -> str:
 
 
 def _show(report: Report, error: BaseException | None, *, as_json: bool) -> None:
-    from rich.console import Console
-
     if as_json:
         failure = None if error is None else f"{type(error).__name__}: {error}"
         typer.echo(json.dumps({**report.to_dict(), "error": failure}, indent=2))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock._version import __version__
 from penstock.cli.checkpoint import checkpoint
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
@@ -15,6 +16,7 @@ from penstock.cli.plan import plan
 from penstock.cli.profile import profile
 from penstock.cli.simulate import simulate
 from penstock.cli.train import TrainCommand, train
+from penstock.errors import CheckpointError, PenstockError
 
 _BAD_DATA = 65  # a retry does not help
 
@@ -38,8 +40,6 @@ app.command(context_settings={"allow_interspersed_args": False})(doctor)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from penstock._version import __version__
-
         typer.echo(f"penstock {__version__}")
         raise typer.Exit
 
@@ -55,8 +55,6 @@ def _main(
 
 def run() -> None:
     """Run the command line; errors of Penstock become one message and exit code 2 or 65."""
-    from penstock.errors import CheckpointError, PenstockError
-
     try:
         try:
             app()

@@ -8,33 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.model_options import (
-    SHOW,
-    WHAT,
-    Analytic,
-    AsJson,
-    Bandwidth,
-    CapturePath,
-    Cuts,
-    Html,
-    Lanes,
-    Latency,
-    MemoryLimit,
-    MicroBatches,
-    Model,
-    ScheduleName,
-    StagesPerLane,
-    cluster_of,
-    noted,
-)
+from penstock.cli import options, show
+from penstock.cli.options import SHOW, WHAT
+from penstock.deciding.defaults import EXPLORED_LANES
+from penstock.errors import UsageError
+from penstock.report.units import parse_bytes
 
 
 def plan(
-    model: Model,
-    lanes: Lanes = None,
-    micro_batches: MicroBatches = None,
-    schedule: ScheduleName = "1f1b",
-    stages_per_lane: StagesPerLane = None,
+    model: options.Model,
+    lanes: options.Lanes = None,
+    micro_batches: options.MicroBatches = None,
+    schedule: options.ScheduleName = "1f1b",
+    stages_per_lane: options.StagesPerLane = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Samples of a whole batch; by default those of the example.", rich_help_panel=WHAT),
@@ -47,18 +33,18 @@ def plan(
             rich_help_panel=WHAT,
         ),
     ] = "hold",
-    capture: CapturePath = "auto",
-    analytic: Analytic = "",
-    bandwidth: Bandwidth = "",
-    latency: Latency = "",
-    memory_limit: MemoryLimit = "",
-    cuts: Cuts = "",
+    capture: options.CapturePath = "auto",
+    analytic: options.Analytic = "",
+    bandwidth: options.Bandwidth = "",
+    latency: options.Latency = "",
+    memory_limit: options.MemoryLimit = "",
+    cuts: options.Cuts = "",
     out: Annotated[
         Path | None,
         typer.Option(help="Write the plan; to run it: penstock train --plan plan.json.", rich_help_panel=SHOW),
     ] = None,
-    html: Html = None,
-    as_json: AsJson = False,
+    html: options.Html = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Decide how a model is cut and run: cuts, schedule, micro-batches, memory and the predicted step.
 
@@ -70,30 +56,27 @@ def plan(
 
       penstock plan my_model.py:build --lanes 8 --schedule zb_h1 --memory-limit 16GiB --out plan.json
     """
-    from penstock.cli import show
-    from penstock.cli.options import check_outputs, numbers
-    from penstock.deciding.defaults import EXPLORED_LANES
-    from penstock.report.units import parse_bytes
-
-    check_outputs([path for path in (out, html) if path is not None])
-    limit, cluster = numbers("memory-limit", memory_limit, parse_bytes), cluster_of(bandwidth, latency)
-    with noted(), show.progress(quiet=as_json) as progress:
+    options.check_outputs([path for path in (out, html) if path is not None])
+    limit, cluster = options.numbers("memory-limit", memory_limit, parse_bytes), options.cluster_of(bandwidth, latency)
+    with options.noted(), show.progress(quiet=as_json) as progress:
         progress("load torch", 0, 1)
         import penstock
         from penstock.model.small_models.named_models import load
 
         progress("build the model", 0, 1)
         made, example = load(model, batch_size=batch_size)
+        if example is None:
+            raise UsageError(f"{model} has no example: return a model and example arguments from it")
         is_file = schedule.lower().endswith(".csv")
         keeping: Any = keep  # checked with the arguments of the pipeline
         found = penstock.plan(
             made,
-            example=_example(example, model),
+            example=example,
             lanes=lanes if lanes is not None or is_file else EXPLORED_LANES,
             micro_batches=micro_batches,
             schedule=schedule,
             stages_per_lane=stages_per_lane,
-            cuts=[int(word) if word.isdecimal() else word for word in map(str.strip, cuts.split(",")) if word],
+            cuts=options.cuts_of(cuts),
             keep=keeping,
             memory_limit=limit,
             cluster=cluster,
@@ -111,11 +94,3 @@ def plan(
     for what, path in (("plan", out), ("page", html)):
         if path is not None:
             show.note(f"{what}: {path}")
-
-
-def _example(example: object, model: str) -> object:
-    from penstock.errors import UsageError
-
-    if example is None:
-        raise UsageError(f"{model} has no example: return a model and example arguments from it")
-    return example

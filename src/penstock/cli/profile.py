@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from penstock.cli.model_options import (
-    COSTS,
-    SHOW,
-    WHAT,
-    Analytic,
-    AsJson,
-    Bandwidth,
-    CapturePath,
-    Cuts,
-    Html,
-    Lanes,
-    Latency,
-    MemoryLimit,
-    MicroBatches,
-    Model,
-    ScheduleName,
-    StagesPerLane,
-    cluster_of,
-    noted,
-)
-
-if TYPE_CHECKING:
-    from penstock.planning.explain.explanation import Explanation
+from penstock import explain
+from penstock.cli import options, show
+from penstock.cli.options import COSTS, SHOW, WHAT
+from penstock.errors import UsageError
+from penstock.report.units import parse_bytes
+from penstock.schedules import load_csv
 
 
 def profile(
-    model: Model,
-    lanes: Lanes = None,
-    micro_batches: MicroBatches = None,
-    schedule: ScheduleName = "1f1b",
-    stages_per_lane: StagesPerLane = None,
+    model: options.Model,
+    lanes: options.Lanes = None,
+    micro_batches: options.MicroBatches = None,
+    schedule: options.ScheduleName = "1f1b",
+    stages_per_lane: options.StagesPerLane = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Samples of a micro-batch; by default those of the example.", rich_help_panel=WHAT),
@@ -53,33 +35,32 @@ def profile(
             "--train/--eval", help="The mode of the capture; by default that of the model.", rich_help_panel=WHAT
         ),
     ] = None,
-    capture: CapturePath = "auto",
+    capture: options.CapturePath = "auto",
     device: Annotated[
         str, typer.Option(help="Where to measure, such as cuda; by default where the model is.", rich_help_panel=COSTS)
     ] = "",
-    analytic: Analytic = "",
+    analytic: options.Analytic = "",
     save: Annotated[
         Path | None, typer.Option(help="Write the profile, to load it later.", rich_help_panel=COSTS)
     ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Use a saved profile instead of measuring.", rich_help_panel=COSTS)
     ] = None,
-    bandwidth: Bandwidth = "",
-    latency: Latency = "",
+    bandwidth: options.Bandwidth = "",
+    latency: options.Latency = "",
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(
-            help="Bytes of optimizer state per byte of a parameter; 2 by default, as for Adam.",
-            rich_help_panel=COSTS,
+            help="Bytes of optimizer state per byte of a parameter; 2 by default, as for Adam.", rich_help_panel=COSTS
         ),
     ] = None,
-    memory_limit: MemoryLimit = "",
-    cuts: Cuts = "",
-    html: Html = None,
+    memory_limit: options.MemoryLimit = "",
+    cuts: options.Cuts = "",
+    html: options.Html = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write a page with the timeline of the predicted step.", rich_help_panel=SHOW)
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Profile a model and cut it into stages: their costs, the values that cross the cuts, and the predicted step.
 
@@ -89,25 +70,20 @@ def profile(
 
       penstock profile my_model.py:build --analytic h100 --lanes 8 --schedule zb_h1 --memory-limit 16GiB --html m.html
     """
-    from penstock.cli import show
-    from penstock.cli.options import check_outputs, numbers
-    from penstock.report.units import parse_bytes
-    from penstock.schedules import load_csv
-
-    _check_costs({"--load": load, "--analytic": analytic.strip(), "--device": device.strip()})
-    check_outputs([path for path in (save, html, timeline) if path is not None])
-    limit, cluster = numbers("memory-limit", memory_limit, parse_bytes), cluster_of(bandwidth, latency)
+    costs = {"--load": load, "--analytic": analytic.strip(), "--device": device.strip()}
+    if len(given := [name for name, value in costs.items() if value]) > 1:
+        raise UsageError(f"{' and '.join(given)}: each of them defines the times; pass only one")
+    options.check_outputs([path for path in (save, html, timeline) if path is not None])
+    limit, cluster = options.numbers("memory-limit", memory_limit, parse_bytes), options.cluster_of(bandwidth, latency)
     chosen = load_csv(schedule) if schedule.lower().endswith(".csv") else schedule
-    with noted(), show.progress(quiet=as_json) as progress:
-        from penstock import explain
-
+    with options.noted(), show.progress(quiet=as_json) as progress:
         found = explain(
             model,
             lanes=lanes,
             micro_batches=micro_batches,
             schedule=chosen,
             stages_per_lane=stages_per_lane,
-            cuts=[int(word) if word.isdecimal() else word for word in map(str.strip, cuts.split(",")) if word],
+            cuts=options.cuts_of(cuts),
             keep=keep,
             memory_limit=limit,
             cluster=cluster,
@@ -120,7 +96,12 @@ def profile(
             optimizer_bytes=optimizer_bytes,
             progress=progress,
         )
-    written = _write(found, save=save, html=html, timeline=timeline)
+    writers: options.Writers = {
+        "profile": (save, found.profile.save),
+        "page": (html, found.to_html),
+        "timeline": (timeline, found.timeline.to_html),
+    }
+    written = options.write_files(writers)
     if as_json:
         typer.echo(json.dumps({**found.to_dict(), "written": written}, indent=2))
         return
@@ -129,17 +110,8 @@ def profile(
         show.note(f"{what}: {path}")
 
 
-def _check_costs(given: dict[str, object]) -> None:
-    from penstock.errors import UsageError
-
-    if len(names := [name for name, value in given.items() if value]) > 1:
-        raise UsageError(f"{' and '.join(names)}: each of them defines the times; pass only one")
-
-
 def _device(name: str) -> str | None:
     """Return the device to measure on; refuse one that does not work."""
-    from penstock.errors import UsageError
-
     word = name.strip()
     if not word:
         return None
@@ -151,18 +123,3 @@ def _device(name: str) -> str | None:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device: nothing can be measured on {word!r}: {reason}") from error
     return word
-
-
-def _write(found: Explanation, *, save: Path | None, html: Path | None, timeline: Path | None) -> dict[str, str]:
-    """Write the requested files; return their paths."""
-    writers: dict[str, tuple[Path | None, Callable[[Path], None]]] = {
-        "profile": (save, found.profile.save),
-        "page": (html, found.to_html),
-        "timeline": (timeline, found.timeline.to_html),
-    }
-    written = {}
-    for what, (path, write) in writers.items():
-        if path is not None:
-            write(path)
-            written[what] = str(path)
-    return written

@@ -11,16 +11,16 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.simulate_job import Job, Result
 from penstock.report.terminal_chart import draw_text
 from penstock.report.units import printable, show_bytes, show_seconds, show_share
 from penstock.schedules import describe, names
 
 if TYPE_CHECKING:
+    from penstock.cli.simulate import Job, Result
     from penstock.planning.explain.explanation import Explanation
 
 _MOST_CHARTS = 4
@@ -44,15 +44,7 @@ def list_schedules(*, as_json: bool) -> None:
 
 def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
     """Run all schedules of a job; in a terminal, show the current one."""
-    console = Console(stderr=True)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as progress:
+    with _progress_bar(quiet=quiet) as progress:
         task = progress.add_task("", total=len(job.schedules))
         results = []
         for name in job.schedules:
@@ -62,31 +54,22 @@ def run_with_progress(job: Job, *, quiet: bool) -> list[Result]:
     return results
 
 
+def _progress_bar(*columns: ProgressColumn, quiet: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *columns, TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function that shows the current activity, the units done and their total in a terminal."""
-    console = Console(stderr=True)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:
+    with _progress_bar(BarColumn(bar_width=30), TextColumn("{task.fields[count]}"), quiet=quiet) as bar:
         task = bar.add_task("", total=None, count="")
 
         def report(what: str, done: int, total: int) -> None:
             # with a single unit of work, the progress within it is unknown
-            bar.update(
-                task,
-                description=what,
-                completed=done,
-                total=total if total > 1 else None,
-                count=f"{done} of {total}" if total > 1 else "",
-            )
+            count, known = (f"{done} of {total}", total) if total > 1 else ("", None)
+            bar.update(task, description=what, completed=done, total=known, count=count)
 
         yield report
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from penstock.cli.simulate_job import Result
+from penstock.cli import options, show
+from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.errors import CostError, ScheduleError, UsageError
+from penstock.model.costs import Costs
+from penstock.planning.simulate import simulate as run_simulation
+from penstock.report.timeline import Timeline
+from penstock.report.units import parse_bytes, parse_seconds
+from penstock.schedule.keep_policies import Keep, check_keep
+from penstock.schedule.lower import Lowered, lower
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import build, describe, find_faults, load_csv, names, verify
 
 _WHAT, _COSTS, _SHOW = "Schedule", "Costs", "Output"
 
@@ -45,22 +58,17 @@ def simulate(
     backward: Annotated[
         str,
         typer.Option(
-            help="The same for the full backward; by default the sum of its two parts.",
-            rich_help_panel=_COSTS,
+            help="The same for the full backward; by default the sum of its two parts.", rich_help_panel=_COSTS
         ),
     ] = "",
     input_grad: Annotated[
         str,
-        typer.Option(
-            help="The same for the input gradient; by default equal to the forward.",
-            rich_help_panel=_COSTS,
-        ),
+        typer.Option(help="The same for the input gradient; by default equal to the forward.", rich_help_panel=_COSTS),
     ] = "",
     weight_grad: Annotated[
         str,
         typer.Option(
-            help="The same for the weight gradient; by default equal to the input gradient.",
-            rich_help_panel=_COSTS,
+            help="The same for the weight gradient; by default equal to the input gradient.", rich_help_panel=_COSTS
         ),
     ] = "",
     transfer: Annotated[
@@ -76,8 +84,7 @@ def simulate(
     pending_bytes: Annotated[
         str,
         typer.Option(
-            help="The part of --saved-bytes that the weight gradient needs; by default all.",
-            rich_help_panel=_COSTS,
+            help="The part of --saved-bytes that the weight gradient needs; by default all.", rich_help_panel=_COSTS
         ),
     ] = "",
     memory_limit: Annotated[
@@ -110,9 +117,7 @@ def simulate(
 
       penstock simulate --schedule auto --forward 1,2,1,1.5 --transfer 0.1 --html step.html
     """
-    from penstock.cli import show
-    from penstock.cli.options import check_outputs
-    from penstock.cli.simulate_job import Job
+    from penstock.report.timeline_page import write_html
 
     if list_all:
         show.list_schedules(as_json=as_json)
@@ -130,9 +135,14 @@ def simulate(
         memory_limit=memory_limit,
     )
     job.check()
-    check_outputs([path for path in (html, chrome, csv) if path is not None])
+    options.check_outputs([path for path in (html, chrome, csv) if path is not None])
     results = show.run_with_progress(job, quiet=as_json)
-    written = _write(results, html=html, chrome=chrome, csv=csv)
+    writers: options.Writers = {
+        "page": (html, partial(write_html, [result.timeline for result in results])),
+        "trace": (chrome, results[0].timeline.to_chrome),
+        "csv": (csv, results[0].schedule.to_csv),
+    }
+    written = options.write_files(writers)
     if as_json:
         typer.echo(json.dumps({"schedules": [result.figures() for result in results], "written": written}, indent=2))
         return
@@ -145,18 +155,170 @@ def simulate(
         show.note("torch does not support stages on two lanes or updates within a step, so it will refuse this CSV")
 
 
-def _write(results: list[Result], *, html: Path | None, chrome: Path | None, csv: Path | None) -> dict[str, str]:
-    """Write the requested files; return their paths."""
-    from penstock.report.timeline_page import write_html
+# ---- the job: the options as values, and its results
 
-    written = {}
-    if html is not None:
-        write_html([result.timeline for result in results], html)
-        written["page"] = str(html)
-    if chrome is not None:
-        results[0].timeline.to_chrome(chrome)
-        written["trace"] = str(chrome)
-    if csv is not None:
-        results[0].schedule.to_csv(csv)
-        written["csv"] = str(csv)
-    return written
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule with its timeline; `over_limit`: whether it exceeds the memory limit."""
+
+    schedule: Schedule
+    timeline: Timeline
+    over_limit: bool = False
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        timeline, schedule = self.timeline, self.schedule
+        return {
+            "schedule": schedule.name,
+            "lanes": schedule.num_lanes,
+            "stages": schedule.num_stages,
+            "micro_batches": schedule.num_mbs,
+            "actions": schedule.num_actions,
+            "weights_on_two_lanes": schedule.is_bidirectional,
+            "fits_memory_limit": not self.over_limit,
+            "step_seconds": timeline.step_seconds,
+            "lane_seconds": list(timeline.lane_seconds),
+            "bubble_over_makespan": timeline.bubble,
+            "bubble_over_longest_lane_span": timeline.span_bubble,
+            "peak_micro_batches": timeline.peak_micro_batches,
+            "peak_saved_stage_micro_batches": list(timeline.peak_saved),
+            "peak_bytes": list(timeline.peak_bytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of the command line; numbers are still texts."""
+
+    schedules: tuple[str, ...]
+    seconds: dict[str, str]
+    held: dict[str, str]
+    lanes: int | None = None
+    micro_batches: int | None = None
+    stages_per_lane: int | None = None
+    two_ways: bool = False
+    keep: str = "hold"
+    transfer: str = "0"
+    memory_limit: str = ""
+
+    def check(self) -> None:
+        """Check the options before anything is built."""
+        faults = [str(fault) for name in self.schedules if (fault := _unknown(name))]
+        if faults:
+            raise ScheduleError("; ".join(faults))
+        is_file = [_is_file(name) for name in self.schedules]
+        if all(is_file) and (self.lanes is not None or self.micro_batches is not None):
+            raise UsageError("a CSV file defines lanes and micro-batches: leave --lanes and --micro-batches out")
+        if self.two_ways and not any(name.strip().lower() == "auto" for name in self.schedules):
+            raise UsageError("--two-ways only applies to auto")
+        held = {name: text.strip() for name, text in self.held.items()}
+        if held.get("pending_bytes") and not held.get("saved_bytes"):
+            raise CostError("--pending-bytes needs --saved-bytes")
+        if self.memory_limit.strip() and not held.get("saved_bytes"):
+            raise CostError("--memory-limit needs --saved-bytes")
+        check_keep(self.keep, 1)  # type: ignore[arg-type]  # raises if this is not a policy
+
+    def run(self, name: str, *, must_fit: bool) -> Result:
+        """Build, verify and simulate one schedule; with `must_fit`, refuse one that exceeds the memory limit."""
+        try:
+            schedule = self._schedule(name.strip())
+            verify(schedule)
+            result = self._simulate(schedule)
+            if must_fit and result.over_limit:
+                lowered, costs = self._lowered(schedule)
+                verify(lowered, costs=costs, memory_limit=self._limit())  # raises, and says by how much
+        except CostError as error:
+            raise CostError(f"{name}: {error}" if len(self.schedules) > 1 else str(error)) from error
+        return result
+
+    def _lowered(self, schedule: Schedule) -> tuple[Lowered, Costs]:
+        keep: Keep = self.keep  # type: ignore[assignment]  # checked before
+        return lower(schedule, keep=keep), self._costs(schedule.num_stages, schedule.num_lanes)
+
+    def _simulate(self, schedule: Schedule) -> Result:
+        lowered, costs = self._lowered(schedule)
+        faults = find_faults(lowered, costs=costs, memory_limit=self._limit())
+        is_over = any(fault.kind == "memory" for fault in faults)
+        return Result(schedule, run_simulation(lowered, costs), over_limit=is_over)
+
+    def _limit(self) -> Any:  # noqa: ANN401 - one number or several
+        return options.numbers("memory-limit", self.memory_limit, parse_bytes)
+
+    def _schedule(self, name: str) -> Schedule:
+        if _is_file(name):
+            return load_csv(name)
+        entry = describe(name)
+        if entry.name != "auto":
+            given = self.stages_per_lane
+            if len(self.schedules) > 1 and "stages_per_lane" not in entry.options:
+                given = None  # in a comparison, the option applies only to schedules that leave it open
+            return self._build(name, given)
+        return self._auto(name)
+
+    def _auto(self, name: str) -> Schedule:
+        """Return the best schedule of auto with one and two stages per lane, and with and without the limit.
+
+        With recompute or offload, a schedule holds less than auto assumes, so one made without a limit may fit.
+        """
+        is_open = self.stages_per_lane is None and self._is_one_number_a_lane()
+        per_lane = [1, 2] if is_open else [self.stages_per_lane]
+        limits = [self._limit()] if self.keep == "hold" or not self.memory_limit.strip() else [None, self._limit()]
+        found: list[tuple[bool, float, Schedule]] = []
+        refused: list[ScheduleError] = []
+        for stages, limit in product(per_lane, limits):
+            try:
+                schedule = self._build(name, stages, two_ways=self.two_ways, memory_limit=limit)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            result = self._simulate(schedule)
+            found.append((result.over_limit, result.timeline.step_seconds, schedule))
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda candidate: candidate[:2])[2]
+
+    def _build(self, name: str, per_lane: int | None, **options: Any) -> Schedule:  # noqa: ANN401 - options of auto
+        lanes = EXPLORED_LANES if self.lanes is None else self.lanes
+        mbs = EXPLORED_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+        stages = _default_stages(name) if per_lane is None else per_lane
+        costs = self._costs(lanes * stages, lanes) if lanes > 0 and stages > 0 else None
+        return build(name, lanes=lanes, micro_batches=mbs, stages_per_lane=per_lane, costs=costs, **options)
+
+    def _is_one_number_a_lane(self) -> bool:
+        texts = [*self.seconds.values(), *self.held.values(), self.transfer]
+        return not any("," in text for text in texts)
+
+    def _costs(self, num_stages: int, num_lanes: int) -> Costs:
+        """Return the costs of stages; a single number is for a lane, and its stages share it evenly."""
+        share = num_lanes / num_stages
+        given = {
+            name: options.numbers(name.replace("_", "-"), text, parse)
+            for texts, parse in ((self.seconds, parse_seconds), (self.held, parse_bytes))
+            for name, text in texts.items()
+        }
+        spread = {name: value * share if isinstance(value, float) else value for name, value in given.items()}
+        known = {name: value for name, value in spread.items() if value is not None}
+        return Costs(transfer=options.numbers("transfer", self.transfer, parse_seconds) or 0.0, **known)
+
+
+def _is_file(name: str) -> bool:
+    return name.lower().endswith(".csv") or (name.lower() not in names() and Path(name).is_file())
+
+
+def _unknown(name: str) -> ScheduleError | None:
+    if _is_file(name.strip()):
+        return None
+    try:
+        describe(name)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def _default_stages(name: str) -> int:
+    """Return the default number of stages per lane."""
+    entry = describe(name)
+    parameter = inspect.signature(entry.builder).parameters.get("stages_per_lane")
+    default = parameter.default if parameter is not None else None
+    return entry.stages_per_lane or (default if isinstance(default, int) else 1)

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from penstock import explain
+from penstock.cli import show
+from penstock.errors import OutputError, UsageError
+from penstock.schedule.keep_policies import POLICIES
+from penstock.schedules import load_csv
+
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
     from penstock.launch.config.config_reader import LoadedConfig
     from penstock.planning.explain.explanation import Explanation
     from penstock.training.callbacks.callback import Callback
-
-from penstock.schedule.keep_policies import POLICIES
 
 _KEPT = "penstock.train"
 _SHOW = "Show instead of training"
@@ -49,8 +53,7 @@ def train(
         Path | None, typer.Argument(help="The configuration in TOML; without a file, a small GPT is trained.")
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Cuts, memory and the predicted step.", rich_help_panel=_SHOW),
+        bool, typer.Option("--dry-run", help="Cuts, memory and the predicted step.", rich_help_panel=_SHOW)
     ] = False,
     analytic: Annotated[
         str,
@@ -90,7 +93,6 @@ def train(
     65 bad checkpoint; 130 Ctrl-C; 137 processes lost, no restarts left; 143 ended by
     SIGTERM, but not saved in time.
     """
-    from penstock.errors import UsageError
     from penstock.launch.config.config_reader import read_config
 
     flags, faults = ctx.meta[_KEPT]
@@ -137,7 +139,6 @@ def _show_keys() -> None:
 
 
 def _init(path: Path) -> None:
-    from penstock.errors import OutputError, UsageError
     from penstock.launch.config.config_writer import example_file
 
     if path.exists():
@@ -161,7 +162,6 @@ def _train(given: LoadedConfig, *, quiet: bool, as_json: bool) -> int:
         if as_json:
             typer.echo(json.dumps({"code": code, **_last_event(Path(given.config.folder))}, indent=2))
         return code
-    from penstock.cli import show
     from penstock.launch.processes.train_process import run_here
     from penstock.training.view.view import View
 
@@ -216,16 +216,12 @@ def _figures(summary: Any) -> dict[str, Any]:  # noqa: ANN401 - a Summary, which
 
 def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanation:
     """Return the explanation of the model that the configuration describes."""
-    from penstock.cli import show
-
     with show.progress(quiet=quiet) as progress:
         progress("load torch", 0, 1)
-        from penstock import explain
         from penstock.launch.build.data_source import explain_bad_batches
         from penstock.launch.build.trainer_builder import build_parts, lanes_of, threads_of
         from penstock.model.example import BatchLayout, read_example
         from penstock.pipeline.planned.placement import with_threads
-        from penstock.schedules import load_csv
 
         parts = build_parts(config)
         name = config.schedule_name
@@ -259,8 +255,6 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
 
 
 def _show_plan(found: Explanation, config: Config, *, as_json: bool) -> None:
-    from penstock.cli import show
-
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
         return

@@ -1,4 +1,4 @@
-"""Cut request: from a captured model and the requested options to a profile, cuts, a schedule and a predicted step."""
+"""Cut request: from a model and the requested options to a profile, cuts, a schedule and a predicted step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.errors import PartitionError, PenstockError, UsageError, nearest
+from penstock.planning.cluster import Cluster
+from penstock.planning.memory_limits import Limit, limit_per_lane
+from penstock.planning.simulate import simulate
+from penstock.schedule.counts import check_count
+from penstock.schedule.keep_policies import PLANNED
+from penstock.schedule.schedule import Schedule
+from penstock.schedules import build, describe
 
 if TYPE_CHECKING:
     from torch import device as Device  # noqa: N812
@@ -17,12 +25,9 @@ if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured
     from penstock.model.profile import Profile
     from penstock.model.profiling.device_rates import Rates
-    from penstock.planning.cluster import Cluster
     from penstock.planning.explain.explanation import Explanation
-    from penstock.planning.memory_limits import Limit
     from penstock.planning.partition.partition import Partition
     from penstock.report.timeline import Timeline
-    from penstock.schedule.schedule import Schedule
 
     Model = nn.Module | Sequence[nn.Module]
 
@@ -42,9 +47,7 @@ class ProfileSource:
 
     def check(self) -> None:
         """Check the arguments before the expensive work starts."""
-        from penstock.errors import UsageError
         from penstock.model.profiling.device_rates import Rates
-        from penstock.schedule.counts import check_count
 
         if self.device is not None and (self.rates is not None or self.given is not None):
             raise UsageError("device: only applies to measuring; leave it out with analytic= or profile=")
@@ -71,7 +74,6 @@ class ProfileSource:
 
     def _checked(self, captured: Captured) -> Profile:
         """Return the given profile; refuse one of another graph or batch size."""
-        from penstock.errors import UsageError
         from penstock.model.profile import Profile
 
         assert self.given is not None
@@ -100,11 +102,6 @@ class CutRequest:
 
     def check(self) -> Schedule:
         """Check the request before the expensive work starts; return the schedule before costs are known."""
-        from penstock.errors import UsageError, nearest
-        from penstock.planning.cluster import Cluster
-        from penstock.planning.memory_limits import limit_per_lane
-        from penstock.schedule.keep_policies import PLANNED
-
         if self.keep not in PLANNED:
             hint = nearest(str(self.keep), PLANNED)
             raise UsageError(f"keep: {self.keep!r} is not one of {', '.join(PLANNED)}.{hint}")
@@ -117,10 +114,6 @@ class CutRequest:
 
     def first(self, lanes: int | None = None) -> Schedule:
         """Return the schedule before costs are known: the lanes of stages, and the micro-batches in flight."""
-        from penstock.errors import UsageError
-        from penstock.schedule.schedule import Schedule
-        from penstock.schedules import build, describe
-
         if isinstance(self.schedule, Schedule):
             given = {"lanes": self.lanes, "micro_batches": self.micro_batches, "stages_per_lane": self.stages_per_lane}
             if unused := [name for name, value in given.items() if value is not None]:
@@ -144,15 +137,10 @@ class CutRequest:
     @property
     def is_made_for_costs(self) -> bool:
         """Whether the schedule depends on costs."""
-        from penstock.schedules import describe
-
         return isinstance(self.schedule, str) and "costs" in describe(self.schedule).options
 
     def decide(self, profile: Profile) -> tuple[Partition, Schedule, Timeline]:
         """Return the cuts, the schedule and the predicted step; `auto` tries one and two stages per lane."""
-        from penstock.errors import PenstockError
-        from penstock.schedules import describe
-
         is_open = isinstance(self.schedule, str) and describe(self.schedule).name == "auto" and not self.stages_per_lane
         if not is_open or self.cuts:
             return self._decide(profile)
@@ -173,8 +161,6 @@ class CutRequest:
         return cuts, schedule, self._step(profile, schedule, cuts)
 
     def _step(self, profile: Profile, schedule: Schedule, cuts: Partition) -> Timeline:
-        from penstock.planning.simulate import simulate
-
         keep: Any = self.keep  # checked by the partition
         return simulate(schedule, profile.costs(cuts.cuts), cluster=self.cluster, keep=keep)
 
@@ -183,7 +169,6 @@ class CutRequest:
 
         The pipeline fills and drains stage by stage, so balanced lanes with uneven stages can make a longer step.
         """
-        from penstock.errors import PartitionError
         from penstock.planning.partition.partition import partition
 
         balanced = self._partition(profile, schedule, self.cuts)
@@ -197,7 +182,6 @@ class CutRequest:
 
     def _partition(self, profile: Profile, schedule: Schedule, cuts: Sequence[int | str]) -> Partition:
         from penstock.planning.partition.partition import partition
-        from penstock.schedule.schedule import Schedule
 
         return partition(
             profile,
@@ -210,8 +194,6 @@ class CutRequest:
         )
 
     def _build(self, profile: Profile, cuts: Partition) -> Schedule:
-        from penstock.schedules import build, describe
-
         assert isinstance(self.schedule, str)
         options: dict[str, Any] = {}
         if describe(self.schedule).name == "auto":
@@ -229,14 +211,112 @@ class CutRequest:
 
     def _remaining_memory(self, profile: Profile, cuts: Partition) -> list[float]:
         """Return the memory of each lane minus its weights, gradients and optimizer state."""
-        from penstock.planning.memory_limits import limit_per_lane
-
         ranges = profile.graph.stages(cuts.cuts)
         nodes_of: list[list[int]] = [[] for _ in range(self.num_lanes)]
         for stage, lane in enumerate(cuts.lane_of):
             nodes_of[lane] += ranges[stage]
         limits = limit_per_lane(self.memory_limit, self.num_lanes)
         return [float(limit) - profile.state_bytes(nodes) for limit, nodes in zip(limits, nodes_of, strict=True)]
+
+
+def explain(
+    model: Model | str,
+    example: object = None,
+    *,
+    lanes: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    stages_per_lane: int | None = None,
+    cuts: Sequence[int | str] = (),
+    keep: str = "hold",
+    memory_limit: Limit | None = None,
+    cluster: Cluster | None = None,
+    batch_size: int | None = None,
+    training: bool | None = None,
+    capture_path: str = "auto",
+    device: Device | str | None = None,
+    profile: Profile | str | PathLike[str] | None = None,
+    analytic: Rates | str | None = None,
+    optimizer_bytes: float | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Explain how a model would be cut into stages, and predict the time of a step. Nothing is trained.
+
+    `print` the result to see the tables; it also has `to_dict`, `to_json` and `to_html`.
+
+    Args:
+        model: any module, unchanged; a list of stage modules; or a name as on the command line, such as `gpt2` or
+            `package.module:callable`.
+        example: the arguments of the model for one micro-batch: a tensor, a tuple of arguments or a dict of keyword
+            arguments. A model given by name can have its own example.
+        lanes: number of lanes; 4 by default.
+        micro_batches: number of micro-batches per step; 8 by default.
+        schedule: a name, or a schedule, which then defines the numbers of lanes and micro-batches.
+        stages_per_lane: number of stages per lane, for schedules that leave it open.
+        cuts: where cuts must lie: node numbers, or the nodes or modules after the cuts; the others are chosen.
+        keep: "hold" or "recompute" the values that the forward saves.
+        memory_limit: bytes of each lane for weights, gradients, optimizer state and saved values, such as 16e9 or
+            "16GiB"; one value for all lanes or a list.
+        cluster: speeds and links of the lanes; by default all lanes are equal and transfers take no time.
+        batch_size: number of samples of a micro-batch; by default that of the example.
+        training: whether to capture in training mode or in evaluation mode; by default the mode of the model.
+        capture_path: "direct", "export" or "replay"; "auto" takes the first that works.
+        device: the device on which to measure; by default that of the model.
+        profile: an existing profile or its file; then nothing is measured.
+        analytic: the rates of a device, or its name: count operations and bytes instead of measuring.
+        optimizer_bytes: bytes of optimizer state per byte of a parameter; by default as in the profile (2.0, for Adam).
+        progress: called with the current activity, the number of units done, and their total.
+
+    Raises:
+        CaptureError: if the model cannot be captured; the message says where it stopped and what to do.
+        PartitionError: if the requested cuts are impossible or no cuts fit the memory; the message says what would fit.
+        UsageError: if an argument is invalid.
+        ScheduleError: if the schedule does not exist or cannot be built.
+    """
+    request = CutRequest(
+        schedule,
+        lanes,
+        micro_batches,
+        stages_per_lane=stages_per_lane,
+        cuts=tuple(cuts) if not isinstance(cuts, (str, int)) else (cuts,),
+        keep=keep,
+        memory_limit=memory_limit,
+        cluster=cluster,
+    )
+    num_stages = request.check().num_stages
+    source = ProfileSource(profile, analytic, device=device, batch_size=batch_size)
+    source.check()
+    from penstock.model.capture.capture import capture  # imports torch, so the checks come first
+
+    report = progress or (lambda what, done, total: None)
+    module, call = _model(model, example, batch_size, report)
+    report("capture", 0, 1)
+    captured = capture(module, call, training=training, path=capture_path, num_stages=num_stages)
+    costs = source.profile_of(captured, report)
+    if optimizer_bytes is not None:
+        costs = replace(costs, optimizer_bytes=optimizer_bytes)
+    report("cut and schedule", 0, 1)
+    name = model if isinstance(model, str) else name_of(module)
+    return explanation_of(name, module, captured, costs, request)
+
+
+def _model(model: Model | str, example: object, batch_size: int | None, report: Progress) -> tuple[Model, object]:
+    from penstock.model.small_models.named_models import load
+
+    if isinstance(model, str):
+        report("build the model", 0, 1)
+        module, own = load(model, batch_size=batch_size)
+        example = own if example is None else example
+        if example is None:
+            raise UsageError(f"{model} has no example: return a model and example arguments from it")
+        return module, example
+    if not hasattr(model, "forward") and not isinstance(model, (list, tuple)):
+        raise UsageError(f"model: pass a torch.nn.Module, a list of them, or a name; given: {type(model).__name__}")
+    if example is None:
+        raise UsageError(
+            "example: pass the arguments of the model: a tensor, a tuple of arguments or a dict of keywords"
+        )
+    return model, example
 
 
 def explanation_of(name: str, model: Model, captured: Captured, profile: Profile, request: CutRequest) -> Explanation:
@@ -246,7 +326,6 @@ def explanation_of(name: str, model: Model, captured: Captured, profile: Profile
     from penstock.model.capture.capture import plain_module
     from penstock.model.parameters import held_tensors
     from penstock.planning.explain.explanation import Explanation
-    from penstock.planning.memory_limits import limit_per_lane
 
     cuts, schedule, timeline = request.decide(profile)
     limits = None if request.memory_limit is None else limit_per_lane(request.memory_limit, schedule.num_lanes)

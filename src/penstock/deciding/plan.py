@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import GraphError, PenstockError, UsageError
 from penstock.files import write_whole
-from penstock.schedule.json_format import from_json, to_json
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.text_format import from_json, to_json
 
 if TYPE_CHECKING:
     from penstock.model.graph import Graph
@@ -217,13 +217,8 @@ def plan_to_run(given: Plan | str | PathLike[str] | None) -> Plan | None:
 
 def check_free(plan: Plan, given: Mapping[str, object]) -> None:
     """Refuse options that differ from the decisions of a plan with a UsageError."""
-    own: dict[str, object] = {
-        "schedule": plan.schedule.name,
-        "lanes": plan.lanes,
-        "micro_batches": plan.micro_batches,
-        "keep": plan.keep,
-        "cuts": plan.cuts,
-    }
+    own = {name: getattr(plan, name) for name in ("lanes", "micro_batches", "keep", "cuts")}
+    own["schedule"] = plan.schedule.name
     faults = [
         f"{name}: {value!r:.60}" + (f" (the plan has {own[name]!r:.60})" if name in own else "")
         for name, value in given.items()

@@ -1,4 +1,4 @@
-"""Doctor report: the findings as data, as text and as JSON."""
+"""Doctor report: the kinds of findings, and the findings as data, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,87 @@ import shutil
 import sys
 import textwrap
 from dataclasses import asdict, dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Self
 
-from penstock.doctor.finding_kinds import ABOUT, Kind
-from penstock.report.units import printable, show_share
+from penstock.report.units import plural, printable, show_share
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _INDENT = "    "
+
+
+class Kind(Enum):
+    """The kind of a finding; `words` describe it, and `advice` says what to do instead."""
+
+    _value_: str
+    words: str
+    advice: str
+
+    def __new__(cls, value: str, words: str = "", advice: str = "") -> Self:  # noqa: D102
+        kind = object.__new__(cls)
+        kind._value_, kind.words, kind.advice = value, words, advice
+        return kind
+
+    ITEM = (
+        "item",
+        "reads a value",
+        "The host waits until the GPU has the value. Keep sums on the GPU (total += loss.detach(), or penstock.Metrics)"
+        " and read them only every few steps; use torch.where instead of if.",
+    )
+    PRINT = (
+        "print",
+        "prints a tensor",
+        "Printing a tensor reads it, so the host waits for the GPU. Print only every few steps.",
+    )
+    TO_HOST = (
+        "copy_to_host",
+        "copies to the host",
+        "The host waits until all work before the copy is done. Copy less often, or into pinned memory with"
+        " non_blocking=True, and read it one step later.",
+    )
+    SHAPE = (
+        "shape_from_values",
+        "makes a tensor whose size depends on values",
+        "The host needs the size, so it waits for the GPU. Keep the size fixed: use torch.where, masked_fill or a"
+        " product with the mask, or pass the size to nonzero_static or repeat_interleave(output_size=).",
+    )
+    UNPINNED = (
+        "unpinned_copy",
+        "copies from memory that is not pinned",
+        "The GPU cannot read this memory directly: the host makes another copy, and waits. Use"
+        " DataLoader(pin_memory=True) and .to(device, non_blocking=True), or penstock.feed; create constants on the GPU"
+        " (device=).",
+    )
+    BLOCKING = (
+        "blocking_copy",
+        "copies to the GPU and waits",
+        "The memory is pinned, so with non_blocking=True the host does not wait.",
+    )
+    WAIT = (
+        "synchronize",
+        "waits for the GPU",
+        "This is rarely needed: streams keep their order, and copies to the host wait by themselves. To measure time,"
+        " use penstock.timing.measure.",
+    )
+    OTHER = ("other_synchronisation", "synchronises", "Torch reports that this line waits for the GPU.")
+    REDUCTION = (
+        "strided_reduction",
+        "reduces a dimension that is not the innermost in memory",
+        "Reducing the innermost dimension is fastest, because neighbours in memory are read together. If you can choose"
+        " the layout, put the reduced dimension last.",
+    )
+    LAUNCHES = (
+        "launch_bound",
+        "the GPU waits for launches",
+        "The host needs longer to launch a kernel than the GPU to run it. CUDA graphs launch many kernels at once: use"
+        " penstock.Pipeline(graphs=True) or torch.compile(mode='reduce-overhead'). Larger batches help too.",
+    )
+    STARVED = (
+        "data_loader",
+        "waits for data",
+        "Give the DataLoader more workers (num_workers, prefetch_factor, persistent_workers=True) or do less work per"
+        " sample; penstock.feed copies the next batch during the current step.",
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +188,8 @@ class Report:
 
     @property
     def _summary(self) -> str:
-        found = _times(len(self.findings), "finding") if self.findings else "Nothing found"
-        steps = f"in {_times(self.num_steps, 'step')}" if self.num_steps else "(no whole step ran)"
+        found = plural(len(self.findings), "finding") if self.findings else "Nothing found"
+        steps = f"in {plural(self.num_steps, 'step')}" if self.num_steps else "(no whole step ran)"
         parts = [f"{found} {steps}{f' on {self.device}' if self.device else ''}"]
         if self.step_ms:
             parts.append(f"a step takes {self.step_ms:.3g} ms")
@@ -124,8 +198,8 @@ class Report:
         return ", ".join(parts)
 
     def _headline(self, finding: Finding) -> str:
-        what = ABOUT[finding.kind].words
-        often = _often(finding) if self.num_steps else _times(finding.count, "time")
+        what = finding.kind.words
+        often = _often(finding) if self.num_steps else plural(finding.count, "time")
         costs = []
         if self.device and finding.blocked_ms:
             costs.append(f"the host spends {finding.blocked_ms:.3g} ms in it")
@@ -149,7 +223,3 @@ def _often(finding: Finding) -> str:
 def _aside(finding: Finding) -> str:
     parts = [finding.detail, f"called from {finding.called_from}" if finding.called_from else ""]
     return "; ".join(filter(None, parts))
-
-
-def _times(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

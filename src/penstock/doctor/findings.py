@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from penstock.doctor.doctor_report import Finding, Report
-from penstock.doctor.finding_kinds import ABOUT, Kind
+from penstock.doctor.doctor_report import Finding, Kind, Report
 from penstock.doctor.gpu_busy import Busy
 from penstock.doctor.sightings import Entry, Key, Phase
 from penstock.doctor.source_lines import NOWHERE, Place
@@ -20,23 +19,15 @@ _TIMELY = {Kind.STARVED, Kind.LAUNCHES}  # from the timed steps, which observati
 
 @dataclass(frozen=True)
 class Observations:
-    """Everything that was recorded.
+    """Everything that was recorded."""
 
-    Attributes:
-        entries: the entries of each phase; under None, those that belong to no whole step.
-        step_seconds: the duration of each step of a phase.
-        device: the name of the GPU; empty without a GPU.
-        busy: the work of the GPU in the timed steps.
-        step_place: the line that ends a step.
-        notes: further remarks.
-    """
-
+    # the entries of each phase; under None, those that belong to no whole step
     entries: Mapping[Phase | None, Mapping[Key, Entry]]
-    step_seconds: Mapping[Phase, Sequence[float]]
-    device: str = ""
-    busy: Busy | None = None
-    step_place: Place = NOWHERE
-    notes: tuple[str, ...] = field(default=())
+    step_seconds: Mapping[Phase, Sequence[float]]  # the duration of each step of a phase
+    device: str = ""  # the name of the GPU; empty without a GPU
+    busy: Busy | None = None  # the work of the GPU in the timed steps
+    step_place: Place = NOWHERE  # the line that ends a step
+    notes: tuple[str, ...] = ()
 
     def num_steps(self, phase: Phase | None) -> int:
         """Return the number of whole steps of a phase."""
@@ -152,7 +143,7 @@ def _finding(kind: Kind, place: Place, entry: Entry, num_steps: int, detail: str
         per_step=entry.count / divisor,
         blocked_ms=1e3 * entry.blocked_seconds / divisor,
         idle_ms=1e3 * entry.idle_seconds / divisor,
-        advice=ABOUT[kind].advice,
+        advice=kind.advice,
         detail=detail,
         called_from=str(place.caller) if place.caller else "",
     )

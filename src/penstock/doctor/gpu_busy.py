@@ -15,19 +15,12 @@ SHORT_SECONDS = 200e-6  # longer than a kernel launch, shorter than other host w
 
 @dataclass(frozen=True)
 class Busy:
-    """The work of a GPU, from the start of the first kernel to the end of the last.
+    """The work of a GPU, from the start of the first kernel to the end of the last."""
 
-    Attributes:
-        seconds: the whole time.
-        busy_seconds: the time with at least one kernel or copy running.
-        num_kernels: the number of kernels and copies.
-        short_seconds: the idle time in gaps so short that launches explain them.
-    """
-
-    seconds: float
-    busy_seconds: float
-    num_kernels: int
-    short_seconds: float = 0.0
+    seconds: float  # the whole time
+    busy_seconds: float  # the time with at least one kernel or copy running
+    num_kernels: int  # the number of kernels and copies
+    short_seconds: float = 0.0  # the idle time in gaps so short that launches explain them
 
     @property
     def idle_seconds(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,50 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.devices import cuda
 
 
-class GpuTensors(Protocol):
-    """Tells device tensors from host tensors; `is_real` says whether there is a device to wait for."""
+class GpuTensors:
+    """Tells device tensors from host tensors, on a machine with a GPU: each tensor knows its own device."""
 
-    is_real: bool
+    is_real = True  # whether there is a device to wait for
 
     @property
     def name(self) -> str:
         """The name of the device; empty without a device."""
-        ...
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether the script has used the device."""
-        ...
-
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the device."""
-        ...
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether a host tensor is in pinned memory."""
-        ...
-
-    def mark_results(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the results of an operation on device tensors."""
-        ...
-
-    def mark_fetched(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor that was copied to the host."""
-        ...
-
-    def forget_freed(self) -> None:
-        """Forget freed tensors."""
-        ...
-
-
-class RealGpuTensors:
-    """For a machine with a GPU: each tensor knows its own device."""
-
-    is_real = True
-
-    @property
-    def name(self) -> str:
-        """The name of the GPU."""
         return cuda.Cuda().name(torch.device("cuda"))
 
     @property
@@ -71,16 +34,16 @@ class RealGpuTensors:
         return tensor.is_pinned()
 
     def mark_results(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
+        """Mark the results of an operation on device tensors, if tensors do not know their device."""
 
     def mark_fetched(self, tensor: torch.Tensor) -> None:
-        """Do nothing."""
+        """Mark a tensor that was copied to the host, if tensors do not know their device."""
 
     def forget_freed(self) -> None:
-        """Do nothing."""
+        """Forget freed tensors."""
 
 
-class AssumedGpuTensors:
+class AssumedGpuTensors(GpuTensors):
     """For a machine without a GPU: assumes that parameters and everything computed from them would be on it.
 
     It marks memory instead of tensors, because a view, such as the result of detach(), shares its memory.

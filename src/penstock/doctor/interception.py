@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
 from penstock.devices import cuda
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Kind
 from penstock.doctor.gpu_tensors import GpuTensors
 from penstock.doctor.sightings import Tally
 from penstock.doctor.source_lines import find_place

@@ -21,7 +21,7 @@ from penstock.doctor.dispatch_watch import DispatchWatch
 from penstock.doctor.doctor_report import Report
 from penstock.doctor.findings import Observations, make_report
 from penstock.doctor.gpu_busy import Busy, Profiling
-from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors, RealGpuTensors
+from penstock.doctor.gpu_tensors import AssumedGpuTensors, GpuTensors
 from penstock.doctor.interception import SyncWarnings, intercepted
 from penstock.doctor.sightings import Phase, Tally
 from penstock.doctor.source_lines import NOWHERE, Place, find_place
@@ -76,7 +76,7 @@ class Watch:
     ) -> None:
         _check(steps, warm)
         self._steps, self._warm, self._at_end = steps, warm, at_end
-        self._where: GpuTensors = where or (RealGpuTensors() if cuda.num_gpus() else AssumedGpuTensors())
+        self._where: GpuTensors = where or (GpuTensors() if cuda.num_gpus() else AssumedGpuTensors())
         self._thread = threading.get_ident()
         self._tally = Tally()
         self._dispatch_watch = DispatchWatch(self._tally, self._where, self._thread)
@@ -189,15 +189,11 @@ class Watch:
         if phase is not Phase.TIMED:
             self._start_observing()
         elif self._phase is not Phase.TIMED:
-            if self._stop_observing():
-                self._start_timing()
-            else:
+            if not self._stop_observing():
                 phase = Phase.OBSERVED
+            elif self._where.is_in_use:
+                self._profiling.start()
         self._phase = phase
-
-    def _start_timing(self) -> None:
-        if self._where.is_in_use:
-            self._profiling.start()
 
     def _stop_timing(self) -> None:
         self._busy = self._profiling.stop() or self._busy

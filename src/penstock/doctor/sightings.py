@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.doctor.finding_kinds import Kind
+from penstock.doctor.doctor_report import Kind
 from penstock.doctor.slow_reductions import Reduction
 from penstock.doctor.source_lines import Place
 
@@ -25,21 +25,13 @@ class Phase(Enum):
 
 @dataclass
 class Entry:
-    """What was seen at one line.
+    """What was seen at one line."""
 
-    Attributes:
-        count: how often.
-        blocked_seconds: the time that the host spent in it.
-        idle_seconds: the estimated time that the device was idle after it.
-        detail: further facts of the first time, such as a shape.
-        reduction: the reduction of the first time.
-    """
-
-    count: int = 0
-    blocked_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    detail: str = ""
-    reduction: Reduction | None = None
+    count: int = 0  # how often
+    blocked_seconds: float = 0.0  # the time that the host spent in it
+    idle_seconds: float = 0.0  # the estimated time that the device was idle after it
+    detail: str = ""  # further facts of the first time, such as a shape
+    reduction: Reduction | None = None  # the reduction of the first time
 
     def add(self, other: Entry) -> None:
         """Add another entry of the same line."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.model.costs import Costs
@@ -28,14 +27,11 @@ from penstock.planning.cluster import Cluster
 from penstock.planning.simulate import Wiring
 from penstock.report.bubble_causes import Causes
 from penstock.report.timeline import Timeline
-from penstock.schedule.actions import KINDS, Ints
+from penstock.schedule.actions import KINDS, Floats, Ints, Positions
 from penstock.schedule.advance_lanes import advance
 from penstock.schedule.flow import NONE
 from penstock.schedule.lower import Lowered
 from penstock.schedule.rules import RULES, Where
-
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 
 _NOISE = 1e-6  # of the step: smaller differences come from clocks and rounding
 

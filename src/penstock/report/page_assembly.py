@@ -17,8 +17,8 @@ Json = Mapping[str, object]
 
 
 def assemble(template: str, *, title: str, styles: Iterable[str], scripts: Iterable[str], data: Json) -> str:
-    """Return a page as text; template, styles and scripts are names of files in the folder `page`."""
-    script = "\n".join(['"use strict";', "(() => {", *map(_read, scripts), "})();"])
+    """Return a page as text; template, styles and scripts (without .js) are names of files in the folder `page`."""
+    script = "\n".join(['"use strict";', "(() => {", *(_read(f"{name}.js") for name in scripts), "})();"])
     style = "\n".join(map(_read, styles))
     parts = {
         "policy": _policy(script, style),

@@ -23,10 +23,7 @@ _IDLE = "·"
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
     """Return one line per lane (actions as kind and micro-batch, idle time as dots) and a summary.
 
-    Args:
-        timeline: the timeline to draw.
-        width: characters per line; by default the width of the terminal.
-        color: whether to colour kinds; by default, if stdout is a terminal.
+    By default, lines have the width of the terminal, and kinds have colours if stdout is a terminal.
     """
     columns = max(30, shutil.get_terminal_size((100, 24)).columns if width is None else width)
     colored = sys.stdout.isatty() if color is None else color
@@ -36,7 +33,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
     for lane in range(min(timeline.num_lanes, _MOST_LANES)):
         at = np.flatnonzero(on_lane & (timeline.lane == lane))
         lines.append(f"lane {lane}".ljust(label) + _draw_lane(timeline, at, columns - label, colored=colored))
-    if _is_crowded(timeline, columns - label):
+    if on_lane.sum() * 2 > (columns - label) * timeline.num_lanes:  # narrower than two characters on average
         lines.append("(too narrow to show all actions: use a wider terminal or the HTML page)")
     if timeline.num_lanes > _MOST_LANES:
         lines.append(f"({timeline.num_lanes - _MOST_LANES} more lanes)")
@@ -65,12 +62,6 @@ def summary(timeline: Timeline) -> str:
 def _legend(timeline: Timeline) -> str:
     present = [kind for kind in _COLOR if (timeline.kind == KINDS.index(kind)).any()]
     return "  ".join(f"\033[48;5;{_COLOR[kind]}m {kind.value[0]} \033[0m {kind.words}" for kind in present)
-
-
-def _is_crowded(timeline: Timeline, columns: int) -> bool:
-    """Return whether actions are narrower than two characters on average."""
-    on_lane = np.array([RULES[kind].where is Where.LANE for kind in KINDS])[timeline.kind]
-    return bool(on_lane.sum() * 2 > columns * timeline.num_lanes)
 
 
 def _draw_lane(timeline: Timeline, at: NDArray[np.int64], columns: int, *, colored: bool) -> str:

@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.report.bubble_causes import Causes
-from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Ints, Kind
+from penstock.schedule.actions import KIND_INDEX, KINDS, Action, Floats, Ints, Kind, Positions
 from penstock.schedule.peak_memory import HELD, changes_of
 from penstock.schedule.rules import RULES, Where
-
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 
 _TOUCH = 0.1  # two actions overlap if they share more than this part of the shorter one; less comes from clocks
 

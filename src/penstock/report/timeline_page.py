@@ -14,25 +14,25 @@ from penstock.errors import UsageError
 from penstock.files import write_whole
 from penstock.report.bubble_causes import CAUSES, SIGNS, Causes, Figure
 from penstock.report.page_assembly import Json, assemble
-from penstock.report.timeline import Floats, Memory, Timeline
-from penstock.schedule.actions import KINDS
+from penstock.report.timeline import Memory, Timeline
+from penstock.schedule.actions import KINDS, Floats
 from penstock.schedule.rules import RULES, Where
 
 # The files of the script, in the order of their dependencies.
 _SCRIPTS = (
-    "format.js",
-    "dom.js",
-    "data.js",
-    "view.js",
-    "palette.js",
-    "gestures.js",
-    "lanes.js",
-    "curves.js",
-    "causes.js",
-    "difference.js",
-    "build.js",
-    "interact.js",
-    "main.js",
+    "format",
+    "dom",
+    "data",
+    "view",
+    "palette",
+    "gestures",
+    "lanes",
+    "curves",
+    "causes",
+    "difference",
+    "build",
+    "interact",
+    "main",
 )
 
 # Times are stored as integers from 0 (start of the step) to this (end): four bytes, finer than a page can show.

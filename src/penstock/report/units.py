@@ -55,6 +55,16 @@ def show_share(share: float) -> str:
     return f"{abs(share) * 100 if round(share, 3) == 0 else 100 * share:.1f} %"  # avoid -0.0 from rounding
 
 
+def plural(number: int, word: str) -> str:
+    """Return a number with a word.
+
+    >>> plural(1, "lane"), plural(2, "micro-batch")
+    ('1 lane', '2 micro-batches')
+    """
+    ending = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
 def parse_bytes(text: str) -> float:
     """Read bytes with or without a unit.
 

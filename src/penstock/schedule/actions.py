@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import NamedTuple, overload
+from typing import NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,43 +15,29 @@ from penstock.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """The type of an action. The value of a kind appears in the text form of its actions."""
+    """The type of an action: its text in the text form of actions, and `words`, the same in plain words."""
 
-    F = "F"  # forward
-    B = "B"  # backward, both gradients at once
-    I = "I"  # backward, the input gradient only
-    W = "W"  # backward, the weight gradient only
-    U = "U"  # update: the optimizer step of one stage (asynchronous schedules only)
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    RECOMPUTE = "RECOMPUTE"
-    OFFLOAD = "OFFLOAD"
-    FETCH = "FETCH"
+    _value_: str
+    words: str
 
-    @property
-    def words(self) -> str:
-        """The kind in plain words."""
-        return _WORDS[self]
+    def __new__(cls, text: str, words: str = "") -> Self:  # noqa: D102
+        kind = str.__new__(cls, text)
+        kind._value_, kind.words = text, words
+        return kind
 
+    F = "F", "forward"
+    B = "B", "full backward"  # both gradients at once
+    I = "I", "input gradient"
+    W = "W", "weight gradient"
+    U = "U", "update"  # the optimizer step of one stage (asynchronous schedules only)
+    SEND_F = "SEND_F", "send of an activation"
+    RECV_F = "RECV_F", "receive of an activation"
+    SEND_B = "SEND_B", "send of a gradient"
+    RECV_B = "RECV_B", "receive of a gradient"
+    RECOMPUTE = "RECOMPUTE", "recompute"
+    OFFLOAD = "OFFLOAD", "offload to host memory"
+    FETCH = "FETCH", "fetch from host memory"
 
-_WORDS: dict[Kind, str] = {
-    Kind.F: "forward",
-    Kind.B: "full backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.U: "update",
-    Kind.SEND_F: "send of an activation",
-    Kind.RECV_F: "receive of an activation",
-    Kind.SEND_B: "send of a gradient",
-    Kind.RECV_B: "receive of a gradient",
-    Kind.RECOMPUTE: "recompute",
-    Kind.OFFLOAD: "offload to host memory",
-    Kind.FETCH: "fetch from host memory",
-}
-if missing := [kind for kind in Kind if kind not in _WORDS]:  # fail at import, not while drawing
-    raise RuntimeError(f"_WORDS has no entry for: {missing}")
 
 KINDS: tuple[Kind, ...] = tuple(Kind)
 KIND_INDEX: dict[Kind, int] = {kind: index for index, kind in enumerate(KINDS)}
@@ -66,6 +52,8 @@ _PATTERN = re.compile(r"([0-9]{1,12})(" + "|".join(sorted(KINDS, key=len, revers
 
 Codes = NDArray[np.int64]
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]  # in a table, such as that of all actions
 
 
 class Action(NamedTuple):

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import Ints
-
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
+from penstock.schedule.actions import Floats, Ints, Positions
 
 
 @dataclass(frozen=True)

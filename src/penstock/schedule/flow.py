@@ -23,6 +23,9 @@ from penstock.schedule.schedule import Schedule
 NONE = -1  # nothing to wait for
 MISSING = -2  # needed, but no action makes it
 
+# the kinds of a schedule as built; lowering adds the others
+BUILT = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -85,12 +88,11 @@ def edges_of(num_stages: int, skips: Iterable[Sequence[int]] = ()) -> tuple[tupl
         ScheduleError: if a skip does not lead from a stage to a later one.
     """
     chain = [(s, s + 1) for s in range(num_stages - 1)]
-    extra = []
-    for skip in check_skips(skips):
+    extra = check_skips(skips)
+    for skip in extra:
         if not 0 <= skip[0] < skip[1] < num_stages:
             raise ScheduleError(f"a skip must lead from a stage to a later one; skip: {skip}, stages: {num_stages}")
-        extra.append(skip)
-    return tuple(dict.fromkeys(chain + sorted(extra)))
+    return tuple(dict.fromkeys([*chain, *sorted(extra)]))
 
 
 def check_skips(skips: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
@@ -192,12 +194,10 @@ class _Tracer:
         keys = np.array([a * self.num_stages + b for a, b in self.edges], dtype=np.int64)
         order = np.argsort(keys)
         wanted = source.astype(np.int64) * self.num_stages + target
-        near = (
-            order[np.minimum(np.searchsorted(keys, wanted, sorter=order), max(len(keys) - 1, 0))]
-            if len(keys)
-            else wanted
-        )
-        found = np.where(keys[near] == wanted, near, -1) if len(keys) else np.full(len(at), -1, dtype=np.int64)
+        found = np.full(len(at), -1, dtype=np.int64)
+        if len(keys):
+            near = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
+            found = np.where(keys[near] == wanted, near, -1)
         if (found < 0).any():
             bad = int(at[np.argmin(found)])
             raise ScheduleError(
@@ -240,3 +240,25 @@ class _Tracer:
                 again = self.remade[need.value][edge, rows.mb[users]]
                 found = np.where(again >= 0, again, found)
             yield found, users
+
+
+def pair_rows(schedule: Schedule, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the positions of the first and the second action of each pair; rows may be built or lowered."""
+    if not schedule.overlaps:
+        none = np.empty(0, dtype=np.int64)
+        return none, none
+    place = np.flatnonzero(np.isin(rows.kind, [KIND_INDEX[kind] for kind in BUILT]))
+    starts = np.cumsum([0] + [len(lane) for lane in schedule.lanes])
+    first = np.array(sorted(starts[lane] + index for lane, index in schedule.overlaps), dtype=np.int64)
+    return place[first], place[first + 1]
+
+
+def wait_together(needs: Ints, first: NDArray[np.int64], second: NDArray[np.int64]) -> Ints:
+    """Let the first action of each pair also wait for the needs of the second, so that both start together."""
+    if not len(first):
+        return needs
+    width = needs.shape[1]
+    joined = np.full((len(needs), 2 * width), NONE, dtype=np.int32)
+    joined[:, :width] = needs
+    joined[first, width:] = needs[second]
+    return joined

@@ -14,27 +14,16 @@ KeepRequest = Literal["hold", "recompute", "except_last", "offload", "fit"]  # o
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """One keep policy.
+    """One keep policy."""
 
-    Attributes:
-        name: the name in options.
-        meaning: the description for help texts.
-        price: the cost, for advice.
-        recomputes: whether forwards run again before their backwards.
-        spares_last: whether the last micro-batch is not recomputed, since its backward comes soon.
-        offloads: whether saved values move to host memory and back.
-        planned_as: the policy that determines the time and the memory of a stage when cuts are chosen.
-        graph_obstacle: the reason why such stages cannot run as CUDA graphs.
-    """
-
-    name: KeepRequest
-    meaning: str
-    price: str = ""
-    recomputes: bool = False
-    spares_last: bool = False
-    offloads: bool = False
-    planned_as: Keep = "hold"
-    graph_obstacle: str = ""
+    name: KeepRequest  # the name in options
+    meaning: str  # the description for help texts
+    price: str = ""  # the cost, for advice
+    recomputes: bool = False  # whether forwards run again before their backwards
+    spares_last: bool = False  # whether the last micro-batch is not recomputed, since its backward comes soon
+    offloads: bool = False  # whether saved values move to host memory and back
+    planned_as: Keep = "hold"  # the policy that determines the time and the memory of a stage when cuts are chosen
+    graph_obstacle: str = ""  # the reason why such stages cannot run as CUDA graphs
 
 
 POLICIES: dict[str, KeepPolicy] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -12,20 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError, UsageError, nearest
-from penstock.schedule.actions import KIND_INDEX, Ints, Kind
-from penstock.schedule.flow import NONE, Flow, Rows, check_skips, trace_flow
+from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind, Positions
+from penstock.schedule.flow import NONE, Flow, Rows, check_skips, pair_rows, trace_flow
 from penstock.schedule.keep_policies import POLICIES, Keep, check_keep
-from penstock.schedule.overlaps import pair_rows
-from penstock.schedule.rules import Value
+from penstock.schedule.peak_memory import HELD
+from penstock.schedule.rules import RULES, At, Rule, Value
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.slots import Slots, assign_slots
 from penstock.schedule.violations import find_incomplete, find_unknown
 
 # tagged: a receive names its message. ordered: one queue for each pair of lanes; sends do not block.
 # blocking: like ordered, but a send waits until its receive is reached.
 Channels = Literal["tagged", "ordered", "blocking"]
 
-Positions = NDArray[np.int64]
 
 # The order of the actions that lowering places around one action.
 _FETCH, _RECOMPUTE, _RECV, _SELF, _SEND, _OFFLOAD = range(6)
@@ -102,10 +102,11 @@ def lower(
     pairs = check_skips(skips)
     flow = _checked_flow(schedule, pairs)
     front, back = _pair_ends(schedule, flow.rows)
-    parts = [_Part.of_compute(flow.rows)]
+    rows = flow.rows
+    parts = [_Part(rows.kind, rows.stage, rows.mb, rows.peer, _key(np.arange(len(rows)), _SELF))]
     parts += _transfers(schedule, flow, channels, front, back)
     parts += _keep_actions(flow, policies, front, back)
-    return Lowered(schedule, _merge(parts, flow.rows), policies, pairs, channels)
+    return Lowered(schedule, _merge(parts, rows), policies, pairs, channels)
 
 
 def _checked_flow(schedule: Schedule, skips: tuple[tuple[int, int], ...]) -> Flow:
@@ -132,15 +133,11 @@ def check_channels(channels: str) -> Channels:
 class _Part:
     """Actions and their sort keys: the position of the action they belong to, then their order around it."""
 
-    kind: Kind | NDArray[np.int8]
+    kind: NDArray[np.int8]
     stage: Ints
     mb: Ints
     peer: Ints
     key: Positions
-
-    @classmethod
-    def of_compute(cls, rows: Rows) -> _Part:
-        return cls(rows.kind, rows.stage, rows.mb, rows.peer, _key(np.arange(len(rows)), _SELF))
 
 
 def _key(anchor: Positions, turn: int) -> Positions:
@@ -225,6 +222,11 @@ def _post_in_order(maker: Positions, receive_at: Positions, rows: Rows, num_lane
 def _keep_actions(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Positions) -> list[_Part]:
     """Return the recompute, offload and fetch actions that the policies require."""
     parts: list[_Part] = []
+
+    def add(kind: Kind, stages: Ints, num_mbs: int, key: Positions) -> None:
+        stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
+        parts.append(_Part(np.full(len(mb), KIND_INDEX[kind], np.int8), stage, mb, np.full_like(mb, NONE), key))
+
     for name, policy in POLICIES.items():
         stages = np.array([s for s, chosen in enumerate(keep) if chosen == name], dtype=np.int32)
         if not stages.size or not (policy.recomputes or policy.offloads):
@@ -232,33 +234,75 @@ def _keep_actions(flow: Flow, keep: tuple[Keep, ...], front: Positions, back: Po
         num_mbs = flow.made[Value.SAVED].shape[1] - policy.spares_last
         forward = flow.made[Value.SAVED][stages, :num_mbs].astype(np.int64).ravel()
         backward = flow.made[Value.GRADIENT][stages, :num_mbs].astype(np.int64).ravel()
-        stage, mb = np.repeat(stages, num_mbs), np.tile(np.arange(num_mbs, dtype=np.int32), len(stages))
-        peer = np.full(len(mb), NONE, dtype=np.int32)
         if policy.recomputes:
             # before the receive: recomputing needs no gradient, so it overlaps the transfer
-            parts.append(_Part(Kind.RECOMPUTE, stage, mb, peer, _key(front[backward], _RECOMPUTE)))
+            add(Kind.RECOMPUTE, stages, num_mbs, _key(front[backward], _RECOMPUTE))
         else:
             # one action early, so that the fetch overlaps compute, but not before the offload
             early = np.minimum(np.maximum(front[backward] - 1, back[forward] + 1), front[backward])
-            parts.append(_Part(Kind.OFFLOAD, stage, mb, peer, _key(back[forward], _OFFLOAD)))
-            parts.append(_Part(Kind.FETCH, stage, mb, peer, _key(front[early], _FETCH)))
+            add(Kind.OFFLOAD, stages, num_mbs, _key(back[forward], _OFFLOAD))
+            add(Kind.FETCH, stages, num_mbs, _key(front[early], _FETCH))
     return parts
 
 
 def _merge(parts: list[_Part], base: Rows) -> Rows:
-    order = np.argsort(np.concatenate([part.key for part in parts]), kind="stable")
-    kinds = [
-        np.full(len(part.key), KIND_INDEX[part.kind], dtype=np.int8) if isinstance(part.kind, Kind) else part.kind
-        for part in parts
-    ]
-    anchor = np.concatenate([part.key for part in parts])[order] // _SLOTS_PER_ACTION
-    lane = base.lane[anchor]
+    key = np.concatenate([part.key for part in parts])
+    order = np.argsort(key, kind="stable")
+    columns = ([getattr(part, name) for part in parts] for name in ("kind", "stage", "mb", "peer"))
+    kind, stage, mb, peer = (np.concatenate(column)[order] for column in columns)
+    lane = base.lane[key[order] // _SLOTS_PER_ACTION]
     starts = np.searchsorted(lane, np.arange(len(base.starts)), side="left").astype(np.int64)
-    return Rows(
-        np.concatenate(kinds)[order],
-        np.concatenate([part.stage for part in parts])[order],
-        np.concatenate([part.mb for part in parts])[order],
-        lane,
-        np.concatenate([part.peer for part in parts])[order],
-        starts,
-    )
+    return Rows(kind, stage, mb, lane, peer, starts)
+
+
+# ---- slots: buffers that a runtime can allocate once and reuse
+
+
+Pool = tuple[int, int, Value, int]  # lane, stage, value, and for a received value its source stage (else -1)
+
+_HELD = HELD - {Value.INPUT}  # an input stays in the slot that received it
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slot of the value that each action leaves in a buffer (-1: none), and the number of slots per pool."""
+
+    of: Ints
+    counts: dict[Pool, int]
+
+
+def assign_slots(rows: Rows) -> Slots:
+    """Give each value the lowest free slot of its pool; rows must come from `lower`."""
+    of = np.full(len(rows), NONE, dtype=np.int32)
+    counts: dict[Pool, int] = defaultdict(int)
+    free: dict[Pool, list[int]] = defaultdict(list)
+    held: dict[tuple[int, int, Value, int], list[tuple[Pool, int]]] = defaultdict(list)  # by lane, stage, value, mb
+    again = rows.where(Kind.RECOMPUTE)
+    recomputed = set(zip(rows.stage[again].tolist(), rows.mb[again].tolist(), strict=True))
+    columns = (column.tolist() for column in (rows.kind, rows.stage, rows.mb, rows.lane, rows.peer))
+    for at, (kind, stage, mb, lane, peer) in enumerate(zip(*columns, strict=True)):
+        rule = RULES[KINDS[kind]]
+        for value in (*(v for v in rule.makes if v in _HELD), *rule.remakes):
+            if value is Value.SAVED and value in rule.makes and (stage, mb) in recomputed:
+                continue  # dropped at once: the recompute makes it again
+            pool = (lane, stage, value, peer)
+            slot = heapq.heappop(free[pool]) if free[pool] else counts[pool]
+            counts[pool] = max(counts[pool], slot + 1)
+            held[lane, stage, value, mb].append((pool, slot))
+            of[at] = slot
+        for value in _released(rule, recomputes=(stage, mb) in recomputed):
+            for pool, slot in held.pop((lane, stage, value, mb), ()):
+                heapq.heappush(free[pool], slot)
+    return Slots(of, dict(counts))
+
+
+def _released(rule: Rule, *, recomputes: bool) -> tuple[Value, ...]:
+    """Return the values whose slots an action releases.
+
+    The action that uses a received value releases it. A stage that recomputes keeps its input longer.
+    """
+    used_up = tuple(need.value for need in rule.needs if need.at in (At.BEFORE, At.AFTER))
+    if recomputes:
+        kept = (Value.ACTIVATION,) if Value.INPUT in rule.frees else ()
+        used_up = tuple(value for value in used_up if value is not Value.ACTIVATION) + kept
+    return used_up + tuple(v for v in rule.frees if v in _HELD)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.actions import KIND_INDEX, KINDS, Ints, Kind
+from penstock.schedule.actions import KIND_INDEX, KINDS, Floats, Ints, Kind
 from penstock.schedule.flow import Rows
 from penstock.schedule.rules import RULES, Value
 from penstock.schedule.schedule import Schedule
-
-Floats = NDArray[np.float64]
 
 # Values that occupy memory of a lane until they are freed.
 HELD = frozenset({Value.SAVED, Value.PENDING, Value.INPUT})
@@ -29,16 +27,14 @@ class MemoryLimit:
     input_bytes: Floats | None = None  # inputs, which stages that recompute hold instead of saved values
 
 
-def changes(
-    saved: Floats, pending: Floats, kept_input: Floats | None = None, recomputes: NDArray[np.bool_] | None = None
-) -> tuple[Floats, Floats]:
+def changes(saved: Floats, pending: Floats, kept_input: Floats | None = None) -> tuple[Floats, Floats]:
     """Return the bytes that each kind (row) adds for each stage (column): at its start, and at its end.
 
     Saved values count from the start of the action that makes them. Pending values count from the end of the input
-    gradient. A stage that recomputes holds its input instead of the values that its forward saves.
+    gradient. Stages that recompute hold their input (`kept_input`) instead of the values that their forward saves.
     """
-    kept = np.zeros_like(saved) if kept_input is None or recomputes is None else np.where(recomputes, kept_input, 0.0)
-    first_saved = saved if recomputes is None else np.where(recomputes, 0.0, saved)
+    zeros = np.zeros_like(saved)
+    first_saved, kept = (saved, zeros) if kept_input is None else (zeros, kept_input)
     at_start, at_end = np.zeros((len(KINDS), len(saved))), np.zeros((len(KINDS), len(saved)))
     for index, kind in enumerate(KINDS):
         rule = RULES[kind]
@@ -62,9 +58,8 @@ def changes_of(
     is_recomputed[stage[recompute], mb[recompute]] = True
     recomputes = is_recomputed[stage, mb]
     keeps_input = np.where(is_recomputed.any(axis=1), kept_input, 0.0)
-    every = np.ones(len(saved), dtype=np.bool_)
     held = changes(saved + keeps_input, pending)
-    recomputed = changes(saved, pending, kept_input, every)
+    recomputed = changes(saved, pending, kept_input)
     at_start, at_end = (
         np.where(recomputes, b[kind, stage], a[kind, stage]) for a, b in zip(held, recomputed, strict=True)
     )

@@ -92,7 +92,10 @@ class Registry:
         entry = self.entry(name)
         lanes = check_count("lanes", lanes, MAX_STAGES)
         micro_batches = check_count("micro_batches", micro_batches, MAX_MBS)
-        _check_size(lanes, micro_batches)
+        if lanes * micro_batches > MAX_FORWARDS:
+            raise ScheduleError(
+                f"too many actions; lanes × micro_batches: {lanes * micro_batches:,}, at most: {MAX_FORWARDS:,}"
+            )
         given = {key: value for key, value in options.items() if value is not None}
         stages = given.get("stages_per_lane")
         if stages is not None:
@@ -108,14 +111,6 @@ class Registry:
                 f"the builder of {entry.name!r} must return a Schedule; given: {type(schedule).__name__}"
             )
         return schedule
-
-
-def _check_size(lanes: int, micro_batches: int) -> None:
-    """Refuse a schedule that would not fit in memory."""
-    if lanes * micro_batches > MAX_FORWARDS:
-        raise ScheduleError(
-            f"too many actions; lanes × micro_batches: {lanes * micro_batches:,}, at most: {MAX_FORWARDS:,}"
-        )
 
 
 def _no_use(entry: Entry, unused: list[str]) -> str:

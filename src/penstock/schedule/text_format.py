@@ -1,4 +1,4 @@
-"""Text format: a schedule as readable lines, and as the CSV of torch.distributed.pipelining.
+"""Text format: a schedule as readable lines, as the CSV of torch.distributed.pipelining, and as JSON.
 
 One line is one lane. `2F0` is an action. `2F0@3` is an action that uses version 3 of the weights of its stage.
 `(1F4;2B1)` are two neighbours that overlap; torch and the CSV write `(1F4;2B1)OVERLAP_F_B`.
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,9 +62,11 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
         if Path(name).stat().st_size > _MAX_CSV_BYTES:
             raise ScheduleError(f"{name}: is larger than 1 GiB, so it is not a schedule")
         text = Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{name}: is not text: byte {error.start} is not UTF-8") from None
+    except ScheduleError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, (UnicodeDecodeError, ScheduleError)):
-            raise _not_text(name, error) from None
         reason = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(f"{name}: cannot be read: {reason}") from error
     try:
@@ -73,12 +76,6 @@ def load_csv(path: str | PathLike[str]) -> Schedule:
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return read_lanes(rows, name=Path(name).stem, source=name)
-
-
-def _not_text(name: str, error: Exception) -> Exception:
-    if isinstance(error, UnicodeDecodeError):
-        return ScheduleError(f"{name}: is not text: byte {error.start} is not UTF-8")
-    return error
 
 
 def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", source: str = "") -> Schedule:
@@ -96,12 +93,8 @@ def read_lanes(lanes: Sequence[str | Sequence[str]], *, name: str = "schedule", 
             try:
                 found = list(_read_cell(cell.strip()))
             except ScheduleError as error:
-                where = (
-                    f"{source}: line {number + 1}, cell {column + 1}"
-                    if source
-                    else f"lane {number}, action {column + 1}"
-                )
-                raise ScheduleError(f"{where}: {error}") from None
+                where = f"{source}: line {number + 1}, cell" if source else f"lane {number}, action"
+                raise ScheduleError(f"{where} {column + 1}: {error}") from None
             if len(found) == 2:
                 overlaps.add((number, len(actions)))
             for action, version in found:
@@ -193,3 +186,38 @@ def _ways(
     order = np.argsort(firsts)  # the way of micro-batch 0 first
     rank = np.argsort(order)
     return tuple(tuple(way) for way in ways[order].tolist()), tuple(rank[way_of.ravel()].tolist())
+
+
+# ---- JSON
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """Return all fields of a schedule as plain data.
+
+    >>> from penstock.schedule.builders.gpipe import gpipe
+    >>> from_json(to_json(gpipe(lanes=2, micro_batches=2))) == gpipe(lanes=2, micro_batches=2)
+    True
+    """
+    return {
+        "name": schedule.name,
+        "lanes": [str(lane) for lane in schedule.lanes],
+        "ways": [list(way) for way in schedule.ways],
+        "num_mbs": schedule.num_mbs,
+        "way_of": list(schedule.way_of),
+        "overlaps": sorted(map(list, schedule.overlaps)),
+        "versions": None if schedule.versions is None else [used.tolist() for used in schedule.versions],
+    }
+
+
+def from_json(plain: dict[str, Any]) -> Schedule:
+    """Return the schedule that `to_json` wrote."""
+    versions = plain["versions"]
+    return Schedule(
+        lanes=tuple(plain["lanes"]),
+        ways=tuple(tuple(way) for way in plain["ways"]),
+        num_mbs=plain["num_mbs"],
+        way_of=tuple(plain["way_of"]),
+        overlaps=frozenset((lane, at) for lane, at in plain["overlaps"]),
+        versions=None if versions is None else tuple(np.array(used, dtype=np.int32) for used in versions),
+        name=plain["name"],
+    )

@@ -8,9 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.schedule.actions import KIND_INDEX, Action
-from penstock.schedule.flow import MISSING, NONE, Flow, Rows
-from penstock.schedule.overlaps import BUILT, find_bad_overlaps
+from penstock.schedule.actions import KIND_INDEX, Action, Kind
+from penstock.schedule.flow import BUILT, MISSING, NONE, Flow, Rows
 from penstock.schedule.rules import GOAL, RULES, makers
 from penstock.schedule.schedule import Schedule
 
@@ -50,8 +49,7 @@ def find_unknown(plan: Schedule, rows: Rows, *, is_lowered: bool) -> Iterator[Fa
 def find_incomplete(plan: Schedule, flow: Flow) -> list[Fault]:
     """Return misplaced, repeated and missing actions, unmet needs and invalid overlaps."""
     faults = [*_find_misplaced(plan, flow.rows), *_find_repeated(plan, flow.rows)]
-    faults += [*_find_missing(plan, flow), *_find_unmet(flow)]
-    return faults + [Fault("overlap", *fault) for fault in find_bad_overlaps(plan)]
+    return [*faults, *_find_missing(plan, flow), *_find_unmet(flow), *_find_bad_overlaps(plan)]
 
 
 def _find_misplaced(plan: Schedule, rows: Rows) -> Iterator[Fault]:
@@ -100,3 +98,20 @@ def _find_unmet(flow: Flow) -> Iterator[Fault]:
         what = f"the {value} of stage {stage} for micro-batch {action.mb}"
         text = f"{action} needs {what}, but nothing makes it: {options} is missing"
         yield Fault("unmet", int(rows.lane[at]), rows.index(at), text)
+
+
+def _find_bad_overlaps(plan: Schedule) -> Iterator[Fault]:
+    """Yield a fault for each invalid pair; the forward must come first, since it is counted first."""
+    taken: set[tuple[int, int]] = set()
+    for lane, index in sorted(plan.overlaps):
+        if not 0 <= lane < plan.num_lanes or not 0 <= index < len(plan.lanes[lane]) - 1:
+            text = f"an overlap starts at action {index} of lane {lane}, but no action follows there"
+            yield Fault("overlap", min(max(lane, 0), plan.num_lanes - 1), -1, text)
+            continue
+        first, second = plan.lanes[lane][index], plan.lanes[lane][index + 1]
+        both = f"{first} and {second} overlap"
+        if {(lane, index), (lane, index + 1)} & taken:
+            yield Fault("overlap", lane, index, f"{both}, but one of them also overlaps another action")
+        if first.kind is not Kind.F or second.kind not in (Kind.B, Kind.I):
+            yield Fault("overlap", lane, index, f"{both}, but only a forward followed by a backward can overlap")
+        taken |= {(lane, index), (lane, index + 1)}

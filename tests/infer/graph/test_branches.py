@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import GraphError
 from penstock.infer.graph.branches import Branches, GraphNode, find_branches
-from penstock.infer.graph.shape_cache import ShapeCache
+from penstock.infer.graph.graph_replay import ShapeCache
 
 KERNEL = 5e-6
 

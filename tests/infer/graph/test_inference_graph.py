@@ -24,9 +24,8 @@ from penstock.infer.graph import interpreter as interpreting
 from penstock.infer.graph import patch_convolutions as patches
 from penstock.infer.graph import program_analysis as reading
 from penstock.infer.graph.branches import Branches
-from penstock.infer.graph.compiled_parts import find_parts
 from penstock.infer.graph.inference_program import Program
-from penstock.infer.graph.interpreter import Interpreter
+from penstock.infer.graph.interpreter import Interpreter, find_parts
 from penstock.infer.graph.program_analysis import compute
 from penstock.model.example import read_example
 

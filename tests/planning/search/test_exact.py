@@ -18,10 +18,10 @@ from penstock.errors import ScheduleError, SolverError, UsageError
 from penstock.planning.search import exact
 from penstock.planning.search.exact import Proof, solve_exactly
 from penstock.planning.search.greedy import Policy, Problem, write_schedule
-from penstock.planning.search.polish import polish
+from penstock.planning.search.search import polish
 from penstock.schedule.peak_memory import MemoryLimit
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.verification.verify import verify
+from penstock.schedule.verify import verify
 
 pytest.importorskip("ortools", reason="the exact solver is an extra")
 
@@ -37,7 +37,7 @@ def search(problem, objective="step"):
     """Return the best of a few greedy schedules, polished."""
     lanes = problem.num_lanes
     policies = itertools.product(range(1, 2 * lanes + 1), (0.0, 1.0), (0.0, 1.0))
-    drafts = [write_schedule(problem, Policy((cap,) * lanes, (w,) * lanes, (f,) * lanes)) for cap, w, f in policies]
+    drafts = [write_schedule(problem, Policy((cap,) * lanes, w, f)) for cap, w, f in policies]
     best = min((draft for draft in drafts if draft), key=lambda draft: draft.length(objective))
     return polish(problem, best, objective=objective, rounds=100)
 
@@ -190,7 +190,7 @@ def test_actions_may_take_no_time():
 def test_a_hint_with_swapped_micro_batches_is_understood():
     problem = make((0, 1), 2)
     swapped = Schedule.of(["0F1 0F0 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W1 1W0"])
-    hint = write_schedule(problem, Policy((2, 2), (0.0, 0.0), (0.0, 0.0)))
+    hint = write_schedule(problem, Policy((2, 2), 0.0, 0.0))
     assert hint is not None
     times = simulate(swapped, UNIT)
     proof = solve_exactly(problem, hint=replace(hint, schedule=swapped, step_seconds=times.step_seconds))

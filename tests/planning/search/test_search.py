@@ -9,8 +9,7 @@ from cases import NAMES
 from penstock import Costs, schedules, simulate
 from penstock.errors import PenstockError, ScheduleError
 from penstock.planning.search.greedy import Problem, write_schedule
-from penstock.planning.search.polish import polish
-from penstock.planning.search.search import policies, search
+from penstock.planning.search.search import policies, polish, search
 from penstock.schedule.counts import loop, snake
 
 numbers = st.floats(0.2, 4.0)

@@ -24,17 +24,11 @@ _SWITCH_SECONDS = 2e-6  # from a kernel's end to the start of a waiting kernel o
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of the graph as plain data.
-
-    Attributes:
-        name: the name of the node.
-        after: the indices of the nodes that must finish before it.
-        seconds: its estimated time; 0 if it needs no kernel, as a view.
-    """
+    """A node of the graph as plain data."""
 
     name: str
-    after: tuple[int, ...] = ()
-    seconds: float = 0.0
+    after: tuple[int, ...] = ()  # the indices of the nodes that must finish before it
+    seconds: float = 0.0  # its estimated time; 0 if it needs no kernel, as a view
 
 
 @dataclass(frozen=True)
@@ -44,14 +38,10 @@ class Branches:
     >>> towers = [GraphNode("a"), GraphNode("b", (0,), 3e-6), GraphNode("c", (), 5e-6), GraphNode("d", (1, 2), 1e-6)]
     >>> Branches(tuple(towers), (0, 0, 1, 0)).waits
     ((), (), (), (2,))
-
-    Attributes:
-        nodes: the nodes in launch order.
-        stream_of: the stream of each node, numbered from 0.
     """
 
-    nodes: tuple[GraphNode, ...]
-    stream_of: tuple[int, ...]
+    nodes: tuple[GraphNode, ...]  # the nodes in launch order
+    stream_of: tuple[int, ...]  # the stream of each node, numbered from 0
 
     def __post_init__(self) -> None:
         faults = [
@@ -84,9 +74,8 @@ class Branches:
     @cached_property
     def waits(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the nodes on other streams to wait for, without those that its stream already waited for."""
-        seen = [
-            [-1] * self.num_streams for _ in range(self.num_streams)
-        ]  # for each stream, how far it has waited for others
+        # for each stream, how far it has waited for others
+        seen = [[-1] * self.num_streams for _ in range(self.num_streams)]
         seen_at: dict[int, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = []
         for index, node in enumerate(self.nodes):
@@ -140,12 +129,7 @@ class Branches:
 
 
 def find_branches(nodes: Sequence[GraphNode], *, most: int = MOST_BRANCHES) -> Branches:
-    """Return the branches of a graph.
-
-    Args:
-        nodes: the nodes in the order of the model; each comes after the nodes that it needs.
-        most: the maximum number of streams; 1 puts everything on one.
-    """
+    """Return the branches of a graph on at most `most` streams; each node must come after those that it needs."""
     all_nodes = tuple(nodes)
     found = Branches(all_nodes, (0,) * len(all_nodes))
     if most == 1 or not all_nodes:

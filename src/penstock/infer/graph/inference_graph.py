@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,17 +18,18 @@ from penstock.devices.graph_capture import CudaGraphs
 from penstock.devices.kinds import check_device, has_graphs, kind_of
 from penstock.errors import PenstockError, UsageError, warn_user
 from penstock.infer.graph.branches import MOST_BRANCHES
-from penstock.infer.graph.call_context import CallContext
-from penstock.infer.graph.graph_replay import Replay
+from penstock.infer.graph.graph_replay import CallContext, Replay, ShapeCache
 from penstock.infer.graph.inference_program import Form, Program, quick_name
-from penstock.infer.graph.shape_cache import ShapeCache
-from penstock.infer.graph.unchanged_model import UnchangedModel
 from penstock.model.capture.capture import plain_module
 from penstock.model.example import Call, read_example
 from penstock.model.parameters import main_device
+from penstock.model.preserve import in_mode
 from penstock.model.structure import flatten, rebuild
 
 _MOST_FORMS = 64  # maximum number of remembered call forms
+# one lock per module, because a run in evaluation changes the module's mode temporarily
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_LOCKING = threading.Lock()
 
 
 class Graph:
@@ -280,11 +283,7 @@ class Graph:
 
 
 def _check_call(model: nn.Module, call: Call) -> None:
-    """Check the example against the signature of the model.
-
-    Raises:
-        UsageError: with the reason.
-    """
+    """Check the example against the signature of the model."""
     args, kwargs = call.arguments()
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
@@ -320,3 +319,44 @@ def _describe(program: Program) -> str:
 
 def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+# ---- without a graph
+
+
+class UnchangedModel:
+    """A model in evaluation and without gradients; one call at a time.
+
+    A model that is already in evaluation is simply called: a pass over its modules takes longer than a small model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._locks = model, _locks_of(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's type
+        """Run the model."""
+        if len(self._locks) == 1:
+            with self._locks[0]:
+                return self._run(args, kwargs)
+        with ExitStack() as stack:
+            for lock in self._locks:
+                stack.enter_context(lock)
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the model's type
+        if not self.model.training:
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+        with torch.no_grad(), in_mode(self.model, training=False):
+            return self.model(*args, **kwargs)
+
+
+def _locks_of(model: nn.Module) -> list[threading.RLock]:
+    """Return the locks of a model's modules, in a global order: models may share modules."""
+    with _LOCKING:
+        modules = list(model.modules())
+        found = {id(lock): lock for module in modules if (lock := _LOCKS.get(module)) is not None}
+        locks = [found[number] for number in sorted(found)] or [threading.RLock()]
+        for module in modules:
+            _LOCKS.setdefault(module, locks[0])
+        return locks

@@ -12,7 +12,6 @@ from torch import nn
 from penstock.compile.options import Options
 from penstock.infer.graph.branches import Branches, find_branches
 from penstock.infer.graph.interpreter import Interpreter
-from penstock.infer.graph.model_parts import ModelParts
 from penstock.infer.graph.program_analysis import analyze_program
 from penstock.model.capture.capture import capture
 from penstock.model.capture.export.exported_stage import ExportProgram
@@ -25,26 +24,17 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Form:
-    """What calls with arguments of the same kinds have in common.
+    """What calls with arguments of the same kinds have in common."""
 
-    Attributes:
-        shape: the shapes and dtypes of the tensors that the program uses; one graph serves one shape.
-        batch_size: the number of samples.
-        order: for each tensor of the example, its index among those of the call: keywords may come in any order.
-    """
-
+    # the shapes and dtypes of the tensors that the program uses; one graph serves one shape
     shape: tuple[tuple[torch.Size, torch.dtype], ...]
     batch_size: int
+    # for each tensor of the example, its index among those of the call: keywords may come in any order
     order: tuple[int, ...]
 
 
 class Program:
-    """A captured model.
-
-    Args:
-        model: the model, in any mode.
-        example: an example call, with tensors on the model's device.
-        most: the maximum number of branches.
+    """A captured model with at most `most` branches; the tensors of the example are on the model's device.
 
     Raises:
         CaptureError: if torch.export cannot capture the model.
@@ -52,7 +42,12 @@ class Program:
 
     def __init__(self, model: nn.Module, example: Call, *, most: int) -> None:
         self._chain = capture(model, example, training=False, path="export").split(())
-        self._parts = ModelParts(model)
+        self._parts: list[tuple[dict[str, Any], str, Any]] = [
+            (place, name, part)
+            for module in model.modules()
+            for place in (module._modules, module._parameters, module._buffers)
+            for name, part in place.items()
+        ]
         stage = self._chain.stages[0].eval()
         program = stage.program
         assert isinstance(program, ExportProgram)
@@ -89,7 +84,7 @@ class Program:
 
     def is_current(self) -> bool:
         """Return whether the model still has the captured parts; changes in place are allowed."""
-        return self._parts.is_unchanged()
+        return all(place.get(name) is part for place, name, part in self._parts)
 
     def changed(self) -> list[torch.Tensor]:
         """Return the tensors that a run changes in place."""

@@ -28,12 +28,7 @@ def is_convolution(node: fx.Node) -> bool:
 
 
 def convolutions_as_products(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> int:
-    """Replace convolutions over patches by products; return how many were replaced.
-
-    Args:
-        graph: the graph to change.
-        values: the value of each node for the example, real or fake.
-    """
+    """Replace convolutions over patches by products; return how many. Values are those of an example, real or fake."""
     found = [(node, values[_arguments(node)[1]].shape[2:]) for node in graph.nodes if _is_over_patches(node, values)]
     for node, window in found:
         with graph.inserting_before(node):

@@ -11,15 +11,17 @@ dependency.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from penstock.devices.sanitizer import unsanitized
 from penstock.infer.graph.branches import GraphNode
-from penstock.infer.graph.node_execution import compute, fake_tensors, fake_values
 from penstock.infer.graph.patch_convolutions import convolutions_as_products, is_convolution
 from penstock.infer.graph.row_selection import can_use_fewer_rows, reads_rows, use_fewer_rows
 from penstock.model.capture.export.exported_stage import ExportProgram
@@ -33,29 +35,17 @@ _RATES = "h100"  # only the ratios of compute, memory and launch times matter
 
 @dataclass(frozen=True)
 class ProgramAnalysis:
-    """An analyzed program.
+    """An analyzed program."""
 
-    Attributes:
-        root: the module with the nested graphs.
-        arguments: the placeholders in order: held tensors, inputs, batch size.
-        once: the operations that run once per shape, in order.
-        nodes: the operations that run in every call, in order.
-        graph_nodes: the plain data of these operations.
-        outputs: the nodes whose values the program returns.
-        changed: the names of the parameters and buffers that the program changes in place.
-        num_products: the number of convolutions that became matrix products.
-        num_fewer: the number of operations that compute only some of their rows.
-    """
-
-    root: nn.Module
-    arguments: tuple[fx.Node, ...]
-    once: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-    graph_nodes: tuple[GraphNode, ...] = field(repr=False)
-    outputs: tuple[fx.Node, ...]
-    changed: tuple[str, ...]
-    num_products: int = 0
-    num_fewer: int = 0
+    root: nn.Module  # the module with the nested graphs
+    arguments: tuple[fx.Node, ...]  # the placeholders in order: held tensors, inputs, batch size
+    once: tuple[fx.Node, ...]  # the operations that run once per shape, in order
+    nodes: tuple[fx.Node, ...]  # the operations that run in every call, in order
+    graph_nodes: tuple[GraphNode, ...] = field(repr=False)  # the plain data of these operations
+    outputs: tuple[fx.Node, ...]  # the nodes whose values the program returns
+    changed: tuple[str, ...]  # the names of the parameters and buffers that the program changes in place
+    num_products: int = 0  # the number of convolutions that became matrix products
+    num_fewer: int = 0  # the number of operations that compute only some of their rows
 
 
 def analyze_program(
@@ -104,12 +94,12 @@ def _optimize(
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if not any(is_convolution(node) or reads_rows(node) for node in calls):
         return 0, 0
-    values = fake_values(calls, root, given)
+    values = _fake_values(calls, root, given)
     if values is None:
         return 0, 0
     num_fewer = 0
     if can_use_fewer_rows(graph, values):
-        several = [values, *(fake_values(calls, root, other) for other in others)]
+        several = [values, *(_fake_values(calls, root, other) for other in others)]
         known = [one for one in several if one is not None]
         if len(known) == len(several):  # an optimization must be valid for all batch sizes
             num_fewer = use_fewer_rows(graph, known)
@@ -146,7 +136,7 @@ class _Estimate:
 def _estimate(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, _Estimate]:
     """Estimate the time of each node from its operations and bytes, by a run with fake tensors."""
     rates, found = Rates.of(_RATES), dict[fx.Node, _Estimate]()
-    with fake_tensors(given) as known:
+    with _fake_tensors(given) as known:
         for node in calls:
             with Tally(rates) as tally:
                 known[node] = compute(node, known, root)
@@ -198,3 +188,37 @@ class _Changes:
     def _family(self, node: fx.Node) -> fx.Node:
         """Return the representative of all nodes that share memory with a node."""
         return self._families.of(node)[0]
+
+
+# ---- running nodes one by one, with real or with fake tensors
+
+
+def compute(node: fx.Node, known: Mapping[fx.Node, Any], root: nn.Module) -> Any:  # noqa: ANN401 - tensors, numbers
+    """Compute one node from known values."""
+
+    def look_up(argument: fx.Node) -> Any:  # noqa: ANN401
+        return getattr(root, str(argument.target)) if argument.op == "get_attr" else known[argument]
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), look_up)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def _fake_tensors(given: Mapping[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """Yield the given values with fake tensors; results of operations on them are fake too."""
+    with unsanitized(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        yield {
+            node: fakes.from_tensor(value.detach(), static_shapes=True) if isinstance(value, torch.Tensor) else value
+            for node, value in given.items()
+        }
+
+
+def _fake_values(calls: Sequence[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any] | None:
+    """Return the fake value of each node; None if that is not possible."""
+    try:
+        with _fake_tensors(given) as known:
+            for node in calls:
+                known[node] = compute(node, known, root)
+    except Exception:  # an operation that needs real data, or a batch size that the model does not support
+        return None
+    return known

@@ -80,10 +80,7 @@ def reads_rows(node: fx.Node) -> bool:
 def use_fewer_rows(graph: fx.Graph, values: Sequence[dict[fx.Node, Any]]) -> int:
     """Make operations compute only the rows that are read; return their number, without views.
 
-    Args:
-        graph: the graph to change.
-        values: the value of each node, one dict per batch size; only facts that hold for all are used. New nodes are
-            added.
+    There is one dict of values per batch size. Only facts that hold for all are used. New nodes are added.
     """
     count = 0
     for node, rows, row_dims in _movable(graph, values):
@@ -326,7 +323,18 @@ def _dropout(info: _NodeRows) -> RowDims | None:
 
 
 _CAUSAL = 5  # its position
+_VIEWS: dict[object, Rule] = {
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.flatten.using_ints: _flatten,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.dropout.default: _dropout,
+    aten.contiguous.default: _same,
+}
 _RULES: dict[object, Rule] = {
+    **_VIEWS,
     aten.linear.default: _linear,
     aten.matmul.default: _product,
     aten.bmm.default: _product,
@@ -337,25 +345,5 @@ _RULES: dict[object, Rule] = {
     aten.mean.dim: _along,
     aten.sum.dim_IntList: _along,
     aten.scaled_dot_product_attention.default: _attention,
-    aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
-    aten.flatten.using_ints: _flatten,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.dropout.default: _dropout,
-    aten.contiguous.default: _same,
     aten.to.dtype: _same,
 }
-_VIEWS = frozenset(
-    {
-        aten.transpose.int,
-        aten.permute.default,
-        aten.flatten.using_ints,
-        aten.unsqueeze.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.dropout.default,
-        aten.contiguous.default,
-    }
-)

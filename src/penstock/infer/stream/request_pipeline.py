@@ -14,8 +14,7 @@ from torch import nn
 
 from penstock.devices.kinds import check_device
 from penstock.errors import UsageError, warn_user
-from penstock.infer.graph.inference_graph import Graph
-from penstock.infer.graph.unchanged_model import UnchangedModel
+from penstock.infer.graph.inference_graph import Graph, UnchangedModel
 from penstock.infer.stream.stage_runner import Arguments, StageData, StageRunner, arguments
 from penstock.infer.stream.stream_threads import CLOSED, StreamThreads
 from penstock.runtime.exclusive_use import ExclusiveUse
@@ -89,13 +88,8 @@ class Pipeline:
             raise UsageError("; ".join(faults) or "stages: the list is empty")
         self.depth, self._use = depth, ExclusiveUse()
         place = None if device is None else check_device(device)
-        self._threads = StreamThreads(
-            _runners([stage for stage in given if stage is not None], example, place),
-            preprocess=preprocess,
-            postprocess=postprocess,
-            depth=depth,
-            workers=workers,
-        )
+        runners = _runners([stage for stage in given if stage is not None], example, place)
+        self._threads = StreamThreads(runners, preprocess, postprocess, depth=depth, workers=workers)
         weakref.finalize(self, self._threads.finalize)
 
     def map(self, requests: Iterable[Any], *, errors: Errors = "raise") -> Iterator[Any]:
@@ -110,9 +104,8 @@ class Pipeline:
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors: {errors!r} is neither 'raise' nor 'return'")
-        if not any(
-            hasattr(type(requests), name) for name in ("__iter__", "__getitem__")
-        ):  # __getitem__: for example a torch Dataset
+        # __getitem__: for example a torch Dataset
+        if not any(hasattr(type(requests), name) for name in ("__iter__", "__getitem__")):
             raise UsageError(f"requests: expected an iterable; given: {type(requests).__name__}")
         return _Results(self, requests, errors)
 

@@ -18,17 +18,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class StageData:
-    """The data that goes from stage to stage.
-
-    Attributes:
-        tensors: all tensors.
-        template: the structure around the tensors.
-        ready: on a GPU, the event after which the tensors are ready.
-    """
+    """The data that goes from stage to stage."""
 
     tensors: Sequence[torch.Tensor]
-    template: object
-    ready: Event | None = None
+    template: object  # the structure around the tensors
+    ready: Event | None = None  # on a GPU, the event after which the tensors are ready
 
     @classmethod
     def of(cls, thing: object, *, is_apart: bool) -> StageData:
@@ -51,12 +45,7 @@ def arguments(thing: object) -> Arguments:
 
 
 class StageRunner:
-    """One stage.
-
-    Args:
-        run: the stage: a Graph, or any function.
-        device: the device.
-    """
+    """One stage: a Graph, or any function."""
 
     def __init__(self, run: Callable[..., Any], device: torch.device) -> None:
         self.run, self.device = run, device

@@ -22,40 +22,95 @@ from typing import Any
 
 import torch
 
-from penstock.devices.cuda_streams import Event, Stream, current_stream
+from penstock.devices.cuda import blocking_event
+from penstock.devices.cuda_streams import CudaStreams, Event, OnStream, Stream, current_stream
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
-from penstock.infer.stream.request_slots import RequestSlot
 from penstock.infer.stream.stage_runner import StageData, StageRunner, arguments
 
 CLOSED = "the pipeline is closed; make another one"
 _EXIT_SECONDS = 10.0  # how long an ending process waits for requests in progress
 
 
-@dataclass
-class _Job:
-    """A request in progress.
+class RequestSlot:
+    """The memory of a request in progress; the number of slots limits the requests in progress.
 
-    Attributes:
-        number: its number, counted from 0.
-        future: the future of its result.
-        request: the request as given.
-        made: if the request is on a GPU: the event after which it is ready, and the GPU.
-        slot: its memory.
-        data: its current data.
-        kept: tensors that a copy may still read.
-        stream: the last stream with work for it, in case an error leaves that work unfinished.
-        error: its error.
+    On a GPU, a slot has pinned host memory for both directions, and memory on the first device, which later requests
+    reuse. It is free again when the GPU has finished its request, so no other synchronisation between requests is
+    needed. On a CPU it holds no memory.
     """
 
-    number: int
+    def __init__(self) -> None:
+        self._pinned_in, self._on_device, self._pinned_out = (dict[int, torch.Tensor]() for _ in range(3))
+        self._done: Event | None = None
+
+    def copy_in(self, values: Sequence[torch.Tensor], streams: CudaStreams) -> tuple[list[torch.Tensor], Event]:
+        """Copy tensors to the first device, through pinned memory and in parallel with the work there.
+
+        Args:
+            values: tensors in host memory, or on a GPU, made on its current stream.
+            streams: the streams of the first stage.
+
+        Returns:
+            The copies, and an event after them. The caller must keep the values alive until then.
+        """
+        staged: list[torch.Tensor] = []
+        ready: Event | None = None
+        for at, value in enumerate(values):
+            if value.is_cuda:
+                ready = kind_of(value.device).record_event(value.device)
+            is_staged = value.device.type == "cpu" and not value.is_pinned()
+            staged.append(_like(self._pinned_in, at, value).copy_(value) if is_staged else value)
+        with streams.running(streams.copies):
+            buffers = [_like(self._on_device, at, value, streams.device) for at, value in enumerate(staged)]
+            found = streams.bring(staged, ready, lambda _: buffers)
+            return found, streams.mark()
+
+    def copy_out(self, values: Sequence[torch.Tensor], ready: Event, stream: Stream) -> None:
+        """Copy tensors to pinned memory on a stream of their device when they are ready."""
+        stream.wait_event(ready)
+        with OnStream(stream):
+            for at, value in enumerate(values):
+                _like(self._pinned_out, at, value).copy_(value, non_blocking=True)
+        self.mark_done(stream)
+
+    def mark_done(self, stream: Stream) -> None:
+        """Record that the GPU has finished this request at this point of a stream."""
+        # a blocking event: the waiting thread sleeps and leaves the CPU to the other threads
+        self._done = blocking_event(stream)
+
+    def wait(self) -> None:
+        """Wait until the GPU has reached the mark."""
+        if self._done is not None:
+            self._done.synchronize()
+            self._done = None
+
+    def outputs(self, count: int) -> list[torch.Tensor]:
+        """Return copies of the outputs, because the slot's memory is reused."""
+        return [self._pinned_out[at].clone() for at in range(count)]
+
+
+def _like(cache: dict[int, torch.Tensor], at: int, value: torch.Tensor, on: torch.device | None = None) -> torch.Tensor:
+    """Return memory for a value, on a device or pinned; it is reused while shapes stay the same."""
+    old = cache.get(at)
+    if old is None or old.shape != value.shape or old.dtype != value.dtype:
+        old = cache[at] = torch.empty(value.shape, dtype=value.dtype, device=on or "cpu", pin_memory=on is None)
+    return old
+
+
+@dataclass
+class _Job:
+    """A request in progress."""
+
+    number: int  # its number, counted from 0
     future: Future[Any]
-    request: Any
+    request: Any  # the request as given
+    # if the request is on a GPU: the event after which it is ready, and the GPU
     made: tuple[Event, torch.device] | None
     slot: RequestSlot
     data: StageData | None = None
-    kept: Sequence[torch.Tensor] = ()
-    stream: Stream | None = None
+    kept: Sequence[torch.Tensor] = ()  # tensors that a copy may still read
+    stream: Stream | None = None  # the last stream with work for it, in case an error leaves that work unfinished
     error: BaseException | None = None
 
 
@@ -91,19 +146,11 @@ class _ThreadGroup:
 
 
 class StreamThreads:
-    """The threads of one pipeline.
-
-    Args:
-        runners: the stages.
-        preprocess: a function from a request to the arguments of the first stage.
-        postprocess: a function from the last stage's result to the result.
-        depth: the maximum number of requests in progress.
-        workers: the number of threads for preprocess, and again for postprocess.
-    """
+    """The threads of one pipeline; the arguments are those of `penstock.infer.Pipeline`."""
 
     def __init__(
-        self, runners: Sequence[StageRunner], *, preprocess: Callable[[Any], Any] | None,
-        postprocess: Callable[[Any], Any] | None, depth: int, workers: int,
+        self, runners: Sequence[StageRunner], preprocess: Callable[[Any], Any] | None,
+        postprocess: Callable[[Any], Any] | None, *, depth: int, workers: int,
     ) -> None:  # fmt: skip
         self._runners, self._preprocess, self._postprocess = runners, preprocess, postprocess
         self._is_apart = any(runner.streams is not None for runner in runners)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.deciding.plan import Plan
 from penstock.errors import UsageError, warn_user
-from penstock.schedule.json_format import to_json
+from penstock.schedule.text_format import to_json
 
 if TYPE_CHECKING:
     from penstock.model.capture.capture import Captured

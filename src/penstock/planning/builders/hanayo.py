@@ -39,4 +39,4 @@ def _policies(lanes: int) -> Iterator[Policy]:
     for quarters in range(2, 9):
         for slope in (0.5, 1.0):
             caps = (max(1, int(quarters * lanes / 4 + slope * (lanes - 1 - lane))) for lane in range(lanes))
-            yield Policy(tuple(caps), (0.0,) * lanes, (0.0,) * lanes)
+            yield Policy(tuple(caps), patience=0.0, f_patience=0.0)

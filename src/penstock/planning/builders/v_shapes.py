@@ -51,9 +51,9 @@ def _v_shape(
     lane_of, stage_costs = snake(lanes, 2), sized(costs, 2 * lanes, pending_share=1.0)
     limits = units_to_bytes(units, lane_of, stage_costs)
     problem = Problem(name, lane_of, micro_batches, stage_costs, limits, order=order)
-    drafts = fill_weights(problem, objective="span")
+    drafts = fill_weights(problem)
     if not drafts:  # pending values are larger than saved values: the order alone exceeds the limit
-        drafts = fill_weights(replace(problem, limit_bytes=(math.inf,) * lanes), objective="span")
+        drafts = fill_weights(replace(problem, limit_bytes=(math.inf,) * lanes))
     best = drafts[0] if costs is None else improve(problem, drafts, objective="span") or drafts[0]
     return best.schedule
 

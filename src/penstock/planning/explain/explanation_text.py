@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.report.stage_table import Crossing, StageRow
-from penstock.report.units import printable, show_bytes, show_count, show_seconds, show_share
+from penstock.report.units import plural, printable, show_bytes, show_count, show_seconds, show_share
 
 if TYPE_CHECKING:
-    from penstock.planning.explain.explanation import Explanation
+    from penstock.planning.explain.explanation import Crossing, Explanation, StageRow
 
 _BOLD, _DIM, _PLAIN = "\033[1m", "\033[2m", "\033[0m"
 _TIGHT = "\N{NO-BREAK SPACE}"
@@ -78,18 +77,13 @@ def _title(explanation: Explanation) -> str:
 
 def _origin(explanation: Explanation) -> tuple[str, ...]:
     profile, schedule = explanation.profile, explanation.schedule
-    samples = _plural(profile.batch_size, "sample")
-    counts = f"{_plural(schedule.num_lanes, 'lane')}, {_plural(schedule.num_mbs, 'micro-batch')} per step"
+    samples = plural(profile.batch_size, "sample")
+    counts = f"{plural(schedule.num_lanes, 'lane')}, {plural(schedule.num_mbs, 'micro-batch')} per step"
     return (
         f"captured by {explanation.path}: {explanation.reason}",
         f"{profile.method} on {profile.device or 'an unnamed device'}, micro-batches of {samples}",
         f"schedule {schedule.name} on {counts}, keep: {explanation.keep}",
     )
-
-
-def _plural(number: int, word: str) -> str:
-    ending = "es" if word.endswith("ch") else "s"
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, str]]:
@@ -110,20 +104,17 @@ def _stage_table(explanation: Explanation, columns: int) -> Iterable[tuple[str, 
 def _fitted(rows: list[Sequence[str]], columns: int) -> tuple[list[list[str]], list[int]]:
     """Return the cells and column widths; a narrow terminal drops the nodes and the bytes of parameters."""
     for short in (False, True):
-        cells = [[_first(cell) if at == _PARAMETERS and short else cell for at, cell in enumerate(row)] for row in rows]
+        cells = [list(row) for row in rows]
         if short:
-            cells = [row[:_NODES] + row[_NODES + 1 :] for row in cells]
+            for row in cells:
+                row[_PARAMETERS] = row[_PARAMETERS].partition("  ")[0]  # the count of `62.2 k  243 KiB`
+                del row[_NODES]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         room = columns - (sum(widths) - widths[2] + 2 * (len(widths) - 1))
         if room >= min(widths[2], _ENOUGH_MODULES):
             break
     widths[2] = max(_LEAST_MODULES, min(widths[2], _MOST_MODULES, room))
     return cells, widths
-
-
-def _first(cell: str) -> str:
-    """Return the count of `62.2 k  243 KiB`."""
-    return cell.partition("  ")[0]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -9,47 +9,32 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.partition.one_stage_per_lane import Chain, longest_mean
 from penstock.planning.partition.partition_memory import LaneMemory, Span
+from penstock.schedule.actions import Floats, Positions
 from penstock.schedule.keep_policies import POLICIES
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 Transfers = Literal["waited", "hidden"]
 Wire = tuple[object, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The problem to minimise. Cuts are indices into `positions`; stage s lies between cut s - 1 and cut s.
-
-    Attributes:
-        profile: the profile of the model.
-        positions: the possible positions of cuts, and both ends of the graph.
-        forced: indices of the positions that must have a cut.
-        ways: for each way, the lane of each stage.
-        shares: the share of the micro-batches that takes each way.
-        num_lanes: number of lanes.
-        cluster: speeds and links of the lanes.
-        transfers: whether lanes wait for each other's transfers.
-        keep: "hold", "recompute" or "except_last".
-        memory: the memory of lanes; None: no limit.
-    """
+    """The problem to minimise. Cuts are indices into `positions`; stage s lies between cut s - 1 and cut s."""
 
     profile: Profile
-    positions: Positions
-    forced: frozenset[int]
-    ways: tuple[tuple[int, ...], ...]
-    shares: tuple[float, ...]
+    positions: Positions  # the possible positions of cuts, and both ends of the graph
+    forced: frozenset[int]  # indices of the positions that must have a cut
+    ways: tuple[tuple[int, ...], ...]  # for each way, the lane of each stage
+    shares: tuple[float, ...]  # the share of the micro-batches that takes each way
     num_lanes: int
-    cluster: Cluster
-    transfers: Transfers
-    keep: str
-    memory: LaneMemory | None = None
+    cluster: Cluster  # speeds and links of the lanes
+    transfers: Transfers  # whether lanes wait for each other's transfers
+    keep: str  # "hold", "recompute" or "except_last"
+    memory: LaneMemory | None = None  # the memory of lanes; None: no limit
 
     @property
     def num_stages(self) -> int:

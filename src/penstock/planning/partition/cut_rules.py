@@ -16,15 +16,10 @@ Group = str | Iterable[int | str]
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The positions where cuts may lie, and those where they must lie.
+    """The positions where cuts may lie, and those where they must lie."""
 
-    Attributes:
-        positions: where cuts may lie, and both ends of the graph.
-        forced: indices of the positions that must have a cut.
-    """
-
-    positions: NDArray[np.int64]
-    forced: frozenset[int]
+    positions: NDArray[np.int64]  # where cuts may lie, and both ends of the graph
+    forced: frozenset[int]  # indices of the positions that must have a cut
 
 
 def find_places(graph: Graph, num_stages: int, cuts_at: Sequence[int | str], together: Sequence[Group]) -> Places:

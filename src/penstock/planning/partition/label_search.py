@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.planning.partition.cut_problem import Problem
 from penstock.planning.partition.one_stage_per_lane import SAME
-
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
+from penstock.schedule.actions import Floats, Positions
 
 _MOST_TIES = 60  # one bit each in an int64
 _BLOCK = 256

@@ -16,7 +16,6 @@ from penstock.planning.partition.cut_problem import Problem
 from penstock.planning.partition.label_search import LabelSearch, OutOfSteps
 from penstock.planning.partition.nested_lanes import solve_nested
 from penstock.planning.partition.one_stage_per_lane import SAME, Chain
-from penstock.planning.partition.shift_cuts import lighten, shift_cuts
 
 _STEPS = 30_000_000  # of the label search: about one second
 _WINDOW_STEPS = 1_000_000_000  # of the search by windows: about one second
@@ -26,6 +25,10 @@ _MOST_ROUNDS = 200
 _MOST_LIGHTER = 12
 _TILTS = (0.0, -0.3, 0.3, -0.15, 0.15, -0.5, 0.5, -0.8, 0.8)
 _FEW = 20_000  # maximum of stages × positions for which all tilts are tried
+_POWER = 16  # a sum of 16th powers is dominated by the maximum, but still depends on the others
+_MOST_TRIES = 8
+_MOST_SHIFTS = 100
+_PLACES = 16  # number of places tried between the neighbours of a cut
 
 
 @dataclass(eq=False)
@@ -45,16 +48,8 @@ class _Steps:
         return self.left >= 0
 
 
-@dataclass(frozen=True)
-class Found:
-    """Cuts, and a lower bound of the period."""
-
-    cuts: list[int]
-    bound: float
-
-
-def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
-    """Return the best cuts found; None if no cuts were found that fit the memory.
+def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> tuple[list[int], float] | None:
+    """Return the best cuts found and a lower bound of the period; None if no cuts were found that fit the memory.
 
     The search counts steps, not seconds, so the same problem has the same answer on any machine.
     """
@@ -77,7 +72,7 @@ def solve_lanes(problem: Problem, *, steps: int = _STEPS) -> Found | None:
     return _prove(problem, best, bound, steps)
 
 
-def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -> Found | None:
+def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -> tuple[list[int], float] | None:
     """Search all cuts for better ones until the steps are used up."""
     period = np.inf if best is None else problem.period(best)
     try:
@@ -89,9 +84,9 @@ def _prove(problem: Problem, best: list[int] | None, bound: float, steps: int) -
                 return None
             period = bound = problem.period(best)
         first = search.first(period)
-        return Found(first or best, bound)
+        return first or best, bound
     except OutOfSteps:
-        return None if best is None else Found(best, bound)
+        return None if best is None else (best, bound)
 
 
 def _even(problem: Problem) -> float:
@@ -158,7 +153,7 @@ def _improve(problem: Problem, cuts: list[int], left: _Steps) -> list[int] | Non
             better = _solve_window(problem, cuts, first, last, below=period)
             if better is not None and problem.period(better) < period and problem.fits(better):
                 cuts, period = better, problem.period(better)
-        cuts = shift_cuts(problem, _centre(problem, cuts))
+        cuts = _shift_cuts(problem, _centre(problem, cuts))
         period = problem.period(cuts)
         if period > before * (1 - SAME):
             break
@@ -286,4 +281,74 @@ def _lighter(problem: Problem, cuts: list[int], excess: float, left: _Steps) -> 
                 trial = [*cuts[:first], *inner, *cuts[last:]]
                 if memory.excess(problem.spans(trial)).max() < excess * (1 - SAME):
                     return trial
-    return lighten(problem, cuts)
+    return _move_one(problem, cuts)
+
+
+# ---- moving one cut at a time, also for stages on two lanes
+
+
+def _shift_cuts(problem: Problem, cuts: list[int]) -> list[int]:
+    """Return cuts that no move of a single cut improves; the period never grows."""
+    for _ in range(_MOST_SHIFTS):
+        before = cuts
+        for cut in range(len(cuts)):
+            cuts = _shift(problem, cuts, cut)
+        if cuts == before:
+            break
+    return cuts
+
+
+def _move_one(problem: Problem, cuts: list[int]) -> list[int] | None:
+    """Return cuts that exceed the memory limits by less, with one cut moved; None if no tried place is better."""
+    memory = problem.memory
+    assert memory is not None
+    least, best = float(memory.excess(problem.spans(cuts)).sum()), None
+    bounds = [0, *cuts, len(problem.positions) - 1]
+    for cut in range(len(cuts)):
+        if cuts[cut] in problem.forced:
+            continue
+        near = range(max(bounds[cut] + 1, cuts[cut] - 2), min(bounds[cut + 2], cuts[cut] + 3))
+        far = np.linspace(bounds[cut] + 1, bounds[cut + 2] - 1, _PLACES).astype(int).tolist()
+        for place in sorted({*near, *far}):
+            trial = [*cuts[:cut], place, *cuts[cut + 1 :]]
+            excess = float(memory.excess(problem.spans(trial)).sum())
+            if excess < least * (1 - SAME):
+                least, best = excess, trial
+    return best
+
+
+def _shift(problem: Problem, cuts: list[int], cut: int) -> list[int]:
+    bounds = [0, *cuts, len(problem.positions) - 1]
+    if cuts[cut] in problem.forced:
+        return cuts
+    places = np.arange(bounds[cut] + 1, bounds[cut + 2])
+    loads = np.concatenate([problem.lane_loads(cuts), problem.wire_seconds(cuts)])
+    moved = loads + _change(problem, cut, cuts[cut], places)
+    scale = max(float(loads.max()), 1e-300)
+    uneven = ((np.maximum(moved, 0.0) / scale) ** _POWER).sum(axis=1)
+    now = float(uneven[cuts[cut] - int(places[0])])
+    for pick in np.argsort(uneven, kind="stable")[:_MOST_TRIES].tolist():
+        trial = [*cuts[:cut], int(places[pick]), *cuts[cut + 1 :]]
+        if uneven[pick] >= now * (1 - 1e-9):
+            break
+        if problem.period(trial) <= problem.period(cuts) and problem.fits(trial):
+            return trial
+    return cuts
+
+
+def _change(problem: Problem, cut: int, at: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[places, lanes and wires] the load that moving a cut adds to each lane and wire."""
+    change = np.zeros((len(places), problem.num_lanes + len(problem.wire_names)))
+    work = problem.seconds[places] - problem.seconds[at]
+    for stage, sign in ((cut, 1), (cut + 1, -1)):
+        for lane, share in problem.share_of(stage).items():
+            change[:, lane] += sign * share * work / problem.speeds[lane]
+    if problem.transfers == "waited":
+        for source, target, share in problem.hops(cut):
+            trip = problem.trip(source, target)
+            change[:, [source, target]] += (share * (trip[places] - trip[at]) / 2)[:, None]
+    for wire, (there, back) in problem.wires[cut].items():
+        column = problem.num_lanes + problem.wire_names.index(wire)
+        change[:, column] += there * (problem.width[places] - problem.width[at])
+        change[:, column] += back * (problem.grad_width[places] - problem.grad_width[at])
+    return change

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.planning.partition.cut_problem import Problem
+from penstock.schedule.actions import Floats
 
-Floats = NDArray[np.float64]
 Grid = NDArray[np.bool_]
 
 _MOST = 6_000_000  # maximum of positions² × pairs, which each round examines

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
+from penstock.schedule.actions import Floats, Positions
 
 SAME = 1e-9  # times with a smaller relative difference are equal
 _NEAR = 1e-10  # relative precision of the bisection
@@ -23,32 +21,20 @@ class Chain:
     """Consecutive stages between a first and a last position, each on its own lane.
 
     A stage from a to b takes base + (seconds[b] - seconds[a]) / speed + enter[a] + leave[b].
-
-    Attributes:
-        seconds: running sum of the time at speed 1, by position.
-        width: bytes that cross each position; among equally good cuts, the narrower is chosen.
-        first: start of the first stage.
-        last: end of the last stage.
-        speed: speed of the lane of each stage.
-        base: other load of the lane of each stage.
-        enter: [stages, positions] additional seconds of a stage that starts there.
-        leave: [stages, positions] additional seconds of a stage that ends there.
-        ride: [stages, positions] seconds that a stage that starts there and the stage before wait for each other.
-        floor: [stages, positions] lower bound of the period if a stage ends there.
-        furthest: [stages, positions] last possible end of a stage that starts there.
     """
 
-    seconds: Floats
-    width: Floats
-    first: int
-    last: int
-    speed: Floats
-    base: Floats
-    enter: Floats | None = None
-    leave: Floats | None = None
+    seconds: Floats  # running sum of the time at speed 1, by position
+    width: Floats  # bytes that cross each position; among equally good cuts, the narrower is chosen
+    first: int  # start of the first stage
+    last: int  # end of the last stage
+    speed: Floats  # speed of the lane of each stage
+    base: Floats  # other load of the lane of each stage
+    enter: Floats | None = None  # [stages, positions] additional seconds of a stage that starts there
+    leave: Floats | None = None  # [stages, positions] additional seconds of a stage that ends there
+    # [stages, positions] seconds that a stage that starts there and the stage before wait for each other
     ride: Floats | None = None
-    floor: Floats | None = None
-    furthest: Positions | None = None
+    floor: Floats | None = None  # [stages, positions] lower bound of the period if a stage ends there
+    furthest: Positions | None = None  # [stages, positions] last possible end of a stage that starts there
 
     @property
     def num_stages(self) -> int:
@@ -56,12 +42,7 @@ class Chain:
         return len(self.speed)
 
     def solve(self, *, below: float = np.inf, near: float = _NEAR) -> tuple[list[int], float] | None:
-        """Return the best cuts and their period; None if no cuts fit or no period is below a bound.
-
-        Args:
-            below: the bound.
-            near: relative precision of the period.
-        """
+        """Return the best cuts and their period, up to a relative error; None if no cuts fit below a bound."""
         low = self._least()
         found = self._descend(low, below)
         if found is None:

@@ -7,50 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 
-from penstock.errors import UsageError, nearest
+from penstock.errors import PartitionError, PenstockError, UsageError, nearest
 from penstock.model.profile import Profile
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory_limits import Limit, limit_per_lane
 from penstock.planning.partition.cut_problem import Problem, Transfers
 from penstock.planning.partition.cut_rules import Group, find_places
-from penstock.planning.partition.many_stages_per_lane import solve_lanes
+from penstock.planning.partition.many_stages_per_lane import lightest, solve_lanes
 from penstock.planning.partition.one_stage_per_lane import SAME
 from penstock.planning.partition.partition_memory import Holding, LaneMemory, ParameterBytes, holdings_of
-from penstock.planning.partition.unfit import Trial, held_by, refuse, smaller
-from penstock.schedule.keep_policies import PLANNED
+from penstock.report.units import show_bytes
+from penstock.schedule.keep_policies import PLANNED, POLICIES
 from penstock.schedule.schedule import Schedule
 
 # Schedules whose lanes wait for each other's transfers in each micro-batch; a test compares this with the simulator.
 _WAITS = frozenset({"1f1b", "pipedream", "pipedream_2bw", "v_min"})
 
+_TRIAL_STEPS = 4_000_000  # of the label search, per trial
+_MOST_NAMED = 4  # lanes that a message names
+_MOST_CUTS = 16
+
+# a change that may make a model fit: its description, and a function that builds the changed problem
+Trial = tuple[str, Callable[[], Problem]]
+
 
 @dataclass(frozen=True)
 class Partition:
-    """The cuts of a model, and the costs of one micro-batch in the steady state.
+    """The cuts of a model, and the costs of one micro-batch in the steady state."""
 
-    Attributes:
-        cuts: cut c lies between node c - 1 and node c.
-        lane_of: the lane of each stage (in a bidirectional schedule: on the first way).
-        stage_seconds: compute time of each stage on its lane.
-        lane_seconds: compute time of each lane.
-        transfer_seconds: round-trip time of each cut: values forward and gradients back.
-        lane_bytes: peak memory of each lane.
-        period_seconds: time of one micro-batch, which was minimised.
-        bound_seconds: lower bound of the period.
-    """
-
-    cuts: tuple[int, ...]
-    lane_of: tuple[int, ...]
-    stage_seconds: tuple[float, ...]
-    lane_seconds: tuple[float, ...]
-    transfer_seconds: tuple[float, ...]
-    lane_bytes: tuple[float, ...]
-    period_seconds: float
-    bound_seconds: float
+    cuts: tuple[int, ...]  # cut c lies between node c - 1 and node c
+    lane_of: tuple[int, ...]  # the lane of each stage (in a bidirectional schedule: on the first way)
+    stage_seconds: tuple[float, ...]  # compute time of each stage on its lane
+    lane_seconds: tuple[float, ...]  # compute time of each lane
+    transfer_seconds: tuple[float, ...]  # round-trip time of each cut: values forward and gradients back
+    lane_bytes: tuple[float, ...]  # peak memory of each lane
+    period_seconds: float  # time of one micro-batch, which was minimised
+    bound_seconds: float  # lower bound of the period
 
     @property
     def is_proved(self) -> bool:
@@ -115,7 +112,7 @@ def partition(
     flights = _flights(in_flight, len(ways[0]))
 
     def holdings(how: str) -> tuple[Holding, ...]:
-        return held_by(flights, ways[0], how) if schedule is None else holdings_of(schedule, how)
+        return _held_by(flights, ways[0], how) if schedule is None else holdings_of(schedule, how)
 
     limits = np.array(limit_per_lane(memory_limit, num_lanes))
     memory = LaneMemory(
@@ -139,34 +136,21 @@ def partition(
         keep=keep,
         memory=memory if np.isfinite(limits).any() else None,
     )
-    found = _solve(problem)
+    found = problem.chain().solve() if problem.is_chain else solve_lanes(problem)
     if found is None:
         more = _more_lanes(problem, places_for=(cuts_at, together), with_lanes=with_lanes, flights=flights)
-        raise refuse(problem, [*more, *_lighter(problem, holdings)])
+        raise _refuse(problem, [*more, *_lighter(problem, holdings)])
     return _answer(problem, memory, *found)
 
 
-def _solve(problem: Problem) -> tuple[list[int], float] | None:
-    """Return the best cuts and a lower bound of the period."""
-    if problem.is_chain:
-        return problem.chain().solve()
-    found = solve_lanes(problem)
-    return None if found is None else (found.cuts, found.bound)
-
-
 def _answer(problem: Problem, memory: LaneMemory, cuts: list[int], bound: float) -> Partition:
-    spans = problem.spans(cuts)
-    held = [
-        memory.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
-        for lane, holding in enumerate(memory.holdings)
-    ]
     return Partition(
         cuts=tuple(int(problem.positions[cut]) for cut in cuts),
         lane_of=problem.ways[0],
         stage_seconds=tuple(problem.stage_seconds(cuts).tolist()),
         lane_seconds=tuple(problem.lane_seconds(cuts).tolist()),
         transfer_seconds=tuple(float(problem.trips[cut, at]) for cut, at in enumerate(cuts)),
-        lane_bytes=tuple(held),
+        lane_bytes=tuple(memory.lane_bytes(problem.spans(cuts))),
         period_seconds=problem.period(cuts),
         bound_seconds=bound,
     )
@@ -234,29 +218,116 @@ def _running(column: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.asarray(np.concatenate([[0.0], np.cumsum(column)])[positions])
 
 
+def _smaller(memory: LaneMemory, share: float) -> LaneMemory:
+    """Return the memory with a smaller micro-batch: parameters stay, everything else shrinks in proportion."""
+    return replace(memory, saved=memory.saved * share, pending=memory.pending * share, kept=memory.kept * share)
+
+
+def _held_by(counts: Sequence[float], lane_of: Sequence[int], keep: str) -> tuple[Holding, ...]:
+    """Return what lanes hold, given the number of micro-batches that each stage has in flight."""
+    found = []
+    for lane in range(1 + max(lane_of)):
+        stages = tuple(s for s, home in enumerate(lane_of) if home == lane)
+        flight = np.array([counts[s] for s in stages])
+        none = np.zeros(len(stages))
+        if POLICIES[keep].recomputes:  # the inputs of all stages, and the saved values of one stage at a time
+            moments = [np.stack([row, none, flight]) for row in np.eye(len(stages))]
+        else:
+            moments = [np.stack([flight, none, none])]
+        found.append(Holding(stages, np.array(moments)))
+    return tuple(found)
+
+
+# ---- unfit models: what each lane lacks, and what would fit
+
+
+def _refuse(problem: Problem, trials: Sequence[Trial]) -> PartitionError:
+    """Return the error for a problem without cuts that fit the memory."""
+    assert problem.memory is not None
+    cuts, is_least = _least_excess(problem)
+    over = problem.memory.excess(problem.spans(cuts))
+    worst = np.argsort(-over, kind="stable")[: min(_MOST_NAMED, int((over > 0).sum()))]
+    lines = [_missing(problem, cuts, lane) for lane in sorted(worst.tolist())]
+    lines += [f"{more} more lanes lack less memory"] if (more := int((over > 0).sum()) - len(lines)) else []
+    lead = "no cuts fit the memory" if is_least else "no cuts were found that fit the memory"
+    found = _first_of_each(trials)
+    advice = f"; what would fit: {', or '.join(found)}" if found else "; none of the changes tried would fit"
+    at = ", ".join(str(problem.positions[cut]) for cut in cuts[:_MOST_CUTS]) + (", …" if len(cuts) > _MOST_CUTS else "")
+    return PartitionError(f"{lead}; with the closest cuts ([{at}]) {'; '.join(lines)}{advice}")
+
+
+def _missing(problem: Problem, cuts: list[int], lane: int) -> str:
+    """Describe how many bytes a lane lacks, and what takes its memory."""
+    memory, profile = problem.memory, problem.profile
+    assert memory is not None
+    spans = [problem.spans(cuts)[s] for s in memory.holdings[lane].stages]
+    nodes = [n for a, b in spans for n in range(int(problem.positions[a]), int(problem.positions[b]))]
+    weights, grads = profile.weight_bytes(nodes), profile.grad_bytes(nodes)
+    held = float(memory.held(lane, spans).max())
+    over = weights + (1 + profile.optimizer_bytes) * grads + held - float(memory.limits[lane])
+    optimizer = profile.optimizer_bytes * grads
+    parts = {"weights": weights, "gradients": grads, "optimizer": optimizer, "saved": held}
+    what = ", ".join(f"{name}: {show_bytes(amount)}" for name, amount in parts.items())
+    limit = float(memory.limits[lane])
+    return f"lane {lane} exceeds its {show_bytes(limit)} by {over:,.0f} bytes ({show_bytes(over)}; {what})"
+
+
+def _first_of_each(trials: Sequence[Trial]) -> list[str]:
+    """Return the descriptions of the trials that fit; of each family only the first."""
+    found: dict[str, str] = {}
+    for words, build in trials:
+        family = words.split(":")[0]
+        if family in found:
+            continue
+        try:
+            fits = _can_fit(build())
+        except PenstockError:  # too few nodes, or no such schedule
+            fits = False
+        if fits:
+            found[family] = words
+    return list(found.values())
+
+
+def _can_fit(problem: Problem) -> bool:
+    if problem.is_chain:
+        return problem.chain().fits() is not None
+    return solve_lanes(problem, steps=_TRIAL_STEPS) is not None
+
+
+def _least_excess(problem: Problem) -> tuple[list[int], bool]:
+    """Return the cuts that exceed the limits by the fewest bytes, and whether this is proved."""
+    memory = problem.memory
+    assert memory is not None
+    if not problem.is_chain:
+        free = solve_lanes(replace(problem, memory=None), steps=0)
+        assert free is not None
+        return lightest(problem, free[0]), False
+    low, best = 0.0, replace(problem, memory=None).chain().fits()
+    assert best is not None
+    high = float(memory.excess(problem.spans(best)).max())
+    while high - low > max(1.0, 1e-3 * high):
+        allowed = (low + high) / 2
+        cuts = replace(problem, memory=replace(memory, limits=memory.limits + allowed)).chain().fits()
+        if cuts is None:
+            low = allowed
+        else:
+            best, high = cuts, min(allowed, float(memory.excess(problem.spans(cuts)).max()))
+    return best, True
+
+
 def _lighter(problem: Problem, holdings: Callable[[str], tuple[Holding, ...]]) -> list[Trial]:
     """Return trials that reduce the memory of stages: recompute and smaller micro-batches."""
     memory = problem.memory
     assert memory is not None
-    trials = []
-    if problem.keep == "hold":
-        again = replace(problem, keep="recompute")
-        trials.append(
-            Trial(
-                'keep="recompute"',
-                lambda: replace(again, memory=replace(memory, holdings=holdings("recompute"))),
-            )
-        )
+
+    def recomputing() -> Problem:
+        return replace(problem, keep="recompute", memory=replace(memory, holdings=holdings("recompute")))
+
+    trials: list[Trial] = [('keep="recompute"', recomputing)] if problem.keep == "hold" else []
     batch = problem.profile.batch_size
-    for part in (2, 4, 8):
-        if batch >= part:
-            lighter = smaller(memory, (batch // part) / batch)
-            trials.append(
-                Trial(
-                    f"a smaller micro-batch: {batch // part} instead of {batch} samples",
-                    lambda lighter=lighter: replace(problem, memory=lighter),  # type: ignore[misc]
-                )
-            )
+    for size in (batch // part for part in (2, 4, 8) if batch >= part):
+        words = f"a smaller micro-batch: {size} instead of {batch} samples"
+        trials.append((words, partial(replace, problem, memory=_smaller(memory, size / batch))))
     return trials
 
 
@@ -277,7 +348,7 @@ def _more_lanes(
         limits = np.concatenate([memory.limits, np.full(lanes - now, memory.limits.min())])
         if with_lanes is None:
             ways, shares, _ = _homes(None, None, lanes)
-            held = held_by([max(flights)] * lanes, ways[0], problem.keep)
+            held = _held_by([max(flights)] * lanes, ways[0], problem.keep)
         else:
             schedule = with_lanes(lanes)
             ways, shares, _ = _homes(schedule, None, None)
@@ -295,4 +366,4 @@ def _more_lanes(
         )
 
     is_known = with_lanes is not None or (len(problem.ways) == 1 and problem.num_stages == now)
-    return [Trial(f"more lanes: {n}", lambda n=n: build(n)) for n in counts] if is_known else []  # type: ignore[misc]
+    return [(f"more lanes: {lanes}", partial(build, lanes)) for lanes in counts] if is_known else []

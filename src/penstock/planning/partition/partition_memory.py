@@ -9,17 +9,15 @@ from itertools import pairwise
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.model.profile import Profile
+from penstock.schedule.actions import Floats, Positions
 from penstock.schedule.flow import Rows
 from penstock.schedule.keep_policies import POLICIES, Keep
 from penstock.schedule.lower import lower
 from penstock.schedule.peak_memory import changes_of
 from penstock.schedule.schedule import Schedule
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
 Span = tuple[int, int]  # of a stage: its first and last position
 _MEETS = 1 + 1e-9  # rounding: a limit that is met exactly is not exceeded, as in schedule.peak_memory
 _MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB
@@ -27,15 +25,10 @@ _MOST_TABLE = 1 << 24  # entries of the table of ties: 128 MiB
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """The number of micro-batches that a lane holds of each of its stages, at all moments that can be its peak.
+    """The number of micro-batches that a lane holds of each of its stages, at all moments that can be its peak."""
 
-    Attributes:
-        stages: the stages of the lane.
-        counts: [moments, (saved, pending, input), stages]; moments that another one dominates are left out.
-    """
-
-    stages: tuple[int, ...]
-    counts: Floats
+    stages: tuple[int, ...]  # the stages of the lane
+    counts: Floats  # [moments, (saved, pending, input), stages]; moments that another one dominates are left out
 
 
 def holdings_of(schedule: Schedule, keep: str) -> tuple[Holding, ...]:
@@ -74,14 +67,10 @@ def _fullest(moments: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ParameterBytes:
-    """Bytes of parameters, gradients and optimizer state between any two positions; each parameter counts once.
+    """Bytes of parameters, gradients and optimizer state between any two positions; each parameter counts once."""
 
-    Attributes:
-        plain: running sum of parameters that are used in one place.
-        ties: places (in order) and bytes of parameters that are used in several places.
-    """
-
-    plain: Floats
+    plain: Floats  # running sum of parameters that are used in one place
+    # places (in order) and bytes of parameters that are used in several places
     ties: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @classmethod
@@ -155,23 +144,14 @@ class ParameterBytes:
 
 @dataclass(frozen=True, eq=False)
 class LaneMemory:
-    """Memory of lanes as a function of the cuts.
+    """Memory of lanes as a function of the cuts."""
 
-    Attributes:
-        limits: limit of each lane in bytes.
-        holdings: what each lane holds.
-        saved: running sum of saved bytes, by position.
-        pending: running sum of pending bytes, by position.
-        kept: input bytes that a recomputing stage keeps if it starts at a position: all values that cross it.
-        parameters: parameters with their gradients and optimizer state.
-    """
-
-    limits: Floats
-    holdings: tuple[Holding, ...]
-    saved: Floats
-    pending: Floats
-    kept: Floats
-    parameters: ParameterBytes
+    limits: Floats  # limit of each lane in bytes
+    holdings: tuple[Holding, ...]  # what each lane holds
+    saved: Floats  # running sum of saved bytes, by position
+    pending: Floats  # running sum of pending bytes, by position
+    kept: Floats  # input bytes that a recomputing stage keeps if it starts at a position: all values that cross it
+    parameters: ParameterBytes  # parameters with their gradients and optimizer state
     _cache: dict[frozenset[int], ParameterBytes] = field(default_factory=dict)
 
     def held(self, lane: int, spans: Sequence[Span]) -> Floats:
@@ -181,27 +161,20 @@ class LaneMemory:
         each = np.stack([saved, pending, self.kept[first]])
         return np.asarray((self.holdings[lane].counts * each).sum(axis=(1, 2)))
 
-    def lane_bytes(self, lane: int, spans: Sequence[Span]) -> float:
-        """Return the peak bytes of a lane, given the spans of its stages."""
-        return self.parameters.total(spans) + float(self.held(lane, spans).max())
+    def lane_bytes(self, spans: Sequence[Span]) -> list[float]:
+        """Return the peak bytes of each lane, given the spans of all stages."""
+        own = [[spans[stage] for stage in holding.stages] for holding in self.holdings]
+        return [self.parameters.total(s) + float(self.held(lane, s).max()) if s else 0.0 for lane, s in enumerate(own)]
 
     def excess(self, spans: Sequence[Span]) -> Floats:
         """Return the bytes by which each lane exceeds its limit (0 if it does not), given the spans of all stages."""
-        used = [
-            self.lane_bytes(lane, [spans[s] for s in holding.stages]) if holding.stages else 0.0
-            for lane, holding in enumerate(self.holdings)
-        ]
-        over = np.array(used) - self.limits
+        over = np.array(self.lane_bytes(spans)) - self.limits
         return np.where(over > self.limits * (_MEETS - 1), over, 0.0)
 
     def furthest(self, lane: int, stage: int, others: dict[int, Span], within: Span | None = None) -> Positions:
         """Return the last possible end of a stage for each start; an end before the start means that none fits.
 
-        Args:
-            lane: the lane of the stage.
-            stage: the stage.
-            others: the spans of other stages of the lane; missing stages count as empty.
-            within: first and last position to consider; by default all.
+        Stages of the lane that are not in `others` count as empty. Only positions `within` are considered.
         """
         holding = self.holdings[lane]
         at = holding.stages.index(stage)

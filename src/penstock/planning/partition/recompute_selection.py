@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import PartitionError
 from penstock.model.graph import Graph
@@ -13,9 +12,8 @@ from penstock.model.profile import Profile
 from penstock.planning.memory_limits import Limit, limit_per_lane
 from penstock.planning.partition.partition_memory import holdings_of
 from penstock.report.units import show_bytes
+from penstock.schedule.actions import Floats
 from penstock.schedule.schedule import Schedule
-
-Floats = NDArray[np.float64]
 
 
 def select_recomputed(

@@ -32,12 +32,8 @@ def solve_exactly(
 ) -> Proof:
     """Return the shortest schedule found within a time limit, never longer than the hint, and a proven lower bound.
 
-    Args:
-        problem: the problem, without a fixed order.
-        hint: a schedule to start from; a good one shortens the search.
-        objective: what to minimise.
-        time_limit_seconds: time limit of the solver; starting it takes about one more second.
-        workers: number of solver threads.
+    The hint is a schedule to start from; a good one shortens the search. Starting the solver takes about one second
+    more than the limit.
 
     Raises:
         SolverError: if the solver is missing, fails or finds nothing, or if the problem is too large.

@@ -8,7 +8,7 @@ follows a `Policy`:
     3  otherwise run a weight gradient if it fits before the next arrival, according to the policy's patience
     4  otherwise wait for the next arrival
 
-The search in `synthesize` tries many policies and keeps the best result.
+`search` tries many policies and keeps the best result.
 """
 
 from __future__ import annotations
@@ -51,17 +51,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules by which lanes choose.
+    """The rules by which lanes choose."""
 
-    Attributes:
-        caps: for each lane, the maximum number of micro-batches whose first stage still lacks the backward.
-        patience: for each lane, a weight gradient starts if the next arrival is at least this share of its time away.
-        f_patience: the same for a forward, compared with the arrival of the next input gradient.
-    """
-
+    # for each lane, the maximum number of micro-batches whose first stage still lacks the backward
     caps: tuple[int, ...]
-    patience: tuple[float, ...]
-    f_patience: tuple[float, ...]
+    patience: float  # a weight gradient starts if the next arrival is at least this share of its time away
+    f_patience: float  # the same for a forward, compared with the arrival of the next input gradient
 
 
 @dataclass(frozen=True)
@@ -143,12 +138,12 @@ class _Clock:
             self.backward(lane, at, now)
             return
         next_f, stage, blocked = self.next_forward(lane, now)
-        if next_f <= now and now + self.policy.f_patience[lane] * self.seconds_f[stage] <= next_b:
+        if next_f <= now and now + self.policy.f_patience * self.seconds_f[stage] <= next_b:
             self.forward(lane, stage, now)
             return
         if self.weights[lane]:
             arrival = min(next_b, next_f if next_f > now else next_b)
-            need = self.policy.patience[lane] * self.seconds_w[self.weights[lane][0][0]]
+            need = self.policy.patience * self.seconds_w[self.weights[lane][0][0]]
             if blocked or arrival - now >= need:
                 self.weight(lane, now)
 
@@ -166,7 +161,7 @@ class _Clock:
         if arrival <= now and has_room:
             order.popleft()
             (self.forward if is_forward else self.backward)(lane, stage, now)
-        elif weights and (not has_room or arrival - now >= self.policy.patience[lane] * self.seconds_w[weights[0][0]]):
+        elif weights and (not has_room or arrival - now >= self.policy.patience * self.seconds_w[weights[0][0]]):
             self.weight(lane, now)
 
     def next_forward(self, lane: int, now: float) -> tuple[float, int, bool]:

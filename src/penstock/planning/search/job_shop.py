@@ -63,10 +63,6 @@ class JobShop:
             self.place[node], self.held[node] = place, held
             held += self.leaves[node]
 
-    def snapshot(self) -> list[list[int]]:
-        """Return a copy of the current order."""
-        return [list(lane) for lane in self.order]
-
     def run(self) -> float:
         """Compute all start times and tails; return the length (infinite if the order deadlocks)."""
         order, place, lane_of, before, after = self.order, self.place, self.lane, self.before, self.after
@@ -155,12 +151,6 @@ class JobShop:
         self.place[v], self.place[u] = at, at + 1
         self.held[v] = self.held[u]
         self.held[u] = self.held[v] + self.leaves[v]
-
-    def bar(self, u: int, v: int) -> None:
-        """Undo a swap that deadlocks, bar it, and time the order again, since the times are inconsistent."""
-        self.barred.add((u, v))
-        self.swap(v, u)
-        self.run()
 
     def draft(self, order: list[list[int]]) -> Draft:
         """Return an order as a draft."""

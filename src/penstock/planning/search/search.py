@@ -1,4 +1,4 @@
-"""Search: write schedules with many policies, then improve the best by local search.
+"""Search: write schedules with many policies, and improve the best by local search; `synthesize` makes `auto`.
 
 The effort is counted in actions, not in seconds, so the same problem always has the same answer. docs/design/search.md
 explains why this works, and how close to the optimum it gets.
@@ -7,25 +7,99 @@ explains why this works, and how close to the optimum it gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.model.costs import Costs, StageCosts
+from penstock.planning.memory_limits import Limit, limit_per_lane, sized
 from penstock.planning.search.greedy import Draft, Objective, Policy, Problem, write_schedule
-from penstock.planning.search.polish import polish
+from penstock.planning.search.job_shop import JobShop
+from penstock.planning.simulate import simulate
+from penstock.schedule.actions import Kind
+from penstock.schedule.counts import loop, snake
+from penstock.schedule.flow import Rows
+from penstock.schedule.peak_memory import MemoryLimit, find_over_limit
+from penstock.schedule.schedule import Schedule
 
 _WRITE_BUDGET = 1_500_000  # actions written by policies
 _POLISH_BUDGET = 3_000_000  # actions timed by local search
 _MOST_POLISHED = 6
+_TENURE = 12  # rounds for which a swap may not be undone
+_MOST_IDLE = 150  # swaps without improvement after which local search stops
 _PATIENCE = (0.0, 0.5, 0.9, 0.25, 0.75, 1.0)
+
+
+def synthesize(
+    lanes: int,
+    micro_batches: int,
+    costs: Costs | None,
+    memory_limit: Limit | None,
+    *,
+    stages_per_lane: int,
+    named: Sequence[Callable[[], Schedule]],
+) -> Schedule:
+    """Return a schedule that is at most as long as the shortest of the named schedules that fit.
+
+    Raises:
+        ScheduleError: if nothing fits the limit; the message says what one micro-batch needs.
+    """
+    stage_costs = sized(costs, lanes * stages_per_lane)
+    limits = limit_per_lane(memory_limit, lanes)
+    limit = MemoryLimit(stage_costs.saved_bytes, stage_costs.pending_bytes, np.array(limits))
+    seeds = [draft for build in named if (draft := _fitting(build, costs, limit)) is not None]
+    best = seeds
+    for lane_of in dict.fromkeys((loop(lanes, stages_per_lane), snake(lanes, stages_per_lane))):
+        for splits in _ways_to_split(stage_costs):
+            problem = Problem("auto", lane_of, micro_batches, stage_costs, limits, splits_backward=splits)
+            own = [seed for seed in seeds if _is_like(seed.schedule, problem)]
+            if (found := search(problem, objective="step", seeds=own)) is not None:
+                best = [*best, found]
+    if not best:
+        per_lane = stage_costs.saved_bytes.reshape(-1, lanes).sum(axis=0)
+        worst = int(np.argmax(per_lane / np.array(limits)))
+        raise ScheduleError(
+            f"no schedule fits the memory limit; lane: {worst}, limit: {limits[worst]:.6g} bytes, "
+            f"one micro-batch of its stages saves: {per_lane[worst]:.6g} bytes. "
+            "Use smaller micro-batches, more lanes, or recompute"
+        )
+    chosen = min(best, key=lambda draft: draft.step_seconds).schedule
+    same = next((seed.schedule.name for seed in seeds if seed.schedule == chosen), "")
+    return replace(chosen, name=f"auto: {same}" if same else "auto")
+
+
+def _fitting(build: Callable[[], Schedule], costs: Costs | None, limit: MemoryLimit) -> Draft | None:
+    try:
+        schedule = build()
+    except ScheduleError:
+        return None  # the schedule is not defined for these numbers
+    if any(find_over_limit(schedule, Rows.of(schedule), limit)):
+        return None
+    timeline = simulate(schedule, costs)
+    return Draft(schedule, timeline.step_seconds, max(timeline.lane_seconds))
+
+
+def _ways_to_split(costs: StageCosts) -> Iterator[bool]:
+    """Yield whether to split backwards: True, and also False if a full backward takes less time or memory."""
+    yield True
+    parts = (costs.input_grad + costs.weight_grad) * (1 - 1e-9)
+    if (costs.backward < parts).any() or (costs.pending_bytes > costs.saved_bytes).any():
+        yield False
+
+
+def _is_like(schedule: Schedule, problem: Problem) -> bool:
+    """Return whether local search on the problem can start from a schedule."""
+    backward = {Kind.I, Kind.W} if problem.splits_backward else {Kind.B}
+    return schedule.ways == (problem.lane_of,) and not schedule.overlaps and schedule.kinds == backward | {Kind.F}
 
 
 def search(problem: Problem, *, objective: Objective, seeds: Sequence[Draft] = ()) -> Draft | None:
     """Return the best schedule found, or None if no policy finds one that fits and there are no seeds.
 
-    Args:
-        problem: costs and limits.
-        objective: what to minimise.
-        seeds: schedules that are known to fit; the result is never longer than the best of them.
+    Seeds are schedules that are known to fit. The result is never longer than the best of them.
     """
     num_actions = (3 if problem.splits_backward else 2) * len(problem.lane_of) * problem.num_mbs
     budget = max(6, _WRITE_BUDGET // num_actions)
@@ -46,10 +120,40 @@ def improve(problem: Problem, drafts: Sequence[Draft], *, objective: Objective) 
     return min([*ranked[:1], *polished], key=lambda draft: draft.length(objective))
 
 
-def fill_weights(problem: Problem, *, objective: Objective) -> list[Draft]:
+def polish(problem: Problem, draft: Draft, *, objective: Objective, rounds: int) -> Draft:
+    """Return the best schedule that local search finds in some rounds; it is never worse than the draft.
+
+    A schedule with known costs is a job shop whose machines are the lanes. Its length is that of its longest chain of
+    waits, the critical path. Only swapping two neighbours of one lane on this path can shorten it. Each round ranks
+    these swaps by an estimate that considers the two actions only. It makes the best swap that memory and a tabu list
+    of recent swaps allow, and keeps the best schedule so far.
+    """
+    shop = JobShop(problem, draft.schedule, objective)
+    best, best_order, idle = shop.run(), [*map(list, shop.order)], 0
+    tabu: dict[tuple[int, int], int] = {}
+    for turn in range(rounds):
+        move = shop.best_swap({pair for pair, until in tabu.items() if until > turn}, best)
+        if move is None or idle >= _MOST_IDLE:
+            break
+        tabu[move[1], move[0]] = turn + _TENURE
+        shop.swap(*move)
+        length = shop.run()
+        idle += 1
+        if math.isinf(length):  # the two depend on each other through actions that take no time
+            shop.barred.add(move)
+            shop.swap(*reversed(move))
+            shop.run()  # since the times are inconsistent
+            continue
+        if length < best * (1 - 1e-9):
+            best, best_order, idle = length, [*map(list, shop.order)], 0
+    return shop.draft(best_order)
+
+
+def fill_weights(problem: Problem) -> list[Draft]:
     """Fill the gaps of the fixed order with weight gradients, for several values of patience; return the drafts."""
-    drafts = (write_schedule(problem, _uniform(problem, math.inf, patience, 0.0)) for patience in _PATIENCE)
-    return sorted((draft for draft in drafts if draft is not None), key=lambda draft: draft.length(objective))
+    policies = (Policy((problem.num_mbs,) * problem.num_lanes, patience, 0.0) for patience in _PATIENCE)
+    drafts = (write_schedule(problem, policy) for policy in policies)
+    return sorted((draft for draft in drafts if draft is not None), key=lambda draft: draft.span_seconds)
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
@@ -73,13 +177,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
         [problem.num_mbs] * problem.num_lanes,
     ]
     for f_patience, patience, cap in product((0.0, 0.5, 1.0), _PATIENCE, caps):
-        lanes = range(problem.num_lanes)
-        yield Policy(tuple(max(1, cap[lane]) for lane in lanes), (patience,) * len(lanes), (f_patience,) * len(lanes))
-
-
-def _uniform(problem: Problem, cap: float, patience: float, f_patience: float) -> Policy:
-    lanes = problem.num_lanes
-    return Policy((int(min(cap, problem.num_mbs)),) * lanes, (patience,) * lanes, (f_patience,) * lanes)
+        yield Policy(tuple(max(1, number) for number in cap), patience, f_patience)
 
 
 def _lanes_behind(problem: Problem) -> list[int]:

@@ -17,9 +17,6 @@ def chimera(*, lanes: int, micro_batches: int) -> Schedule:
         unit, k = (m // 2) // (lanes // 2), (m // 2) % (lanes // 2)
         return 2 * lanes * unit + 2 * k
 
-    ticks = {
-        Kind.F: lambda s, m: start(m) + s,
-        Kind.B: lambda s, m: start(m) + 2 * lanes - 1 - s,
-    }
+    ticks = {Kind.F: lambda s, m: start(m) + s, Kind.B: lambda s, m: start(m) + 2 * lanes - 1 - s}
     down = loop(lanes, 1)
     return from_ticks("chimera", [down, down[::-1]], num_mbs=micro_batches, ticks=ticks)

@@ -86,8 +86,7 @@ class _Draft:
 
     def _add(self, kind: Kind, direction: int, mb: int) -> bool:
         if mb < self.num_mbs:
-            stage = self.stages[direction ^ self.own] if self.mb_stride == 2 else self.stages[direction]
-            self.actions.append(Action(kind, stage, mb))
+            self.actions.append(Action(kind, self.stages[direction ^ self.own], mb))
         return mb < self.num_mbs
 
 

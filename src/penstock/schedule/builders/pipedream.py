@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import KIND_INDEX, MAX_MBS, Ints, Kind, decode
-from penstock.schedule.builders.ticks import Tick, from_ticks, one_f_one_b
+from penstock.schedule.actions import KIND_INDEX, MAX_MBS, Ints, Kind, Lane, decode
+from penstock.schedule.builders.ticks import from_ticks, one_f_one_b
 from penstock.schedule.counts import check_count, loop
 from penstock.schedule.schedule import Schedule
 
@@ -44,20 +44,16 @@ def pipedream_2bw(*, lanes: int, micro_batches: int, update_every: int | None = 
 
 
 def _asynchronous(name: str, lanes: int, micro_batches: int, *, update_every: int) -> Schedule:
-    ticks: dict[Kind, Tick] = one_f_one_b(warm_up=lambda s, m: lanes - s)
-    plain = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)
+    plain = one_f_one_b(warm_up=lambda s, m: lanes - s)
     # an update follows the backward that completes its group (or the step)
-    with_all = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=_updates_after(ticks))
+    ticks = {Kind.B: plain[Kind.B], Kind.U: plain[Kind.B], Kind.F: plain[Kind.F]}
+    with_all = from_ticks(name, [loop(lanes, 1)], num_mbs=micro_batches, ticks=ticks)
     keep = []
     for lane in with_all.lanes:
         kind, _, mb = decode(lane.codes)
         closes = ((mb + 1) % update_every == 0) | (mb == micro_batches - 1)
-        keep.append(type(lane)(lane.codes[(kind != KIND_INDEX[Kind.U]) | closes]))
-    return replace(plain, lanes=tuple(keep))
-
-
-def _updates_after(ticks: dict[Kind, Tick]) -> dict[Kind, Tick]:
-    return {Kind.B: ticks[Kind.B], Kind.U: ticks[Kind.B], Kind.F: ticks[Kind.F]}
+        keep.append(Lane(lane.codes[(kind != KIND_INDEX[Kind.U]) | closes]))
+    return replace(with_all, lanes=tuple(keep))
 
 
 def _with_versions(schedule: Schedule, version_of: Callable[[Ints, Ints], Ints]) -> Schedule:
@@ -69,7 +65,5 @@ def _with_versions(schedule: Schedule, version_of: Callable[[Ints, Ints], Ints])
         of_forward = np.zeros(schedule.num_mbs, dtype=np.int32)
         forward = kind == KIND_INDEX[Kind.F]
         of_forward[mb[forward]] = version_of(mb, updates)[forward]
-        used = np.where(kind == KIND_INDEX[Kind.U], updates, of_forward[mb]).astype(np.int32)
-        used.flags.writeable = False
-        versions.append(used)
+        versions.append(np.where(kind == KIND_INDEX[Kind.U], updates, of_forward[mb]).astype(np.int32))
     return replace(schedule, versions=tuple(versions))

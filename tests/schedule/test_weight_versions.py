@@ -1,10 +1,36 @@
 """Asynchronous schedules: which weights each action uses, and how many versions a lane stashes."""
 
+import numpy as np
 import pytest
 
 from penstock import schedules
-from penstock.schedule.actions import Kind
-from penstock.schedule.verification.weight_versions import stashed_versions
+from penstock.schedule.actions import KIND_INDEX, Kind, decode
+
+
+def stashed_versions(schedule):
+    """Return the maximum number of weight versions that each lane holds at once.
+
+    A version is held from the update that makes it until the last forward that uses it, and the backwards of these
+    forwards, have run.
+    """
+    if schedule.versions is None:
+        return (1,) * schedule.num_lanes
+    return tuple(most_alive(lane.codes, used) for lane, used in zip(schedule.lanes, schedule.versions, strict=True))
+
+
+def most_alive(codes, used):
+    """Count the versions of one lane: each lives from the update that makes it to its last use."""
+    kind, stage, _ = decode(codes)
+    events = np.zeros(len(codes) + 1, dtype=np.int64)
+    for here in np.unique(stage):
+        of_stage = np.flatnonzero(stage == here)
+        is_update = kind[of_stage] == KIND_INDEX[Kind.U]
+        made_at = np.concatenate([[0], of_stage[is_update]])
+        last_use = made_at.copy()
+        np.maximum.at(last_use, used[of_stage][~is_update], of_stage[~is_update])
+        np.add.at(events, made_at, 1)
+        np.add.at(events, last_use + 1, -1)
+    return int(np.cumsum(events).max())
 
 
 @pytest.mark.parametrize(("lanes", "mbs"), [(1, 4), (2, 3), (4, 9), (5, 20)])

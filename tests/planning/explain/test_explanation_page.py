@@ -14,10 +14,9 @@ from penstock.errors import OutputError, UsageError
 from penstock.model.graph import Graph, Node, Parameter, Size, Value
 from penstock.model.profile import Profile
 from penstock.planning.explain.explanation import Explanation
-from penstock.planning.explain.explanation_page import strip_of
+from penstock.planning.explain.explanation_page import strip_of, write_strip
 from penstock.planning.partition.partition import partition
 from penstock.planning.simulate import simulate
-from penstock.report.model_strip import Strip, write_strip
 from penstock.schedule.builders.one_f_one_b import build_1f1b
 
 HOSTILE = '</script><img src=x onerror="window.hacked = 1">{{data}} & <b>\'\u2028'
@@ -150,7 +149,7 @@ def test_cuts_stages_skips_and_modules_tell_theirs(open_page: Open) -> None:
     assert "stage 2" in hover(page, "stage", 2)
     assert "skips stages" in hover(page, "arc", 0)
     assert "module" in hover(page, "level", 0)
-    assert len(strip_of(explanation).arcs) == 1
+    assert len(strip_of(explanation)["arcs"]) == 1
 
 
 def test_the_table_has_every_stage_and_cut(open_page: Open) -> None:
@@ -216,6 +215,6 @@ def test_no_name_is_trusted(open_page: Open) -> None:
 
 def test_what_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to draw"):
-        write_strip(Strip("x", (), (), (), (), ()), tmp_path / "x.html")
+        write_strip({"title": "x", "nodes": {"name": []}, "stages": []}, tmp_path / "x.html")
     with pytest.raises(OutputError, match="cannot be written"):
         explained().to_html(tmp_path / "no" / "x.html")

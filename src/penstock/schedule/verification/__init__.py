@@ -1,1 +1,0 @@
-"""Verification: prove that a schedule can run, or list its faults."""

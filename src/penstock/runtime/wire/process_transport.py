@@ -99,7 +99,7 @@ class ProcessTransport:
         try:
             self._send(key, to_lane, payload)
         except LostError:
-            self.check()  # raises the reason, if the other lane sent one before it left
+            self._wait_for_reason()
             raise
 
     def _send(self, key: Key, to_lane: int, payload: Payload) -> None:
@@ -228,6 +228,16 @@ class ProcessTransport:
         """Raise the failure that another lane reported, or a LostError if a lane is gone."""
         self._read(0.0)
         self._check()
+
+    def _wait_for_reason(self) -> None:
+        """After another lane has left, wait a moment for the failure that made it leave, and raise it.
+
+        The report comes from the lane that failed, perhaps a third one, so it may arrive after the other lane has gone.
+        """
+        end = time.monotonic() + _GOODBYE_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            self._read(min(left, _GOODBYE_SECONDS / 20))
+            self._check()
 
     def _check(self) -> None:
         if self._failure is not None:

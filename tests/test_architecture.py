@@ -28,6 +28,8 @@ ARROWS = {
     "randomness": "",
     "compile": "devices randomness",
     "model": "compile devices files",
+    "tensor_files": "",
+    "loading": "model tensor_files",
     "model/capture/export": "compile devices model randomness",
     "model/capture/replay": "compile model model/capture/export randomness",
     "model/capture": "compile model model/capture/export model/capture/replay randomness",
@@ -64,24 +66,24 @@ ARROWS = {
         "planning/partition runtime/keep runtime/lanes schedule schedules"
     ),
     "pipeline": (
-        "compile deciding devices model model/capture pipeline/exactness pipeline/planned "
+        "compile deciding devices loading model model/capture pipeline/exactness pipeline/planned "
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
         "runtime/lanes schedule"
     ),
-    "checkpoint": "_version devices pipeline schedule",
-    "checkpoint/formats": "checkpoint",
+    "checkpoint": "_version devices pipeline schedule tensor_files",
+    "checkpoint/formats": "checkpoint tensor_files",
     "feeding": "devices model pipeline pipeline/planned",
     "timing": "devices model/profiling",
     "doctor": "devices feeding report timing",
     "training/callbacks": "devices faults pipeline torchrun",
-    "training/resume": "checkpoint feeding torchrun",
+    "training/resume": "feeding tensor_files torchrun",
     "training/view": "faults report training/callbacks",
     "training": (
         "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
         "training/callbacks training/resume training/view"
     ),
     "__init__": (
-        "_version checkpoint deciding feeding metrics model pipeline pipeline/planned planning report "
+        "_version checkpoint deciding feeding loading metrics model pipeline pipeline/planned planning report "
         "schedules training"
     ),
     "launch/build": (
@@ -95,7 +97,7 @@ ARROWS = {
     "cli": (
         "__init__ _version checkpoint checkpoint/formats deciding devices doctor files launch/build "
         "launch/config launch/processes model model/small_models pipeline pipeline/planned planning "
-        "report schedule schedules training/callbacks training/view"
+        "report schedule schedules tensor_files training/callbacks training/view"
     ),
     "__main__": "cli",
     "launch": "launch/processes",
@@ -214,7 +216,7 @@ PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
 RUNNING = (
     "compile", "devices", "randomness", "runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults",
-    "training", "launch",
+    "training", "launch", "loading", "tensor_files",
 )  # fmt: skip
 
 

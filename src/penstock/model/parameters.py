@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,16 +39,43 @@ def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, s
     return parameters, first_of
 
 
-def buffer_places(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """Return, by first name, the dicts and keys under which a model stores each buffer."""
+Place = tuple[dict[str, Any], str]  # a dict of a module, and a key in it
+
+
+def tensor_places(model: nn.Module) -> dict[str, list[Place]]:
+    """Return, by first name, all dicts and keys under which a model stores each parameter and each buffer."""
     _, first_of = read_parameters(model)
-    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-    for path, module in model.named_modules():
-        for key, tensor in module._buffers.items():
-            if tensor is not None:
-                name = first_of[f"{path}.{key}" if path else key]
-                places.setdefault(name, []).append((module._buffers, key))
+    places: dict[str, list[Place]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind in (module._parameters, module._buffers):
+            for key, tensor in kind.items():
+                if tensor is not None:
+                    name = first_of[f"{path}.{key}" if path else key]
+                    places.setdefault(name, []).append((cast("dict[str, Any]", kind), key))
     return places
+
+
+def buffer_places(model: nn.Module) -> dict[str, list[Place]]:
+    """Return, by first name, the dicts and keys under which a model stores each buffer."""
+    return {
+        name: places
+        for name, places in tensor_places(model).items()
+        if not isinstance(places[0][0][places[0][1]], nn.Parameter)
+    }
+
+
+@contextlib.contextmanager
+def replaced_tensors(places: Mapping[str, Sequence[Place]], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Temporarily put other tensors into a model, by first name; `places` are those of `tensor_places`."""
+    before = [(kind, key, kind[key]) for name in tensors for kind, key in places[name]]
+    try:
+        for name, tensor in tensors.items():
+            for kind, key in places[name]:
+                kind[key] = tensor
+        yield
+    finally:
+        for kind, key, tensor in before:
+            kind[key] = tensor
 
 
 def unsaved_names(model: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ from penstock.errors import CaptureError, PenstockError, UsageError, warn_user
 from penstock.model.capture.export.exported_stage import StageBuilder, visit_export
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
 from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
-from penstock.model.capture.export.tracing import OpenDims, trace
+from penstock.model.capture.export.tracing import OpenDims, trace, trace_device
 from penstock.model.example import Call
 from penstock.model.graph import Graph, held_by_stage, match_cuts
 from penstock.model.parameters import held_tensors, main_device, unsaved_names
@@ -211,7 +211,7 @@ class Exported:
         is_own = training == self.training and self.form == 0
         own = cuts if is_own else match_cuts(self.graph, cuts, exported.graph)
         ranges = exported.graph.stages(own)
-        device = main_device(self.model, self.call)
+        device = trace_device(self.model, self.call)
         programs: list[Program] = [
             StageBuilder(exported, nodes, is_last=index == len(ranges) - 1).cut(device)
             for index, nodes in enumerate(ranges)

@@ -58,7 +58,7 @@ ARROWS = {
         "planning/partition schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
-    "launch/config": "report schedule schedules torchrun",
+    "launch/config": "deciding report schedule schedules torchrun",
     "pipeline/planned": (
         "_version deciding devices model model/capture pipeline/exactness pipeline/splitting "
         "planning/partition runtime/keep runtime/lanes schedule schedules"

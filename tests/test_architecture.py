@@ -204,6 +204,15 @@ def test_no_folder_is_crowded():
         assert len(list(folder.glob("*.py"))) <= 17, folder
 
 
+def test_the_page_of_the_architecture_has_a_row_for_every_folder():
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    table = re.search(r"^## The folders\n(.*?)(?=^## )", page, re.M | re.S)[1]
+    listed = {name for row in re.findall(r"^\| (`.*?`) \|", table, re.M) for name in re.findall(r"`(.*?)`", row)}
+    folders = {path.relative_to(SOURCE) for path in SOURCE.rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name in listed if not name.endswith(".py")} == set(map(str, folders))
+    assert all((SOURCE / name).exists() for name in listed)
+
+
 def test_file_names_are_unique():
     names = [path.name for path in FILES if path.name != "__init__.py" and part_of(path) not in ("cli", "launch")]
     assert {name for name in names if names.count(name) > 1} == set()

@@ -116,7 +116,9 @@ class Config(BaseModel):
         None, "Number of lanes, as threads of one process; by default the number of GPUs, or 2 on the CPU."
     )
     devices: str | list[str] | None = _key(None, "The device of each lane, such as cuda:0 or cpu; or one for all.")
-    micro_batches: Count | None = _key(None, "Micro-batches per step; by default four per lane.")
+    micro_batches: Count | None = _key(
+        None, "Micro-batches per step; by default four per lane, but at most one per sample."
+    )
     schedule: str | None = _key(
         None,
         "A schedule by name (see penstock simulate --list), or a CSV file; by default 1f1b, or zb_gpipe if loss_over is"

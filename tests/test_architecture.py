@@ -60,7 +60,7 @@ ARROWS = {
         "planning/partition schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
-    "launch/config": "report schedule schedules torchrun",
+    "launch/config": "deciding report schedule schedules torchrun",
     "pipeline/planned": (
         "_version deciding devices model model/capture pipeline/exactness pipeline/splitting "
         "planning/partition runtime/keep runtime/lanes schedule schedules"
@@ -204,6 +204,15 @@ def test_contributing_shows_the_arrows():
 def test_no_folder_is_crowded():
     for folder in {path.parent for path in FILES}:
         assert len(list(folder.glob("*.py"))) <= 17, folder
+
+
+def test_the_page_of_the_architecture_has_a_row_for_every_folder():
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    table = re.search(r"^## The folders\n(.*?)(?=^## )", page, re.M | re.S)[1]
+    listed = {name for row in re.findall(r"^\| (`.*?`) \|", table, re.M) for name in re.findall(r"`(.*?)`", row)}
+    folders = {path.relative_to(SOURCE) for path in SOURCE.rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name in listed if not name.endswith(".py")} == set(map(str, folders))
+    assert all((SOURCE / name).exists() for name in listed)
 
 
 def test_file_names_are_unique():

@@ -384,7 +384,7 @@ class Weights:
         has_updates = Kind.U in self._schedule.kinds
         if has_updates and make is None:
             raise UsageError(
-                f"{self._schedule.name} updates weights within the step: give optimizer=, a function that makes an "
+                f"{self._schedule.name} updates weights within the step: pass optimizer=, a function that makes an "
                 "optimizer from a list of parameters, such as optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
             )
         if not has_updates and make is not None:

@@ -79,7 +79,7 @@ class _Form:
         return [own | new for own, new in zip(self._open, more, strict=True)]
 
     def takes(self, call: Call, training: bool) -> bool:
-        """Return whether the form holds for the shapes of a call; trace the mode if necessary."""
+        """Return whether the form is valid for the shapes of a call; trace the mode if necessary."""
         if self.is_replayed:
             return True
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
@@ -97,7 +97,7 @@ class _Form:
 def _is_like(own: Sequence[int], shape: Sequence[int], batch_dim: int | None, free: frozenset[int]) -> bool:
     """Return whether a shape differs only in the batch dimension and in open dimensions larger than one.
 
-    A trace of a larger dimension may not hold for size one, which is broadcast.
+    A trace of a larger dimension may be wrong for size one, which is broadcast.
     """
     return len(own) == len(shape) and all(
         mine == given or dim == batch_dim or (dim in free and given > 1)
@@ -127,7 +127,7 @@ class Exported:
         return self._forms[0].side(training)
 
     def choose(self, call: Call, training: bool, is_fitting: Callable[[], str]) -> None:
-        """Select the form that holds for the shapes of a call; capture one if there is none yet.
+        """Select the form that is valid for the shapes of a call; capture one if there is none yet.
 
         Args:
             call: the call, with its tensors in the example's order.
@@ -150,7 +150,7 @@ class Exported:
                 if not form.is_replayed:
                     form.side(training)
                 is_taken = form.takes(call, training)
-                why = is_fitting() if is_taken else "the trace does not hold for the shapes with which it was made"
+                why = is_fitting() if is_taken else "the trace is not valid for the shapes with which it was made"
             except Exception as error:
                 why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
             if not why:

@@ -37,7 +37,7 @@ class Traced:
     template: object  # the template of the model's result
     num_outputs: int  # the number of tensors in the model's result
     reassigned: tuple[str, ...]  # the names of the buffers to which forward assigns another tensor
-    guards: ShapeGuards  # the conditions on the input shapes for which the trace holds
+    guards: ShapeGuards  # the conditions on the input shapes for which the trace is valid
 
 
 OpenDims = Sequence[frozenset[int]]
@@ -238,21 +238,23 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
 
 
 def _check(program: torch.export.ExportedProgram, call: Call, open_dims: OpenDims) -> None:
-    """Refuse a trace that depends on data, or that holds for only one size of the batch or of an open dimension."""
+    """Refuse a trace that depends on data, or is valid for only one size of the batch or of an open dimension."""
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
         if dim is not None and not _is_symbolic(node.meta["val"].shape[dim]):
-            raise CaptureError(f"the trace holds for only one batch size (seen at input {name})")
+            raise CaptureError(
+                f"the trace is valid for only one batch size: it contains the size of input {name} as a number"
+            )
     for node, name, dims in zip(inputs, call.names, open_dims, strict=bool(open_dims)):
         fixed = [str(dim) for dim in sorted(dims) if not _is_symbolic(node.meta["val"].shape[dim])]
         if fixed:
-            raise CaptureError(f"the trace holds for only one size of dimension {', '.join(fixed)} of {name}")
+            raise CaptureError(f"the trace is valid for only one size of dimension {', '.join(fixed)} of {name}")
     sizes = [node.meta["val"].shape[d] for node, d in zip(inputs, call.batch_dims, strict=True) if d is not None]
     of_batch = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     for symbol, bounds in program.range_constraints.items():
         if symbol in of_batch and bounds.upper < 4096:  # higher bounds come from kernels with 32-bit indices
-            raise CaptureError(f"the trace holds only for batches of at most {bounds.upper} samples ({symbol})")
+            raise CaptureError(f"the trace is valid only for batches of at most {bounds.upper} samples ({symbol})")
     for node in program.graph.nodes:
         if "_add_batch_dim" in str(node.target):
             raise CaptureError(f"a trace with torch.vmap cannot be cut {_where(node)}")

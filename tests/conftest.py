@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import shutil
@@ -132,7 +133,6 @@ def pytest_sessionfinish(session):
     for number, _ in found:
         os.kill(number, signal.SIGKILL)
     left = sorted(_files() - session.config.stash[_BEFORE])
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     if found or left:
         sys.stderr.write(f"\nthe tests left behind: processes: {found}, files: {left}\n")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -143,6 +143,7 @@ def _use_own_temporary_folder():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps the folders of recent sessions
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="penstock-tests-")
     tempfile.tempdir = None  # read TMPDIR again
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)  # after multiprocessing's own clean-up
 
 
 def _is_first(config):

@@ -22,7 +22,7 @@ def empty_weights() -> Iterator[None]:
     With `torch.device("meta")` buffers have no values either. This block is for models whose buffers are not in their
     files, and that no function of the model can compute again.
     """
-    handle = register_module_parameter_registration_hook(_on_meta)
+    handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # its stub forgets results
     try:
         yield
     finally:

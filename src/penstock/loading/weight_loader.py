@@ -122,23 +122,23 @@ class WeightLoader:
             raise CheckpointError(f"{self._files.path}: tensors of another shape than in the model: {_some(wrong)}")
         unsaved = unsaved_names(self._model)
         self.lacking = [name for name in tensors if name not in self._recipe_of]
-        new = [
-            name
-            for name in self.lacking
-            if not {name, *self._parameters[name].aliases} <= unsaved and name not in self._given
-        ]
-        self._warn(new, unused)
+        saved = [name for name in self.lacking if not {name, *self._parameters[name].aliases} <= unsaved]
+        self._warn(saved, unused)
 
-    def _warn(self, new: Sequence[str], unused: Sequence[str]) -> None:
-        ignored = self._ignored("unexpected")
+    def _warn(self, lacking: Sequence[str], unused: Sequence[str]) -> None:
+        ignored = self._ignored()
+        new = [name for name in lacking if name not in self._given]
+        kept = [name for name in lacking if name in self._given]
         unused = [name for name in unused if not ignored(name)]
         if new:
             warn_user(f"{self._files.path}: holds no values for {_some(new)}; the model initialises them")
+        if kept:
+            warn_user(f"{self._files.path}: holds no values for {_some(kept)}; they keep the values that they have")
         if unused:
             warn_user(f"{self._files.path}: the model does not have {_some(unused)}; they are not loaded")
 
-    def _ignored(self, what: str) -> Callable[[str], bool]:
-        patterns = list(getattr(self._model, f"_keys_to_ignore_on_load_{what}", None) or ())
+    def _ignored(self) -> Callable[[str], bool]:
+        patterns = list(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ())
         if is_of_transformers(self._model):  # older files hold buffers that are computed now
             patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
         return lambda name: any(re.search(pattern, name) for pattern in patterns)

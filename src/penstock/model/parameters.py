@@ -99,6 +99,37 @@ def module_signature(module: nn.Module) -> str:
     return f"{type(module).__qualname__}({module.extra_repr()}){shapes}"
 
 
+class StandIns(Mapping[str, torch.Tensor]):
+    """The tensors of a model on a device; those on meta are made when they are asked for, with random values.
+
+    So a model that is larger than the device can be measured one node at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self._tensors = {name: t if t.is_meta else t.to(device) for name, t in tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return stand_in(self._tensors[name], self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; one on meta gets random values, or zeros if it holds no floating-point numbers."""
+    if not tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    made = torch.zeros_like(tensor, device=device)
+    if made.is_floating_point() and made.element_size() > 1:
+        generator = torch.Generator(device).manual_seed(made.numel())  # the global random state stays unchanged
+        made.uniform_(-0.1, 0.1, generator=generator)
+    return made
+
+
 def new_tensors_on_meta(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:
     """Return a context in which factory functions of a model on meta, such as `torch.rand(n)`, use meta too.
 

@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.loading.weight_loader import model_on_meta, open_loader
 from penstock.model.capture.capture import Captured, plain_module
 from penstock.model.example import BatchLayout, Call
-from penstock.model.structure import rebuild
+from penstock.model.structure import flatten, rebuild
 from penstock.pipeline.batch_reader import BatchReader, Ready
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
@@ -278,18 +278,20 @@ class Pipeline(ModelInterface):
         self._followed = plain_module(module) if isinstance(module, nn.Module) else module[0]
         self._followed_mode = self._followed.training
         self.train(self._followed_mode)
-        self._check_loaded: Callable[[], None] | None = None
+        self._check_loaded: Callable[[object], None] | None = None
         if check and on_meta is not None and self.schedule.num_mbs > 1:
-            self._check_loaded = partial(self._check_on_lanes, exactness, example, split)
-            self._check_if_loaded()
+            self._check_loaded = partial(self._check_on_lanes, exactness, split)
+            self._check_if_loaded(example)
 
-    def _check_if_loaded(self) -> None:
-        """Check a model that was on meta, once it has its weights."""
-        if self._check_loaded is not None and not self._weights.lacks_values:
+    def _check_if_loaded(self, example: object) -> None:
+        """Check a model that was on meta with a batch, once both have values."""
+        if self._check_loaded is None or any(tensor.is_meta for tensor in flatten(example)[0]):
+            return
+        if not any(self._lane_group.control.gather(self._weights.lacks_values)):  # a lane may need no weights
             todo, self._check_loaded = self._check_loaded, None
-            todo()
+            todo(example)
 
-    def _check_on_lanes(self, exactness: Exactness, example: object, split: Split | None) -> None:
+    def _check_on_lanes(self, exactness: Exactness, split: Split | None, example: object) -> None:
         runs = LaneRuns(self._chains[0], example, self._run_whole)
         exactness.check(runs, self._planned.captured.model, example=example, split=split)
 
@@ -336,7 +338,7 @@ class Pipeline(ModelInterface):
         """
         with self._use:
             self._follow_model()
-            self._check_if_loaded()
+            self._check_if_loaded(batch)
             if not self.training:
                 raise UsageError(
                     "step() trains, but the pipeline is in evaluation mode: call train(), or use evaluate()"

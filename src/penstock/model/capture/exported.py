@@ -15,7 +15,7 @@ from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
 from penstock.model.capture.export.tracing import OpenDims, trace, trace_device
 from penstock.model.example import Call
 from penstock.model.graph import Graph, held_by_stage, match_cuts
-from penstock.model.parameters import held_tensors, main_device, unsaved_names
+from penstock.model.parameters import StandIns, held_tensors, main_device, stand_in, unsaved_names
 from penstock.model.preserve import OriginalDevices, in_mode, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage
 from penstock.model.visit import Visitor
@@ -192,8 +192,8 @@ class Exported:
         exported = self._side(self.training)[0]
         call = self.call if batch_size is None else self.call.resized(batch_size)
         where = device or main_device(self.model, self.call)
-        held = {name: tensor.to(where) for name, tensor in (held_tensors(self.model) | exported.constants).items()}
-        visit_export(exported, visitor, call.map(lambda tensor: tensor.to(where)), held, where)
+        held = StandIns(held_tensors(self.model) | exported.constants, where)
+        visit_export(exported, visitor, call.map(lambda tensor: stand_in(tensor, where)), held, where)
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, in the current form, and the description of the result."""

@@ -301,9 +301,13 @@ class Pipeline(ModelInterface):
         outputs: dict[int, list[Any]] = {}
         batch = Batch([dict(zip(call.names, call.tensors, strict=True))], [call.batch_size])
         with self._in_mode(False):
+            try:
+                template = self._chains[0].results(False).template()  # captures the model in evaluation mode
+            except Exception as error:
+                self._lane_group.control.refuse(self._steps.number + 1, error)
+                raise
             step = self._steps.begin(Ready(batch, [()], [1.0]), Mode(False, False, self._cast()), outputs=outputs)
             self._steps.run(step)
-            template = self._chains[0].results(False).template()
         made = self._lane_group.values.outputs(outputs, 1, self.schedule, to_all=True)
         assert made is not None
         return rebuild(template, made[0])

@@ -63,10 +63,10 @@ class _Form:
             try:
                 with in_mode(self._model, training=training), self._original_devices.restored():
                     traced = trace(self._model, self.call, self._open if any(self._open) else ())
+                    graph = GraphReader(traced, self._model, self.call).read()
             except CaptureError as error:
                 self._refusals[training] = error
                 raise
-            graph = GraphReader(traced, self._model, self.call).read()
             self._made[training] = (graph, traced.template, traced.guards)
         return self._made[training]
 

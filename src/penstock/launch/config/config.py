@@ -51,9 +51,17 @@ class Config(BaseModel):
     model: str | Table = _key(
         "penstock:gpt",
         "package.module:callable or file.py:callable, which returns a model, or a model and an example batch; or a "
-        "transformers config: a model type such as gpt2, a config.json, or a table with model_type.",
+        "transformers config: a model type such as gpt2, a config.json, or a table with model_type. hf:FOLDER is the "
+        "model in a folder of save_pretrained; each lane makes and loads only its part.",
     )
-    model_args: Table = _key({}, "Keyword arguments of the callable, or settings of the transformers config.")
+    model_args: Table = _key(
+        {}, "Keyword arguments of the callable, or settings of the transformers config; for hf: models also dtype."
+    )
+    weights: str | None = _key(
+        None,
+        "The file or folder of the model's weights: safetensors, a folder of save_pretrained or a checkpoint of "
+        "Penstock. By default the folder of an hf: model; other models are initialised.",
+    )
     data: str = _key(
         "penstock:text",
         "package.module:callable or file.py:callable, which returns batches (a DataLoader, or another iterable that can"

@@ -1,8 +1,10 @@
 """Weights from files: every process reads its own tensors, and the pipeline equals the model of `from_pretrained`."""
 
 import json
+import re
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -533,3 +535,49 @@ def test_what_the_model_does_not_have_is_named(tmp_path):
     ):
         pipe = penstock.Pipeline(on_meta(kind, config), example=TEXT, lanes=2, micro_batches=2, weights=tmp_path)
     pipe.close()
+
+
+# ---- a model that is larger than the limit of a process
+
+ROOM = 450 << 20  # bytes that a process may take beside what its imports took
+
+
+def big_config():
+    return transformers.LlamaConfig(
+        hidden_size=1024, num_hidden_layers=12, num_attention_heads=8, intermediate_size=2816, vocab_size=1000
+    )
+
+
+def limited(folder, is_plain):
+    """Run in each process: load and train with little memory; return the loss, or the name of the error."""
+    import resource
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(big_config())
+    kilobytes = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    resource.setrlimit(resource.RLIMIT_AS, (kilobytes * 1024 + ROOM,) * 2)
+    try:
+        if is_plain:
+            return float(transformers.LlamaForCausalLM.from_pretrained(folder)(**batch).loss)
+        options = {"micro_batches": 2, "weights": folder, "keep": "recompute", "analytic": "cpu"}
+        with penstock.Pipeline(model, example=batch, **options) as pipe:
+            return float(pipe.evaluate(batch))
+    except (MemoryError, RuntimeError, OSError) as error:
+        return type(error).__name__
+
+
+@pytest.mark.slow
+def test_two_processes_hold_what_one_cannot(tmp_path):
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(big_config())
+    plain.save_pretrained(tmp_path, max_shard_size="100MB")
+    with torch.no_grad():
+        loss = float(plain.eval()(input_ids=TOKENS, labels=TOKENS).loss)
+    assert sum(p.nbytes for p in plain.parameters()) > ROOM
+    del plain
+    (alone,) = processes.run(limited, 1, tmp_path, True)
+    assert isinstance(alone, str)
+    assert processes.run(limited, 2, tmp_path, False) == pytest.approx([loss, loss], rel=1e-4)

@@ -71,12 +71,12 @@ def config(gib: float | None = None, folder: str | None = None):  # noqa: ANN201
 
     if folder is not None:
         return LlamaConfig.from_pretrained(folder)
-    width, inner, words = 1024, 2816, 16000
-    per_layer = 4 * width * width + 3 * width * inner + 2 * width
+    width, inner, words = 2048, 5632, 32000  # as TinyLlama, with 22 layers for 4 GiB
+    per_layer = 2 * width * width + width * width // 4 + 3 * width * inner + 2 * width
     layers = max(2, round((gib * (1 << 30) / 4 - 2 * words * width) / per_layer))
     return LlamaConfig(
         hidden_size=width, intermediate_size=inner, vocab_size=words, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False, use_cache=False,
+        num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
 
 

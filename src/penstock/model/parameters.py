@@ -102,15 +102,22 @@ def module_signature(module: nn.Module) -> str:
 class StandIns(Mapping[str, torch.Tensor]):
     """The tensors of a model on a device; those on meta are made when they are asked for, with random values.
 
-    So a model that is larger than the device can be measured one node at a time.
+    Tensors of the same shape share their memory. So a model can be measured that is larger than the device.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._device = device
         self._tensors = {name: t if t.is_meta else t.to(device) for name, t in tensors.items()}
+        self._made: dict[object, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return stand_in(self._tensors[name], self._device)
+        tensor = self._tensors[name]
+        if not tensor.is_meta:
+            return tensor
+        form = (tensor.shape, tensor.stride(), tensor.dtype)
+        if form not in self._made:
+            self._made[form] = stand_in(tensor, self._device)
+        return self._made[form]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -86,6 +87,7 @@ class Weights:
             self._empty -= set() if on_meta is None else on_meta.fill(own)
             return
         error: PenstockError | None = None
+        gc.collect()  # what the capture has left, before memory is filled
         try:
             loader.fill(own)
         except PenstockError as raised:

@@ -125,7 +125,7 @@ class Internals:
             steps = pipe._steps
             ready = steps.read(batch, target, adds_gradients=True)
             mode = Mode(True, has_backward) if past is None else replace(past.mode, has_backward=has_backward)
-            step = steps.begin(ready, mode)
+            step = steps.begin(ready, mode, scale=1.0 if past is None else past.scale)
             if past is not None:
                 step.seed, step.factor = past.seed, past.factor
             prepare(step)

@@ -80,6 +80,7 @@ ARROWS = {
         "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
         "training/callbacks training/resume training/view"
     ),
+    "integrations": "checkpoint pipeline runtime",
     "__init__": (
         "_version checkpoint deciding feeding metrics model pipeline pipeline/planned planning report "
         "schedules training"

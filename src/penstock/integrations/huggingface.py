@@ -75,15 +75,15 @@ class PipelineTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where the pipeline has placed it."""
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002, ANN401
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Return the pipeline: the loop calls its `zero_grad`, `train` and `eval`."""
         return self.pipe
 
-    def get_decay_parameter_names(self, model: Any) -> list[str]:  # noqa: ARG002, ANN401
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the model's parameters with weight decay."""
         return list(super().get_decay_parameter_names(self.plain))
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ARG002, ANN401
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer from the parameters of the lanes in this process."""
         return super().create_optimizer(self.pipe)
 
@@ -94,7 +94,10 @@ class PipelineTrainer(Trainer):
     # ---- steps
 
     def training_step(
-        self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None = None  # noqa: ARG002, ANN401
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Run forward and backward of a batch; return its part in the loss of the update."""
         self.pipe.train()
@@ -133,7 +136,11 @@ class PipelineTrainer(Trainer):
         return weight.is_shifted if isinstance(weight, CountRule) else shifts_labels(self.plain)
 
     def prediction_step(
-        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None  # noqa: ARG002, ANN401
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Return the loss, the outputs and the labels of a batch. Outputs need a second forward."""
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
@@ -152,7 +159,7 @@ class PipelineTrainer(Trainer):
             labels = found[0] if len(found) == 1 else found
         return loss, logits, labels
 
-    def _outputs(self, output: Any, ignore_keys: list[str] | None) -> Any:  # noqa: ANN401 - any structure of tensors
+    def _outputs(self, output: Any, ignore_keys: list[str] | None) -> Any:
         """Return the outputs of the model without its loss."""
         if ignore_keys is None:
             ignore_keys = getattr(self.plain.config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -171,16 +178,16 @@ class PipelineTrainer(Trainer):
         labels = [batch.pop(name) for name in self.label_names if name in batch]
         return (batch, labels[0] if len(labels) == 1 else labels)
 
-    def _autocast(self) -> Any:  # noqa: ANN401 - a context
+    def _autocast(self) -> Any:
         if not self.args.bf16:
             return nullcontext()
         return torch.autocast(self.pipe.devices[0].type, dtype=torch.bfloat16, cache_enabled=False)
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:  # noqa: ARG002, ANN401
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         """Clip the gradients of all lanes; return their norm before."""
         return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:  # noqa: ARG002, ANN401
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm of the gradients of all lanes."""
         return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
@@ -212,7 +219,7 @@ class PipelineTrainer(Trainer):
                         "write it, or it did so with save_only_model=True. Load its weights with from_pretrained"
                     )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ARG002, ANN401
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint."""
         with self._checkpoints(resume_from_checkpoint, has_optimizer=False) as checkpoints:
             if checkpoints.restore(parts=("model",)) is None:
@@ -223,7 +230,7 @@ class PipelineTrainer(Trainer):
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _checkpoints(self, folder: str, *, scheduler: Any = None, has_optimizer: bool = True) -> Checkpoints:  # noqa: ANN401
+    def _checkpoints(self, folder: str, *, scheduler: Any = None, has_optimizer: bool = True) -> Checkpoints:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer) if has_optimizer else None
         return Checkpoints(Path(folder) / _STATE, self.pipe, optimizer=optimizer, scheduler=scheduler)
 

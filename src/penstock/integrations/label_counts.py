@@ -42,7 +42,7 @@ def count_labels(inputs: Mapping[str, Any], *, is_shifted: bool) -> int:
     return int((labels != IGNORED).sum())
 
 
-def _base(model: nn.Module) -> Any:  # noqa: ANN401 - a model of transformers
+def _base(model: nn.Module) -> Any:
     """Return the model inside of a peft model."""
     get = getattr(model, "get_base_model", None)
     return model if get is None else get()

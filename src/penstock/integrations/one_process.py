@@ -22,7 +22,7 @@ def without_torchrun() -> Iterator[None]:
 
 
 @contextmanager
-def as_one_process(args: Any, *, is_first: bool) -> Iterator[None]:  # noqa: ANN401 - the arguments of a Trainer
+def as_one_process(args: Any, *, is_first: bool) -> Iterator[None]:
     """Set up the arguments of a Trainer as those of a single process; only the first process of the pipeline writes.
 
     Lanes are parts of one model, so all processes need the same batches. With several processes, accelerate would give

@@ -215,7 +215,7 @@ PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
 RUNNING = (
     "compile", "devices", "randomness", "runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults",
-    "training", "launch",
+    "training", "launch", "integrations",
 )  # fmt: skip
 
 

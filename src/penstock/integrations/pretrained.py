@@ -1,16 +1,39 @@
-"""Whole state: the state dict of the whole model in the first process, also if each process holds a part."""
+"""Pretrained: write the model of a pipeline as transformers and peft do, also if each process holds a part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.errors import OutputError
+from penstock.errors import OutputError, UsageError
 from penstock.pipeline.pipeline import Pipeline
+
+
+def save_pretrained(pipe: Pipeline, folder: str | Path, **more: Any) -> None:
+    """Write the model into a folder that `from_pretrained` reads; of a peft model, only the adapter is written.
+
+    Under torchrun, all processes must call this function, and see the folder.
+
+    Args:
+        pipe: the pipeline of a model with a method `save_pretrained`.
+        folder: the folder.
+        more: other arguments of the model's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        UsageError: if the model has no method `save_pretrained`.
+        OutputError: if a file cannot be written; in all processes.
+    """
+    save = getattr(pipe.internals.captured.model, "save_pretrained", None)
+    if not callable(save):
+        raise UsageError(f"pipe: its model, a {type(pipe.internals.captured.model).__name__}, has no save_pretrained")
+    with whole_state_dict(pipe, Path(folder)) as state:
+        if state is not None:
+            save(str(folder), state_dict=state, **more)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
 from penstock.integrations.label_counts import count_labels, shifts_labels, uses_num_items
+from penstock.integrations.lane_checkpoints import load_lanes, save_lanes
 from penstock.integrations.one_process import as_one_process
 from penstock.integrations.pretrained import whole_state_dict
 from penstock.pipeline.pipeline import Pipeline
@@ -204,35 +204,40 @@ class PipelineTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write weights, optimizer and scheduler by name, so that any number of lanes can continue."""
-        with self._checkpoints(output_dir, scheduler=self.lr_scheduler) as checkpoints:
-            checkpoints.save(self.state.global_step, wait=True)
-            if checkpoints.failures:
-                raise UsageError(checkpoints.failures[0])
+        save_lanes(
+            Path(output_dir) / _STATE,
+            self.pipe,
+            self.state.global_step,
+            optimizer=self._plain_optimizer,
+            scheduler=self.lr_scheduler,
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler of a checkpoint."""
         if checkpoint is not None:
-            with self._checkpoints(checkpoint, scheduler=self.lr_scheduler) as checkpoints:
-                if checkpoints.restore(parts=("optimizer", "scheduler")) is None:
-                    raise UsageError(
-                        f"resume_from_checkpoint: {checkpoint} has no folder {_STATE!r}, so PipelineTrainer did not "
-                        "write it, or it did so with save_only_model=True. Load its weights with from_pretrained"
-                    )
+            self._load_parts(checkpoint, ("optimizer", "scheduler"), optimizer=self._plain_optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint."""
-        with self._checkpoints(resume_from_checkpoint, has_optimizer=False) as checkpoints:
-            if checkpoints.restore(parts=("model",)) is None:
-                raise UsageError(f"resume_from_checkpoint: {resume_from_checkpoint} has no folder {_STATE!r}")
+        self._load_parts(resume_from_checkpoint, ("model",))
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _checkpoints(self, folder: str, *, scheduler: Any = None, has_optimizer: bool = True) -> Checkpoints:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer) if has_optimizer else None
-        return Checkpoints(Path(folder) / _STATE, self.pipe, optimizer=optimizer, scheduler=scheduler)
+    def _load_parts(self, folder: str, parts: tuple[str, ...], *, optimizer: Any = None) -> None:
+        scheduler = self.lr_scheduler if "scheduler" in parts else None
+        if not load_lanes(Path(folder) / _STATE, self.pipe, parts, optimizer=optimizer, scheduler=scheduler):
+            raise UsageError(
+                f"resume_from_checkpoint: {folder} has no folder {_STATE!r}. PipelineTrainer did not write it, or it "
+                "did so with save_only_model=True. Load its weights with from_pretrained"
+            )
+
+    @property
+    def _plain_optimizer(self) -> Any:
+        """The optimizer without the wrapper of accelerate."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random state once: it is the same in all processes."""

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
+from penstock.integrations.lane_checkpoints import load_lanes, save_lanes
 from penstock.integrations.late_gradients import step_before_backward
 from penstock.integrations.pretrained import whole_state_dict
 from penstock.pipeline.pipeline import Pipeline
@@ -138,14 +138,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         storage_options: Any | None = None,
     ) -> None:
         """Write a checkpoint and, beside it, a folder with the states of the optimizers."""
-        lanes = _beside(filepath)
-        if self.is_global_zero and lanes.exists():
-            shutil.rmtree(lanes)
-        self.barrier()
-        with Checkpoints(lanes, self.pipe, optimizer=self.optimizers) as checkpoints:
-            checkpoints.save(int(checkpoint.get("global_step", 0)), wait=True)
-            if checkpoints.failures:
-                raise UsageError(checkpoints.failures[0])
+        step = int(checkpoint.get("global_step", 0))
+        save_lanes(_beside(filepath), self.pipe, step, optimizer=self.optimizers)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -167,12 +161,12 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers."""
-        with Checkpoints(_beside(self._read), self.pipe, optimizer=self.optimizers) as checkpoints:
-            if checkpoints.restore(parts=("optimizer",)) is None:
-                raise UsageError(
-                    f"{self._read}: has no folder {_beside(self._read).name} with the states of the optimizers. Load "
-                    "the weights only: pipe.load_state_dict"
-                )
+        folder = _beside(self._read)
+        if not load_lanes(folder, self.pipe, ("optimizer",), optimizer=self.optimizers):
+            raise UsageError(
+                f"{self._read}: has no folder {folder.name} with the states of the optimizers. Load the weights only: "
+                "pipe.load_state_dict"
+            )
 
 
 def _beside(path: Any) -> Path:

@@ -36,6 +36,43 @@ def save_pretrained(pipe: Pipeline, folder: str | Path, **more: Any) -> None:
             save(str(folder), state_dict=state, **more)
 
 
+def load_adapter(pipe: Pipeline, folder: str | Path, *, adapter: str = "default") -> None:
+    """Load the weights of an adapter that peft or `save_pretrained` has written into the lanes.
+
+    Under torchrun, all processes must call this function.
+
+    Args:
+        pipe: the pipeline of a peft model with an adapter of the same configuration.
+        folder: the folder with `adapter_model.safetensors`.
+        adapter: the name of the adapter in the model.
+
+    Raises:
+        UsageError: if the file is missing, or has weights that the model lacks.
+    """
+    path = Path(folder) / "adapter_model.safetensors"
+    if not path.is_file():
+        raise UsageError(f"folder: {path} does not exist")
+    given = load_file(path)
+    names = {name: _name_on_disk(name, adapter) for name in pipe.state_dict()}
+    found = {name: given[short] for name, short in names.items() if short in given}
+    used = {short for told in pipe.internals.gather([names[name] for name in found]) for short in told}
+    if unknown := sorted(given.keys() - used):
+        raise UsageError(f"folder: {path} has weights that the model lacks: {', '.join(unknown[:5])}")
+    pipe.load_state_dict(found, strict=False)
+
+
+def _name_on_disk(name: str, adapter: str) -> str:
+    """Return the name that peft writes for a parameter.
+
+    >>> _name_on_disk("model.q.lora_A.default.weight", "default"), _name_on_disk("head.modules_to_save.a.bias", "a")
+    ('model.q.lora_A.weight', 'head.bias')
+    """
+    parts = name.split(".")
+    if adapter not in parts:
+        return ""
+    return ".".join(part for part in parts if part not in (adapter, "modules_to_save"))
+
+
 @contextmanager
 def whole_state_dict(pipe: Pipeline, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
     """Yield the state dict of the whole model in the process of the first lane, and None in the others.

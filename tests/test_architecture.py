@@ -55,7 +55,7 @@ ARROWS = {
     "schedules": "catalog model planning planning/search schedule schedule/builders",
     "deciding": (
         "files model model/capture model/profiling model/small_models planning planning/explain "
-        "planning/partition schedule schedules"
+        "planning/partition report schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
     "launch/config": "report schedule schedules torchrun",

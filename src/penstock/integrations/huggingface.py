@@ -62,9 +62,10 @@ class PipelineTrainer(Trainer):
             raise UsageError(f"pipe: expected a penstock.Pipeline; given: {type(pipe).__name__}")
         _check(pipe, args, more)
         self.pipe = pipe
-        with as_one_process(args, is_first=0 in pipe.lanes):
-            super().__init__(model=pipe.internals.captured.model, args=args, **more)
         self.plain: Any = pipe.internals.captured.model
+        self._ends_with_labels = True  # whether the last batch of the update runs
+        with as_one_process(args, is_first=0 in pipe.lanes, device=pipe.devices[pipe.lanes[0]]):
+            super().__init__(model=self.plain, args=args, **more)
 
     # ---- set-up
 
@@ -107,7 +108,8 @@ class PipelineTrainer(Trainer):
         scale = self._scale(inputs, num_items_in_batch)
         if scale == 0:  # no label in this batch
             return torch.zeros((), device=self.args.device)
-        with nullcontext() if self.accelerator.sync_gradients else self.pipe.no_sync(), self._autocast():
+        waits = self._ends_with_labels and not self.accelerator.sync_gradients
+        with self.pipe.no_sync() if waits else nullcontext(), self._autocast():
             loss = self.pipe.step(*self._call(inputs), scale=scale)
         return (loss * scale).to(self.args.device)
 
@@ -118,6 +120,7 @@ class PipelineTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_items is not None and not uses_num_items(self.plain):
             num_items = sum(self._count(batch) for batch in batches)
+        self._ends_with_labels = num_items is None or self._count(batches[-1]) > 0
         return batches, num_items
 
     def _scale(self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> float:

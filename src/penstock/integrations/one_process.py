@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 _TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -22,11 +24,16 @@ def without_torchrun() -> Iterator[None]:
 
 
 @contextmanager
-def as_one_process(args: Any, *, is_first: bool) -> Iterator[None]:
+def as_one_process(args: Any, *, is_first: bool, device: torch.device | None = None) -> Iterator[None]:
     """Set up the arguments of a Trainer as those of a single process; only the first process of the pipeline writes.
 
     Lanes are parts of one model, so all processes need the same batches. With several processes, accelerate would give
     each its own share, and average the gradients.
+
+    Args:
+        args: the arguments of the Trainer.
+        is_first: whether this process writes.
+        device: the device on which the Trainer adds up losses; by default the one that it chooses.
     """
     logger = logging.getLogger("transformers.training_args")
     before = logger.level
@@ -38,6 +45,10 @@ def as_one_process(args: Any, *, is_first: bool) -> Iterator[None]:
         finally:
             logger.setLevel(before)
         args._n_gpu = min(1, args._n_gpu)  # otherwise the Trainer copies the model to all GPUs
+        if device is not None:
+            args.__dict__["_setup_devices"] = device
+            if device.type != "cpu":  # the Trainer has made the first one current, in all processes
+                torch.accelerator.set_device_index(device.index or 0)
         if not is_first:  # the process index stays 0, because workers of loaders take their seeds from it
             args.distributed_state.local_process_index = 1
             args.save_on_each_node = args.log_on_each_node = True  # they read the local index

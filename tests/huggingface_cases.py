@@ -16,10 +16,12 @@ from transformers import (
     LlamaForCausalLM,
     TrainingArguments,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from runtime_everywhere import everyone, together
 
 WORDS = 60
+disable_progress_bar()  # a bar makes a semaphore, which a killed process leaves behind
 
 
 def gpt2(layers=3):

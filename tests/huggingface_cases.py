@@ -6,7 +6,9 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -85,6 +87,19 @@ def common_folder():
     with tempfile.TemporaryDirectory() as own:
         yield Path(everyone(own)[0])
         together()
+
+
+@contextlib.contextmanager
+def as_under_torchrun():
+    """Set the variables that torchrun sets, in processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            for name in ("RANK", "LOCAL_RANK"):
+                patch.setenv(name, str(dist.get_rank()))
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                patch.setenv(name, str(dist.get_world_size()))
+            patch.setenv("TORCHELASTIC_RUN_ID", "none")
+        yield
 
 
 def arguments(folder, **more):

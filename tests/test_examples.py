@@ -88,6 +88,16 @@ def test_finetune_hf_has_the_losses_of_the_trainer_of_transformers(tmp_path, lau
         assert (ours - theirs).abs().max() < 1e-5
 
 
+def test_finetune_hf_in_bf16(tmp_path):
+    words = ("finetune_hf.py", "--steps", 2, "--rows", 40)
+    exact, short = (
+        numbers(r"^step \d+: loss ([\d.]+)", run(*words, "--folder", name, *more, folder=tmp_path))
+        for name, more in (("exact", ()), ("short", ("--bf16",)))
+    )
+    assert short == pytest.approx(exact, rel=0.02)
+    assert short[0] != exact[0]
+
+
 def trained_by_transformers(folder, *, steps, rows):
     """Train with the parts of the example and the Trainer itself; return both."""
     import torch

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F  # noqa: N812
 
+from huggingface_cases import as_under_torchrun
 from penstock.errors import UsageError
 from penstock.integrations.accelerate import make_accelerator
 from penstock.integrations.late_gradients import step_before_backward
@@ -52,7 +53,7 @@ def test_a_loop_equals_that_of_the_plain_model():
             accelerator, plain.parameters(), lambda x, target: F.mse_loss(reference(x), target),
             lambda: accelerator.clip_grad_norm_(plain.parameters(), 0.1),
         )  # fmt: skip
-    with pipeline(model, data(4)[0], loss=F.mse_loss, micro_batches=2) as pipe:
+    with pipeline(model, data(4)[0], loss=F.mse_loss, micro_batches=2) as pipe, as_under_torchrun():
         accelerator = make_accelerator(pipe, gradient_accumulation_steps=2)
         losses = train(
             accelerator, pipe.parameters(), lambda x, target: step_before_backward(pipe, x, target),

@@ -8,11 +8,21 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 import penstock
-from huggingface_cases import arguments, bert, collate, common_folder, figures, gpt2, labelled, llama, texts
+from huggingface_cases import (
+    arguments,
+    as_under_torchrun,
+    bert,
+    collate,
+    common_folder,
+    figures,
+    gpt2,
+    labelled,
+    llama,
+    texts,
+)
 from penstock.errors import UsageError
 from penstock.integrations.huggingface import PipelineTrainer
 from penstock.integrations.one_process import as_one_process, without_torchrun
@@ -22,18 +32,6 @@ from runtime_everywhere import everywhere, pipeline
 @contextlib.contextmanager
 def quiet():
     with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-@contextlib.contextmanager
-def as_under_torchrun():
-    """Set the variables that torchrun sets, in processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.is_initialized():
-            for name in ("RANK", "LOCAL_RANK"):
-                patch.setenv(name, str(dist.get_rank()))
-            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                patch.setenv(name, str(dist.get_world_size()))
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from huggingface_cases import common_folder
+from huggingface_cases import as_under_torchrun, common_folder
 from penstock.errors import UsageError
 from penstock.integrations.one_process import without_torchrun
 from pipelines import data, sequence
@@ -79,7 +79,7 @@ def small_pipeline(model, **options):
 
 
 def piped(model, folder, *, lanes=2, resume=None, factor=1.0, save=False, **more):
-    with small_pipeline(model, lanes=lanes) as pipe:
+    with small_pipeline(model, lanes=lanes) as pipe, as_under_torchrun():
         module = Module(model, is_piped=True, factor=factor)
         made = trainer(folder, PipelineStrategy(pipe), **more)
         made.fit(module, loader(), loader(), ckpt_path=resume)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -116,6 +118,7 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if _is_first(config):
         os.environ[_MARK] = uuid.uuid4().hex
+        _use_own_temporary_folder()
         config.stash[_BEFORE] = _files()
 
 
@@ -133,6 +136,14 @@ def pytest_sessionfinish(session):
     if found or left:
         sys.stderr.write(f"\nthe tests left behind: processes: {found}, files: {left}\n")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _use_own_temporary_folder():
+    """Let this session's files have a folder of their own: other programs may write to the shared one meanwhile."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps the folders of recent sessions
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="penstock-tests-")
+    tempfile.tempdir = None  # read TMPDIR again
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)  # after multiprocessing's own clean-up
 
 
 def _is_first(config):

@@ -28,6 +28,8 @@ ARROWS = {
     "randomness": "",
     "compile": "devices randomness",
     "model": "compile devices files",
+    "tensor_files": "",
+    "loading": "model tensor_files",
     "model/capture/export": "compile devices model randomness",
     "model/capture/replay": "compile model model/capture/export randomness",
     "model/capture": "compile model model/capture/export model/capture/replay randomness",
@@ -58,23 +60,23 @@ ARROWS = {
         "planning/partition report schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
-    "launch/config": "report schedule schedules torchrun",
+    "launch/config": "deciding report schedule schedules torchrun",
     "pipeline/planned": (
         "_version deciding devices model model/capture pipeline/exactness pipeline/splitting "
         "planning/partition runtime/keep runtime/lanes schedule schedules"
     ),
     "pipeline": (
-        "compile deciding devices model model/capture pipeline/exactness pipeline/planned "
+        "compile deciding devices loading model model/capture pipeline/exactness pipeline/planned "
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
         "runtime/lanes schedule"
     ),
-    "checkpoint": "_version devices pipeline schedule",
-    "checkpoint/formats": "checkpoint",
+    "checkpoint": "_version devices pipeline schedule tensor_files",
+    "checkpoint/formats": "checkpoint tensor_files",
     "feeding": "devices model pipeline pipeline/planned",
     "timing": "devices model/profiling",
     "doctor": "devices feeding report timing",
     "training/callbacks": "devices faults pipeline torchrun",
-    "training/resume": "checkpoint feeding torchrun",
+    "training/resume": "feeding tensor_files torchrun",
     "training/view": "faults report training/callbacks",
     "training": (
         "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
@@ -82,7 +84,7 @@ ARROWS = {
     ),
     "integrations": "checkpoint pipeline runtime",
     "__init__": (
-        "_version checkpoint deciding feeding metrics model pipeline pipeline/planned planning report "
+        "_version checkpoint deciding feeding loading metrics model pipeline pipeline/planned planning report "
         "schedules training"
     ),
     "launch/build": (
@@ -96,7 +98,7 @@ ARROWS = {
     "cli": (
         "__init__ _version checkpoint checkpoint/formats deciding devices doctor files launch/build "
         "launch/config launch/processes model model/small_models pipeline pipeline/planned planning "
-        "report schedule schedules training/callbacks training/view"
+        "report schedule schedules tensor_files training/callbacks training/view"
     ),
     "__main__": "cli",
     "launch": "launch/processes",
@@ -205,6 +207,15 @@ def test_no_folder_is_crowded():
         assert len(list(folder.glob("*.py"))) <= 17, folder
 
 
+def test_the_page_of_the_architecture_has_a_row_for_every_folder():
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    table = re.search(r"^## The folders\n(.*?)(?=^## )", page, re.M | re.S)[1]
+    listed = {name for row in re.findall(r"^\| (`.*?`) \|", table, re.M) for name in re.findall(r"`(.*?)`", row)}
+    folders = {path.relative_to(SOURCE) for path in SOURCE.rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name in listed if not name.endswith(".py")} == set(map(str, folders))
+    assert all((SOURCE / name).exists() for name in listed)
+
+
 def test_file_names_are_unique():
     names = [path.name for path in FILES if path.name != "__init__.py" and part_of(path) not in ("cli", "launch")]
     assert {name for name in names if names.count(name) > 1} == set()
@@ -215,7 +226,7 @@ PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
 RUNNING = (
     "compile", "devices", "randomness", "runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults",
-    "training", "launch", "integrations",
+    "training", "launch", "loading", "tensor_files", "integrations",
 )  # fmt: skip
 
 

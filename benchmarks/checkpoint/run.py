@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 import penstock
 from penstock.checkpoint import tensor_shards as shards
-from penstock.checkpoint.tensor_shards import bytes_of
+from penstock.tensor_files.tensor_shards import bytes_of
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from tasks import Case
 HEADS = {
     "sleeping": "Sleeping stages: 10 ms forward, 10 ms input gradient, 10 ms weight gradient",
     "compute": "Real compute: a GPT of 8 blocks, two processes of one thread on two cores",
-    "actions": "Per action: CPU time of an action with next to nothing to do",
-    "memory": "Memory: the peak of what autograd saves, a lane",
-    "prediction": "Prediction: the step foretold from a profile",
-    "recording": "Recording: what `pipe.record()` adds to a step",
+    "actions": "Per action: the CPU time of an action that does almost nothing",
+    "memory": "Memory: the peak of the values that autograd saves, per lane",
+    "prediction": "Prediction: the step time predicted from a profile",
+    "recording": "Recording: the time that `pipe.record()` adds to a step",
 }
 
 
@@ -223,15 +223,15 @@ _LINES = {
     "recording": _recording,
 }
 _COLUMNS = {
-    "sleeping": "lanes | schedule | MiB | micro-batches | own time, s | a nap, ms | ours, s: over own | ours by gloo "
+    "sleeping": "lanes | schedule | MiB | micro-batches | own time, s | a nap, ms | ours, s: ÷ own time | ours by gloo "
     "| floor | peer | peer, our order | other peers | ours / floor | ours / peer",
     "compute": "schedule | t, s | ideal, s | ours, s: share of ideal | floor | peer | peer, our order | deepspeed "
     "| ours / peer",
-    "actions": " | schedule | micro-batches | CPU µs an action | wall µs an action of a lane | CPU / floor "
+    "actions": " | schedule | micro-batches | CPU µs per action | wall µs per action of a lane | CPU / floor "
     "| CPU / peer",
     "memory": "schedule | lanes |  | measured, MiB | simulated, MiB | measured / simulated",
     "prediction": "model | lanes | schedule | micro-batches | predicted, s | ours, s | predicted / ours | floor, s "
     "| predicted / floor",
     "recording": "model | lanes | micro-batches | without, s | recorded, s | recorded / without "
-    "| of the quickest steps | CPU time",
+    "| of the fastest steps | CPU time",
 }

@@ -245,17 +245,17 @@ def compare(soak: Soak, base: Path, seconds: float, *, is_up: bool, code: int | 
         "",
         f"- {seconds / 60:.1f} minutes, {len(soak.notes)} faults: "
         + ", ".join(f"{count} × {name}" for name, count in sorted(counts.items())),
-        f"- it trained again after each of them: {'yes' if is_up else '**no**'}"
+        f"- training continued after each fault: {'yes' if is_up else '**no**'}"
         + (
-            f"; from a fault to the next line of the log, some 20 steps, {times[0]:.1f} to {times[-1]:.1f} s"
+            f"; from a fault to the next line of the log, about 20 steps later: {times[0]:.1f} to {times[-1]:.1f} s"
             if times
             else ""
         ),
         f"- ended by SIGTERM at step {step} with exit code {code}",
-        f"- weights of step {step}, over an undisturbed run's in threads: "
+        f"- weights of step {step}, compared with those of an undisturbed run in threads: "
         + (f"**the same**, largest difference {worst:.1e} (float64)" if is_same else f"**different** by {worst:.1e}"),
         "",
-        "| at, s | step | what was done | trained again after, s |",
+        "| at, s | step | fault | training continued after, s |",
         "|---|---|---|---|",
         *(f"| {n['at']:.0f} | {n['step']} | {n['what']} | {n['seconds']:.1f} |" for n in soak.notes),
         "",

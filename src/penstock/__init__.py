@@ -1,5 +1,6 @@
 """Penstock: pipeline parallelism for PyTorch that keeps every device full."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock import errors, schedules
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from penstock import doctor, infer, timing
     from penstock.checkpoint import Checkpoints
     from penstock.feeding.feed import feed
+    from penstock.loading.empty_weights import empty_weights
     from penstock.pipeline import Pipeline
     from penstock.pipeline.planned.make_plan import plan
     from penstock.training import Callback, Trainer
@@ -32,6 +34,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "doctor",
+    "empty_weights",
     "errors",
     "explain",
     "feed",
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a module
+def __getattr__(name: str) -> Any:  # noqa: ANN401, PLR0911 - a class, a function or a module; one return for each
     """Import names that need torch on first use, so that planning and simulation work without torch."""
     if name == "Pipeline":
         from penstock.pipeline import Pipeline
@@ -57,6 +60,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a mo
         from penstock.checkpoint import Checkpoints
 
         return Checkpoints
+    if name == "empty_weights":
+        from penstock.loading.empty_weights import empty_weights
+
+        return empty_weights
     if name == "feed":
         from penstock.feeding.feed import feed
 
@@ -66,7 +73,5 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, a function or a mo
 
         return getattr(training, name)
     if name in ("doctor", "infer", "timing"):
-        from importlib import import_module
-
         return import_module(f"penstock.{name}")
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

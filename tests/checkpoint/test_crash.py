@@ -16,10 +16,10 @@ import torch
 import penstock
 import processes
 from checkpoint_cases import Training
-from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.reader import verify
 from penstock.checkpoint.save_job import Job, Saving
 from penstock.errors import UsageError
+from penstock.tensor_files.disk import Disk
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from torch import nn
 
 import penstock
 from checkpoint_cases import Training, losses_of
-from penstock.checkpoint.manifest import checksum, read_manifest, to_bytes
 from penstock.checkpoint.reader import faults_of
-from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
+from penstock.tensor_files.manifest import checksum, read_manifest, to_bytes
+from penstock.tensor_files.tensor_shards import Shard
 from pipelines import WIDTH, data
 
 NEW = "checkpoint-000002"

@@ -11,7 +11,7 @@ import pytest
 import penstock
 import processes
 from checkpoint_cases import Training
-from penstock.checkpoint.disk import Disk
+from penstock.tensor_files.disk import Disk
 
 LEFT = "tmp-000007-0123456789"
 

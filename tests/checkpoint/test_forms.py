@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.state_as_json import from_plain, to_plain
-from penstock.checkpoint.tensor_shards import SAFE_NAMES, Shard, write_shard
 from penstock.errors import CheckpointError, UsageError
+from penstock.tensor_files.disk import Disk
+from penstock.tensor_files.tensor_shards import SAFE_NAMES, Shard, write_shard
 
 
 def tensors():

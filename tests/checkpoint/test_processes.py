@@ -10,9 +10,9 @@ import torch
 import penstock
 import processes
 from checkpoint_cases import Training, losses_of
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.tensor_shards import Shard
 from penstock.errors import CheckpointError
+from penstock.tensor_files.manifest import read_manifest
+from penstock.tensor_files.tensor_shards import Shard
 
 HALF, END = 3, 6
 

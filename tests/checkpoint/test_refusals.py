@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import penstock
 from checkpoint_cases import Training
-from penstock.checkpoint.manifest import checksum, to_bytes
 from penstock.errors import CheckpointError, UsageError
+from penstock.tensor_files.manifest import checksum, to_bytes
 from pipelines import WIDTH, data
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD

@@ -232,7 +232,7 @@ def test_wrong_arguments_get_one_message_with_all_that_is_wrong():
         penstock.feed(5, nn.Linear(1, 1), ahead=0, split=3)
     told = str(caught.value)
     assert "loader: expected a DataLoader or another iterable; given: 5" in told
-    assert "pipe: expected a penstock.Pipeline; without a pipeline, give device=; given: Linear" in told
+    assert "pipe: expected a penstock.Pipeline; without a pipeline, pass device=; given: Linear" in told
     assert "ahead: must be a whole number of at least 1; given: 0" in told
     assert "split: expected a function" in told
 

@@ -63,9 +63,9 @@ def test_all_faults_are_listed():
     with pytest.raises(CostError) as error:
         Profile(graph, 0, [1, 2, 3], [1, -1], ["x", 1], [np.nan, np.inf], [0, 0], optimizer_bytes=-1)
     for part in (
-        "forward: give one number per node (2 nodes); given: 3",
+        "forward: pass one number per node (2 nodes); given: 3",
         "input_grad of node n1: -1.0 must be finite and not negative",
-        "weight_grad: give one number per node",
+        "weight_grad: pass one number per node",
         "saved_bytes of node n0: nan must be finite and not negative (and 1 more)",
         "batch_size: 0 must be at least 1",
         "optimizer_bytes: -1 must be finite and not negative",

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.content import PARTS, Content, Snapshot
-from penstock.checkpoint.disk import Disk, sweep
 from penstock.checkpoint.host_copies import Staging
-from penstock.checkpoint.manifest import MisfitError, folder_name, read_manifest
 from penstock.checkpoint.optimizer_states import lost_members
 from penstock.checkpoint.reader import Loaded, Restored, complete, faults_of, found, load
 from penstock.checkpoint.save_job import Job, Saving
 from penstock.checkpoint.state_as_json import from_plain
 from penstock.errors import CheckpointError, HangError, LostError, UsageError, warn_user
 from penstock.pipeline.pipeline import Pipeline
+from penstock.tensor_files.disk import Disk, sweep
+from penstock.tensor_files.manifest import MisfitError, folder_name, read_manifest
 
 _NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 _MAX_STEP = 10**18

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from penstock._version import __version__
-from penstock.checkpoint.manifest import MisfitError
 from penstock.checkpoint.optimizer_states import Optimizers, some
 from penstock.checkpoint.state_as_json import from_plain, generator_states, set_generator_states, to_plain
-from penstock.checkpoint.tensor_shards import check_storable
 from penstock.errors import UsageError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.state_snapshot import loss_module
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text_format import to_json
+from penstock.tensor_files.manifest import MisfitError
+from penstock.tensor_files.tensor_shards import check_storable
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "random")
 

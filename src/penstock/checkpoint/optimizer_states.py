@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.checkpoint.manifest import MisfitError
 from penstock.checkpoint.state_as_json import from_plain, to_plain
 from penstock.errors import UsageError
 from penstock.pipeline.weights import is_placeholder
+from penstock.tensor_files.manifest import MisfitError
 
 # options that depend on the current device, so they are not saved
 _DEVICE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

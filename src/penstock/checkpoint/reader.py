@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.content import Content
-from penstock.checkpoint.manifest import (
+from penstock.checkpoint.state_as_json import from_plain
+from penstock.errors import CheckpointError
+from penstock.tensor_files.manifest import (
     MANIFEST,
     Manifest,
     MisfitError,
@@ -20,9 +22,7 @@ from penstock.checkpoint.manifest import (
     read_manifest,
     step_folders,
 )
-from penstock.checkpoint.state_as_json import from_plain
-from penstock.checkpoint.tensor_shards import Shard
-from penstock.errors import CheckpointError
+from penstock.tensor_files.tensor_shards import Shard
 
 _NOTHING: dict[str, Any] = {"optimizer": None, "schedulers": [], "scaler": None, "data": None, "random": []}
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.content import versions
-from penstock.checkpoint.disk import Disk, folder_lock
-from penstock.checkpoint.manifest import MANIFEST, Manifest, folder_name, read_json, to_bytes
 from penstock.checkpoint.optimizer_states import merged
 from penstock.checkpoint.reader import readable
-from penstock.checkpoint.tensor_shards import checksum, write_shard
 from penstock.errors import CheckpointError
+from penstock.tensor_files.disk import Disk, folder_lock
+from penstock.tensor_files.manifest import MANIFEST, Manifest, folder_name, read_json, to_bytes
+from penstock.tensor_files.tensor_shards import checksum, write_shard
 
 INDEX = "model.safetensors.index.json"
 _POLL_SECONDS = (0.002, 0.05)

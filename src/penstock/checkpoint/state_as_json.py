@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.checkpoint.tensor_shards import DTYPES, SAFE_NAMES, bytes_of
 from penstock.devices.kinds import kind_of
 from penstock.errors import CheckpointError, UsageError
+from penstock.tensor_files.tensor_shards import DTYPES, SAFE_NAMES, bytes_of
 
 _PLAIN = {int, bool, str, type(None)}
 

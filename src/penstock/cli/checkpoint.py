@@ -113,8 +113,8 @@ def export(
       penstock checkpoint export run/checkpoint-000500 for_torch --form dcp
     """
     from penstock.checkpoint.formats.exchange import export_checkpoint
-    from penstock.checkpoint.manifest import read_manifest
     from penstock.checkpoint.reader import choose
+    from penstock.tensor_files.manifest import read_manifest
 
     (folder,) = choose(path, step=step)
     wanted = form or (Form.SAFETENSORS if target.suffix == ".safetensors" else Form.HUGGINGFACE)

@@ -24,7 +24,8 @@ Model = Annotated[
     str,
     typer.Argument(
         help="package.module:callable or file.py:callable, which returns a model, or a model and an example; or a"
-        " model type of transformers, such as gpt2, for a small random model.",
+        " model type of transformers, such as gpt2, for a small random model; or hf:FOLDER, a folder of "
+        "save_pretrained, whose weights are not read.",
         metavar="MODEL",
     ),
 ]

@@ -10,16 +10,23 @@ import typer
 
 from penstock.cli import options, show
 from penstock.cli.options import SHOW, WHAT
-from penstock.deciding.defaults import EXPLORED_LANES
+from penstock.deciding.defaults import EXPLORED_LANES, SCHEDULE
 from penstock.errors import UsageError
 from penstock.report.units import parse_bytes
+from penstock.schedule.keep_policies import POLICIES, listed
 
 
 def plan(
     model: options.Model,
     lanes: options.Lanes = None,
-    micro_batches: options.MicroBatches = None,
-    schedule: options.ScheduleName = "1f1b",
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            help="Micro-batches per step; by default four per lane, but at most the number of samples.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    schedule: options.ScheduleName = SCHEDULE,
     stages_per_lane: options.StagesPerLane = None,
     batch_size: Annotated[
         int | None,
@@ -27,11 +34,7 @@ def plan(
     ] = None,
     keep: Annotated[
         str,
-        typer.Option(
-            help="What stages do with saved values: hold, recompute, except_last, offload, or fit (with"
-            " --memory-limit).",
-            rich_help_panel=WHAT,
-        ),
+        typer.Option(help=f"What stages do with saved values: {listed(POLICIES)}.", rich_help_panel=WHAT),
     ] = "hold",
     capture: options.CapturePath = "auto",
     analytic: options.Analytic = "",

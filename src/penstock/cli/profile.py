@@ -11,8 +11,10 @@ import typer
 from penstock import explain
 from penstock.cli import options, show
 from penstock.cli.options import COSTS, SHOW, WHAT
+from penstock.deciding.defaults import SCHEDULE
 from penstock.errors import UsageError
 from penstock.report.units import parse_bytes
+from penstock.schedule.keep_policies import PLANNED, listed
 from penstock.schedules import load_csv
 
 
@@ -20,14 +22,14 @@ def profile(
     model: options.Model,
     lanes: options.Lanes = None,
     micro_batches: options.MicroBatches = None,
-    schedule: options.ScheduleName = "1f1b",
+    schedule: options.ScheduleName = SCHEDULE,
     stages_per_lane: options.StagesPerLane = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Samples of a micro-batch; by default those of the example.", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
-        str, typer.Option(help="What stages do with saved values: hold or recompute.", rich_help_panel=WHAT)
+        str, typer.Option(help=f"What stages do with saved values: {listed(PLANNED)}.", rich_help_panel=WHAT)
     ] = "hold",
     train: Annotated[
         bool | None,

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from penstock.cli import options, show
-from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES, SCHEDULE
 from penstock.errors import CostError, ScheduleError, UsageError
 from penstock.model.costs import Costs
 from penstock.planning.simulate import simulate as run_simulation
 from penstock.report.timeline import Timeline
 from penstock.report.units import parse_bytes, parse_seconds
-from penstock.schedule.keep_policies import Keep, check_keep
+from penstock.schedule.keep_policies import Keep, check_keep, listed
 from penstock.schedule.lower import Lowered, lower
 from penstock.schedule.schedule import Schedule
 from penstock.schedules import build, describe, find_faults, load_csv, names, verify
@@ -30,7 +30,7 @@ _WHAT, _COSTS, _SHOW = "Schedule", "Costs", "Output"
 def simulate(
     schedule: Annotated[
         str, typer.Option(help="A schedule by name (see --list), or a CSV file.", rich_help_panel=_WHAT)
-    ] = "1f1b",
+    ] = SCHEDULE,
     lanes: Annotated[int | None, typer.Option(help="Number of lanes; 4 by default.", rich_help_panel=_WHAT)] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help="Micro-batches per step; 8 by default.", rich_help_panel=_WHAT)
@@ -45,7 +45,8 @@ def simulate(
         bool, typer.Option(help="Allow auto to keep the weights of each stage on two lanes.", rich_help_panel=_WHAT)
     ] = False,
     keep: Annotated[
-        str, typer.Option(help="What stages do with saved values: hold, recompute or offload.", rich_help_panel=_WHAT)
+        str,
+        typer.Option(help=f"What stages do with saved values: {listed(get_args(Keep))}.", rich_help_panel=_WHAT),
     ] = "hold",
     forward: Annotated[
         str,

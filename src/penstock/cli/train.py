@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from penstock import explain
 from penstock.cli import show
+from penstock.deciding.defaults import LANES, default_micro_batches
 from penstock.errors import OutputError, UsageError
 from penstock.schedule.keep_policies import POLICIES
 from penstock.schedules import load_csv
@@ -230,8 +231,8 @@ def _explain(config: Config, analytic: str | None, *, quiet: bool) -> Explanatio
         layout = BatchLayout(config.batch_dim, config.whole)
         call = read_example(parts.example, None if isinstance(parts.model, list) else parts.model, layout)
         size = call.batch_size
-        lanes = lanes_of(config) or 2
-        wanted = config.micro_batches or min(4 * lanes, size)
+        lanes = lanes_of(config) or LANES
+        wanted = config.micro_batches or default_micro_batches(lanes, size)
         count = wanted if is_named else schedule.num_mbs  # type: ignore[union-attr]  # then it is a Schedule
         keep = POLICIES[config.keep].planned_as if isinstance(config.keep, str) else "hold"
         threads = threads_of(config, lanes if is_named else schedule.num_lanes)  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES
+from penstock.deciding.defaults import EXPLORED_LANES, EXPLORED_MICRO_BATCHES, SCHEDULE
 from penstock.errors import PartitionError, PenstockError, UsageError, nearest
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory_limits import Limit, limit_per_lane
@@ -121,7 +121,7 @@ class CutRequest:
             return self.schedule
         name, stages = self.schedule, self.stages_per_lane
         if describe(name).name == "auto":  # any schedule with as many stages per lane: only the placement matters
-            name, stages = ("1f1b", None) if stages in (None, 1) else ("interleaved_1f1b", stages)
+            name, stages = (SCHEDULE, None) if stages in (None, 1) else ("interleaved_1f1b", stages)
         return build(name, lanes=lanes or self.num_lanes, micro_batches=self.num_mbs, stages_per_lane=stages)
 
     @property
@@ -225,7 +225,7 @@ def explain(
     *,
     lanes: int | None = None,
     micro_batches: int | None = None,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule = SCHEDULE,
     stages_per_lane: int | None = None,
     cuts: Sequence[int | str] = (),
     keep: str = "hold",
@@ -254,7 +254,8 @@ def explain(
         schedule: a name, or a schedule, which then defines the numbers of lanes and micro-batches.
         stages_per_lane: number of stages per lane, for schedules that leave it open.
         cuts: where cuts must lie: node numbers, or the nodes or modules after the cuts; the others are chosen.
-        keep: "hold" or "recompute" the values that the forward saves.
+        keep: "hold" or "recompute" the values that the forward saves; "except_last" recomputes them, except for the
+            last micro-batch.
         memory_limit: bytes of each lane for weights, gradients, optimizer state and saved values, such as 16e9 or
             "16GiB"; one value for all lanes or a list.
         cluster: speeds and links of the lanes; by default all lanes are equal and transfers take no time.

@@ -7,6 +7,7 @@ from typing import Literal
 LANES = 2  # for a pipeline with at most one GPU and one process
 MICRO_BATCHES_PER_LANE = 4
 KEEP: Literal["hold"] = "hold"
+SCHEDULE = "1f1b"
 # for lanes that need not exist: `penstock simulate`, `penstock profile` and `penstock.explain`
 EXPLORED_LANES, EXPLORED_MICRO_BATCHES = 4, 8
 
@@ -22,5 +23,5 @@ def default_micro_batches(lanes: int, batch_size: int | None = None) -> int:
 
 
 def default_schedule(loss_over: str) -> str:
-    """Return "1f1b"; for a loss over the whole batch, return a schedule that runs all forwards first."""
-    return "zb_gpipe" if loss_over == "batch" else "1f1b"
+    """Return the default schedule; for a loss over the whole batch, one that runs all forwards first."""
+    return "zb_gpipe" if loss_over == "batch" else SCHEDULE

@@ -83,8 +83,8 @@ class Plan:
         """
         if self.explanation is None:
             raise UsageError(
-                "plan: there was nothing to choose, so nothing was measured; `penstock.plan(model, example=...)` and "
-                "explain() of the pipeline measure"
+                "plan: there was nothing to choose, so nothing was measured; to measure, call "
+                "penstock.plan(model, example=...) or explain() of the pipeline"
             )
         return self.explanation
 

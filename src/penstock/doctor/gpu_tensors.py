@@ -22,7 +22,7 @@ class GpuTensors:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the script has used the GPU. Before that, the watch must not: the script may choose a GPU or fork."""
+        """Whether the script has used the GPU. The watch must not use it first: the script may choose one, or fork."""
         return cuda.is_in_use()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:

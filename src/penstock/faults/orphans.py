@@ -63,7 +63,7 @@ def _check_pipe(pipe: int) -> None:
     try:
         os.fstat(pipe)
     except OSError as error:
-        raise UsageError(f"pipe: {pipe} is not open: give the reading end of a pipe") from error
+        raise UsageError(f"pipe: {pipe} is not open: pass the reading end of a pipe") from error
 
 
 def _request_death_signal() -> None:

@@ -71,10 +71,10 @@ def _faults(loader: object, pipe: object, ahead: object, device: object, split: 
     if isinstance(loader, type) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         yield f"loader: expected a DataLoader or another iterable; given: {loader!r:.60}"
     if pipe is not None and not isinstance(pipe, Pipeline):
-        yield f"pipe: expected a penstock.Pipeline; without a pipeline, give device=; given: {type(pipe).__name__}"
+        yield f"pipe: expected a penstock.Pipeline; without a pipeline, pass device=; given: {type(pipe).__name__}"
     elif (pipe is None) == (device is None):
         what = "neither" if pipe is None else "both"
-        yield f"pipe, device: give either the pipeline that uses the batches, or their device; given: {what}"
+        yield f"pipe, device: pass either the pipeline that uses the batches, or their device; given: {what}"
     if isinstance(ahead, bool) or not isinstance(ahead, Integral) or not 1 <= int(ahead) <= _MOST_AHEAD:
         yield f"ahead: must be a whole number of at least 1; given: {ahead!r}"
     if split is not None and not callable(split):

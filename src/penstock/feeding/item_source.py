@@ -111,8 +111,8 @@ class Channel:
 class PullCounter:
     """Counts the reads of a loader, together with the states of the loader's own generators at that point.
 
-    A loader draws when it is read, and it is read ahead of the user. To resume from a state, the loader must be read as
-    often before its generators are set to their states.
+    A loader draws when it is read, and it is read ahead of the user. To resume from a state, read the loader the same
+    number of times first, and then set its generators to their states.
     """
 
     def __init__(self, loader: Iterable[Any], count: int = 0) -> None:
@@ -156,7 +156,7 @@ class Job:
     carrier: Carrier
     num_skipped: int  # the number of items to skip first
     draws: Mapping[str, Any] | None  # the random states to start with, to repeat an earlier epoch's order
-    num_pulled: int | None  # read so many items, then set the loader's own generators to their current states again
+    num_pulled: int | None  # read this many items, then restore the current states of the loader's own generators
     takes_state: bool  # whether each item carries the loader's own state
     pulls: PullCounter | None  # counts the reads of the loader
     iterated: list[type] = field(default_factory=list)  # the type of the loader's iterator, once it exists

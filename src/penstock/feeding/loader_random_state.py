@@ -41,7 +41,7 @@ def check_draws(loader: object, draws: Mapping[str, Any], *, is_own_only: bool =
         own, states = _generators_of(loader), list(draws["own"])
         if len(own) != len(states):
             raise UsageError(
-                f"state: the loader had {len(states)} own generators and now has {len(own)}: its order would differ"
+                f"state: the loader had {len(states)} own generators and now has {len(own)}, so its order would differ"
             )
         for generator, state in zip(own, states, strict=True):
             torch.Generator(generator.device).set_state(_tensor(state))

@@ -166,7 +166,7 @@ def _fault(name: str, value: object, default: object) -> str:
         return ""
     if isinstance(value, tuple):
         if not value:
-            return f"{name}: an empty list; give one number, or one per stage"
+            return f"{name}: an empty list; pass one number, or one per stage"
         return next((fault for i, number in enumerate(value) if (fault := _number_fault(f"{name}[{i}]", number))), "")
     return _number_fault(name, value)
 

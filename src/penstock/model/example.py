@@ -28,9 +28,9 @@ class BatchLayout:
         given = self.dims.items() if isinstance(self.dims, Mapping) else [("", self.dims)]
         wrong = [dim for _, dim in given if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0]
         if wrong:
-            raise UsageError(f"batch_dim: give a dimension, 0 or more, or a dict of them; given: {wrong[0]!r:.60}")
+            raise UsageError(f"batch_dim: pass a dimension, 0 or more, or a dict of them; given: {wrong[0]!r:.60}")
         if isinstance(self.whole, str) or not all(isinstance(name, str) for name in self.whole):
-            raise UsageError(f"whole: give a list of argument names; given: {self.whole!r:.60}")
+            raise UsageError(f"whole: pass a list of argument names; given: {self.whole!r:.60}")
 
     def dim_of(self, name: str) -> int | None:
         """Return the batch dimension of a tensor; None if it stays whole.
@@ -229,7 +229,7 @@ def arguments_of(example: object, what: str = "example") -> tuple[tuple[Any, ...
     if isinstance(example, list):
         return tuple(example), {}
     given = f"{type(example).__name__}{array_hint(example)}"
-    raise UsageError(f"{what}: give a tensor, a tuple of arguments or a dict of keyword arguments; given: {given}")
+    raise UsageError(f"{what}: pass a tensor, a tuple of arguments or a dict of keyword arguments; given: {given}")
 
 
 def array_hint(thing: object) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,16 +39,43 @@ def read_parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, s
     return parameters, first_of
 
 
-def buffer_places(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """Return, by first name, the dicts and keys under which a model stores each buffer."""
+Place = tuple[dict[str, Any], str]  # a dict of a module, and a key in it
+
+
+def tensor_places(model: nn.Module) -> dict[str, list[Place]]:
+    """Return, by first name, all dicts and keys under which a model stores each parameter and each buffer."""
     _, first_of = read_parameters(model)
-    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-    for path, module in model.named_modules():
-        for key, tensor in module._buffers.items():
-            if tensor is not None:
-                name = first_of[f"{path}.{key}" if path else key]
-                places.setdefault(name, []).append((module._buffers, key))
+    places: dict[str, list[Place]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind in (module._parameters, module._buffers):
+            for key, tensor in kind.items():
+                if tensor is not None:
+                    name = first_of[f"{path}.{key}" if path else key]
+                    places.setdefault(name, []).append((cast("dict[str, Any]", kind), key))
     return places
+
+
+def buffer_places(model: nn.Module) -> dict[str, list[Place]]:
+    """Return, by first name, the dicts and keys under which a model stores each buffer."""
+    return {
+        name: places
+        for name, places in tensor_places(model).items()
+        if not isinstance(places[0][0][places[0][1]], nn.Parameter)
+    }
+
+
+@contextlib.contextmanager
+def replaced_tensors(places: Mapping[str, Sequence[Place]], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Temporarily put other tensors into a model, by first name; `places` are those of `tensor_places`."""
+    before = [(kind, key, kind[key]) for name in tensors for kind, key in places[name]]
+    try:
+        for name, tensor in tensors.items():
+            for kind, key in places[name]:
+                kind[key] = tensor
+        yield
+    finally:
+        for kind, key, tensor in before:
+            kind[key] = tensor
 
 
 def unsaved_names(model: nn.Module) -> set[str]:
@@ -69,6 +97,37 @@ def module_signature(module: nn.Module) -> str:
     """Return a text that is equal for modules that do the same work on inputs of the same shapes."""
     shapes = [tuple(tensor.shape) for tensor in held_tensors(module).values()]
     return f"{type(module).__qualname__}({module.extra_repr()}){shapes}"
+
+
+class StandIns(Mapping[str, torch.Tensor]):
+    """The tensors of a model on a device; those on meta are made when they are asked for, with random values.
+
+    So a model that is larger than the device can be measured one node at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self._tensors = {name: t if t.is_meta else t.to(device) for name, t in tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return stand_in(self._tensors[name], self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; one on meta gets random values, or zeros if it holds no floating-point numbers."""
+    if not tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    made = torch.zeros_like(tensor, device=device)
+    if made.is_floating_point() and made.element_size() > 1:
+        generator = torch.Generator(device).manual_seed(made.numel())  # the global random state stays unchanged
+        made.uniform_(-0.1, 0.1, generator=generator)
+    return made
 
 
 def new_tensors_on_meta(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.devices import cuda
-from penstock.model.parameters import held_tensors
+from penstock.model.parameters import held_tensors, replaced_tensors, tensor_places
 
 CONTAINERS = (list, dict, set, deque)
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_compiled_call_impl"}
@@ -135,16 +135,27 @@ class OriginalDevices:
     def restored(self) -> Iterator[None]:
         """Temporarily move tensors to their original devices; keep their storage, which CUDA graphs may refer to."""
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        empty: dict[str, torch.Tensor] = {}  # a tensor cannot be moved to meta in place
         try:
             for name, tensor in held_tensors(self._model).items():
                 device = self._device_of.get(name, tensor.device)
-                if tensor.device != device and not tensor.is_meta:
+                if device.type == "meta" and not tensor.is_meta:
+                    empty[name] = emptied(tensor)
+                elif tensor.device != device and not tensor.is_meta:
                     moved.append((tensor, tensor.data))
                     tensor.data = tensor.data.to(device)
-            yield
+            places = tensor_places(self._model) if empty else {}
+            with replaced_tensors(places, {name: tensor for name, tensor in empty.items() if name in places}):
+                yield
         finally:
             for tensor, data in moved:
                 tensor.data = data
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another one, on meta."""
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

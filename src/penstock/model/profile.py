@@ -62,7 +62,7 @@ class Profile:
             try:
                 column = np.array(getattr(self, name), dtype=np.float64)
             except (TypeError, ValueError):
-                faults.append(f"{name}: give one number per node")
+                faults.append(f"{name}: pass one number per node")
                 continue
             column.flags.writeable = False
             object.__setattr__(self, name, column)
@@ -174,7 +174,7 @@ class Profile:
 
 def _column_faults(name: str, column: Floats, graph: Graph) -> list[str]:
     if column.shape != (len(graph.nodes),):
-        return [f"{name}: give one number per node ({len(graph.nodes)} nodes); given: {column.size}"]
+        return [f"{name}: pass one number per node ({len(graph.nodes)} nodes); given: {column.size}"]
     wrong = np.flatnonzero(~(np.isfinite(column) & (column >= 0)))
     if not wrong.size:
         return []

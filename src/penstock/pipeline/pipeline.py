@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -18,12 +18,14 @@ from penstock.compile.options import Compile, compiled, options_of
 from penstock.deciding.defaults import KEEP, default_schedule
 from penstock.deciding.plan import Plan, check_free, plan_to_run
 from penstock.errors import UsageError
+from penstock.loading.weight_loader import model_on_meta, open_loader
 from penstock.model.capture.capture import Captured, plain_module
-from penstock.model.example import BatchLayout
-from penstock.model.structure import rebuild
-from penstock.pipeline.batch_reader import BatchReader
+from penstock.model.example import BatchLayout, Call
+from penstock.model.structure import flatten, rebuild
+from penstock.pipeline.batch_reader import BatchReader, Ready
 from penstock.pipeline.comparison import Comparison, compare
 from penstock.pipeline.exactness.exactness import Exactness
+from penstock.pipeline.exactness.lane_runs import LaneRuns
 from penstock.pipeline.executor_setup import ExecutorSetup
 from penstock.pipeline.graph_steps import GraphsOption, GraphSteps
 from penstock.pipeline.internals import Internals
@@ -53,7 +55,7 @@ from penstock.runtime.losses import (
     with_refused_backward,
 )
 from penstock.runtime.micro_batches import join_results, join_rows
-from penstock.runtime.step import Mode
+from penstock.runtime.step import Batch, Mode
 from penstock.schedule.keep_policies import CHOSEN_BY_NODE, Keep, KeepRequest, check_keep, of_stages
 from penstock.schedule.schedule import Schedule
 
@@ -136,6 +138,9 @@ class Pipeline(ModelInterface):
         plan: a `Plan` or its JSON file; then nothing is measured or decided. Or a run folder: its plan is used again if
             it was made for the same model and settings. Otherwise a warning names the differences, and a new plan is
             made.
+        weights: the folder or file of the model's weights: a folder of transformers' `save_pretrained`, a safetensors
+            file, or a checkpoint of Penstock. Each process reads only the tensors of its own stages, so build the model
+            on meta: `with torch.device("meta"): model = ...`. Tensors that are in no file are initialised by the model.
         analytic: the rates of a device, or its name: count operations and bytes instead of measuring.
         capture_path: "direct", "export" or "replay"; "auto" takes the first that works.
         transport: how processes exchange values: "shared" for shared memory, "gloo" or "nccl"; "auto" takes the fastest
@@ -179,6 +184,7 @@ class Pipeline(ModelInterface):
         cluster: Cluster | None = None,
         profile: Profile | str | PathLike[str] | None = None,
         plan: Plan | str | PathLike[str] | None = None,
+        weights: str | PathLike[str] | None = None,
         analytic: Rates | str | None = None,
         capture_path: str = "auto",
         transport: str = "auto",
@@ -227,25 +233,29 @@ class Pipeline(ModelInterface):
         self._use = ExclusiveUse()
         exactness = Exactness(loss, weight, over_batch=loss_over == "batch", is_compiled=options is not None)
 
+        on_meta = model_on_meta(module)
+
         def check_exactness(captured: Captured, schedule: Schedule) -> None:
             check_loss_over(loss_over, schedule, loss=loss, weight=weight)
-            if check and schedule.num_mbs > 1:
+            if check and schedule.num_mbs > 1 and on_meta is None:
                 exactness.check(captured.split(()), captured.model, example=example, split=split)
 
-        self._planned = plan_model(request, check_exactness, self._lane_group)
-        self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
-        if keep == CHOSEN_BY_NODE and self.schedule.versions is not None:
-            raise UsageError(
-                f'keep: "fit" cannot be used with {self.schedule.name}, whose weights change within the step'
-            )
-        self._chains = [self._planned.split() for _ in self.schedule.ways]
-        for chain in self._chains:
-            chain.compile_stages(options)
-        self._cast = partial(autocast_of, autocast, self.devices[0])
-        self._weights = Weights(
-            self._chains, self.schedule, self.devices, self._lane_group, make_optimizer=optimizer,
-            is_scaled=scaler is not None,
-        )  # fmt: skip
+        with nullcontext() if on_meta is None else on_meta.emptied():
+            loader = None if weights is None else open_loader(module, weights, on_meta, progress)
+            self._planned = plan_model(request, check_exactness, self._lane_group)
+            self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
+            if keep == CHOSEN_BY_NODE and self.schedule.versions is not None:
+                raise UsageError(
+                    f'keep: "fit" cannot be used with {self.schedule.name}, whose weights change within the step'
+                )
+            self._chains = [self._planned.split() for _ in self.schedule.ways]
+            for chain in self._chains:
+                chain.compile_stages(options)
+            self._cast = partial(autocast_of, autocast, self.devices[0])
+            self._weights = Weights(
+                self._chains, self.schedule, self.devices, self._lane_group, make_optimizer=optimizer,
+                is_scaled=scaler is not None, on_meta=on_meta, loader=loader,
+            )  # fmt: skip
         self._lane_group.give_streams(self._weights.lanes_sharing_tensors())
         setup = ExecutorSetup(
             self._chains,
@@ -269,6 +279,39 @@ class Pipeline(ModelInterface):
         self._followed = plain_module(module) if isinstance(module, nn.Module) else module[0]
         self._followed_mode = self._followed.training
         self.train(self._followed_mode)
+        self._check_loaded: Callable[[object], None] | None = None
+        if check and on_meta is not None and self.schedule.num_mbs > 1:
+            self._check_loaded = partial(self._check_on_lanes, exactness, split)
+            self._check_if_loaded(example)
+
+    def _check_if_loaded(self, example: object) -> None:
+        """Check a model that was on meta with a batch, once both have values."""
+        if self._check_loaded is None or any(tensor.is_meta for tensor in flatten(example)[0]):
+            return
+        if not any(self._lane_group.control.gather(self._weights.lacks_values)):  # a lane may need no weights
+            todo, self._check_loaded = self._check_loaded, None
+            todo(example)
+
+    def _check_on_lanes(self, exactness: Exactness, split: Split | None, example: object) -> None:
+        runs = LaneRuns(self._chains[0], example, self._run_whole)
+        exactness.check(runs, self._planned.captured.model, example=example, split=split)
+
+    @_without_gradients
+    def _run_whole(self, call: Call) -> Any:  # noqa: ANN401 - the output of the model
+        """Run a call as a single micro-batch in evaluation mode; return the output, in every process."""
+        outputs: dict[int, list[Any]] = {}
+        batch = Batch([dict(zip(call.names, call.tensors, strict=True))], [call.batch_size])
+        with self._in_mode(False):
+            try:
+                template = self._chains[0].results(False).template()  # captures the model in evaluation mode
+            except Exception as error:
+                self._lane_group.control.refuse(self._steps.number + 1, error)
+                raise
+            step = self._steps.begin(Ready(batch, [()], [1.0]), Mode(False, False, self._cast()), outputs=outputs)
+            self._steps.run(step)
+        made = self._lane_group.values.outputs(outputs, 1, self.schedule, to_all=True)
+        assert made is not None
+        return rebuild(template, made[0])
 
     @overload
     def step(
@@ -304,6 +347,7 @@ class Pipeline(ModelInterface):
         """
         with self._use:
             self._follow_model()
+            self._check_if_loaded(batch)
             if not self.training:
                 raise UsageError(
                     "step() trains, but the pipeline is in evaluation mode: call train(), or use evaluate()"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import UsageError
+from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.loading.weight_loader import ModelOnMeta, WeightLoader
 from penstock.model.preserve import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.pipeline.executor_setup import stage_on
@@ -31,6 +32,7 @@ class Weights:
     def __init__(
         self, chains: Sequence[Chain], schedule: Schedule, devices: Sequence[torch.device], lane_group: LaneGroup,
         *, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, is_scaled: bool = False,
+        on_meta: ModelOnMeta | None = None, loader: WeightLoader | None = None,
     ) -> None:  # fmt: skip
         self._chain, self._schedule, self._lane_group, self._devices = chains[0], schedule, lane_group, devices
         self._stages: dict[tuple[int, int], Stage] = {
@@ -39,6 +41,7 @@ class Weights:
             for s in schedule.stages_of(lane)
         }
         self._place()
+        self._fill(on_meta, loader)
         self._lanes_holding = self._find_holders(chains[0])
         self._number_of = {name: number for number, name in enumerate(self._lanes_holding)}
         self._unsummed: dict[str, torch.Tensor] = {}  # gradients from steps under no_sync, not summed yet
@@ -68,6 +71,29 @@ class Weights:
                     stage.held.set(name, on_device(tensor, device))
                 home_of[id(stage.held.get(name))] = device
 
+    def _fill(self, on_meta: ModelOnMeta | None, loader: WeightLoader | None) -> None:
+        """Give values to the tensors that were on meta, in all processes or in none; load all tensors of a file."""
+        own: dict[str, list[torch.Tensor]] = {}
+        for stage in self._stages.values():
+            for name in stage.held:
+                tensor = stage.held.get(name)
+                if all(tensor is not other for other in own.setdefault(name, [])):
+                    own[name].append(tensor)
+        if loader is None:
+            self._empty -= set() if on_meta is None else on_meta.fill(own)
+            return
+        error: PenstockError | None = None
+        try:
+            loader.fill(own)
+        except PenstockError as raised:
+            error = raised
+        faults = self._lane_group.control.gather("" if error is None else str(error))
+        if error is not None:
+            raise error
+        if any(faults):
+            raise CheckpointError(next(filter(None, faults)))
+        self._empty.clear()
+
     def _find_holders(self, chain: Chain) -> dict[str, tuple[int, ...]]:
         """Return the parameters that several lanes hold, each with its lanes."""
         lanes_of: dict[str, set[int]] = {}
@@ -89,13 +115,19 @@ class Weights:
                 groups = [group for group in groups if not group & lanes] + [lanes.union(*touching)]
         return [tuple(sorted(group)) for group in groups]
 
+    @property
+    def lacks_values(self) -> bool:
+        """Whether parameters have no values yet, because the model was on meta."""
+        return bool(self._empty)
+
     def check(self) -> None:
         """Raise if parameters have no values yet: the model was on meta, and no state dict was loaded."""
         if self._empty:
             names = ", ".join(sorted(self._empty)[:5])
             raise UsageError(
-                f"the model was on meta, and these have no values before load_state_dict(): {names}. A state dict has "
-                "no non-persistent buffers: add such a buffer to the state dict under its own name"
+                f"the model was on meta, and these have no values yet: {names}. Pass weights=, the folder or file of "
+                "the weights, or call load_state_dict(). A state dict has no non-persistent buffers: build the model "
+                "in penstock.empty_weights(), which keeps their values, or add them to the state dict by name"
             )
 
     def _own(self, name: str) -> list[nn.Parameter]:
@@ -352,7 +384,7 @@ class Weights:
         has_updates = Kind.U in self._schedule.kinds
         if has_updates and make is None:
             raise UsageError(
-                f"{self._schedule.name} updates weights within the step: give optimizer=, a function that makes an "
+                f"{self._schedule.name} updates weights within the step: pass optimizer=, a function that makes an "
                 "optimizer from a list of parameters, such as optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
             )
         if not has_updates and make is not None:
@@ -423,7 +455,7 @@ def _from_plain(given: Sequence[torch.Tensor | None], shape: torch.Size) -> torc
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _like(tensor, torch.zeros_like(tensor, device=device))
+    return _like(tensor, torch.empty_like(tensor, device=device))
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -155,11 +155,11 @@ def _no_state() -> None:
 def check_loss(loss: object, weight: object) -> None:
     """Check a loss and its weight before anything runs."""
     if isinstance(loss, type):
-        raise UsageError(f"loss: {loss.__name__} is a class; give {loss.__name__}()")
+        raise UsageError(f"loss: {loss.__name__} is a class; pass {loss.__name__}()")
     if loss is not None and not callable(loss):
-        raise UsageError(f"loss: give a function loss(output, target); given: {type(loss).__name__}")
+        raise UsageError(f"loss: pass a function loss(output, target); given: {type(loss).__name__}")
     if weight is not None and weight != "sum" and not callable(weight):
-        raise UsageError(f'weight: give a function weight(batch, target), or "sum"; given: {weight!r:.60}')
+        raise UsageError(f'weight: pass a function weight(batch, target), or "sum"; given: {weight!r:.60}')
 
 
 def check_scale(scale: object) -> None:

@@ -1,8 +1,8 @@
-"""Keep policies: the ways in which a stage treats its saved values. A new policy is one row here."""
+"""Keep policies: the ways in which a stage treats its saved values. A new policy has a name and a row here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,13 +52,13 @@ CHOSEN_BY_NODE = "fit"  # for a whole pipeline: the stages hold saved values, bu
 PLANNED: tuple[Keep, ...] = ("hold", *(p.planned_as for p in POLICIES.values() if p.name == p.planned_as != "hold"))
 
 
-def listed() -> str:
-    """Return all policies with their descriptions, for help texts.
+def listed(names: Iterable[str]) -> str:
+    """Return some policies with their descriptions, for help texts.
 
-    >>> listed()[:34]
-    'hold (keep them), recompute (run t'
+    >>> listed(["hold", "recompute"])
+    'hold (keep them), recompute (run the forward again)'
     """
-    return ", ".join(f"{policy.name} ({policy.meaning})" for policy in POLICIES.values())
+    return ", ".join(f"{name} ({POLICIES[name].meaning})" for name in names)
 
 
 def of_stages(keep: KeepRequest | Sequence[Keep]) -> Keep | Sequence[Keep]:

@@ -18,8 +18,8 @@ import penstock
 from checkpoint_cases import Odd, Training
 from penstock.checkpoint.formats.dcp import read_dcp
 from penstock.checkpoint.formats.exchange import FORMS, export_checkpoint, import_weights
-from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import CheckpointError, OutputError, UsageError
+from penstock.tensor_files.manifest import read_manifest
 from test_architecture import FILES
 
 

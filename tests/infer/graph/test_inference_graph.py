@@ -1020,7 +1020,7 @@ def test_explain():
         ({"device": "meta"}, "the meta device cannot run anything"),
         ({"device": "cuda:99"}, "cannot be used"),
         ({"model": len}, "model: expected an nn.Module"),
-        ({"example": 3}, "example: give a tensor"),
+        ({"example": 3}, "example: pass a tensor"),
         (
             {"example": (torch.ones(2), torch.ones(2), torch.ones(2))},
             "example: Towers cannot be called with it: too many",

@@ -437,7 +437,7 @@ def test_a_sequence_that_cannot_run_gets_one_message(model, example):
 
 
 def test_a_class_is_no_model():
-    with pytest.raises(UsageError, match=r"Linear is a class; give a module: Linear\(\.\.\.\)"):
+    with pytest.raises(UsageError, match=r"Linear is a class; pass a module: Linear\(\.\.\.\)"):
         capture(nn.Linear, rows())
     with pytest.raises(UsageError, match="not 3"):
         capture(3, rows())
@@ -618,7 +618,7 @@ def test_wrong_batches_are_refused(batch, message):
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        (3, "give a tensor, a tuple of arguments or a dict"),
+        (3, "pass a tensor, a tuple of arguments or a dict"),
         ((), "no tensor"),
         ({"x": 3}, "no tensor"),
         (torch.tensor(1.0), "no tensor with a batch dimension"),

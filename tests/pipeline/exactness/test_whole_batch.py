@@ -180,7 +180,7 @@ def test_an_argument_that_happens_to_have_as_many_rows_as_the_batch():
     [
         ({"batch_dim": -1}, "batch_dim"),
         ({"batch_dim": {"nothing": 1}}, "'nothing' is not an argument"),
-        ({"whole": "input"}, "whole: give a list"),
+        ({"whole": "input"}, "whole: pass a list"),
         ({"whole": ["nothing"]}, "'nothing' is not an argument"),
         ({"whole": ["input"]}, "no tensor with a batch dimension"),
     ],

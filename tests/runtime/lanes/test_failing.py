@@ -171,7 +171,7 @@ def test_two_pipelines_do_not_disturb_each_other():
         ((), True, "no tensor"),
         (torch.zeros(4, WIDTH), True, "captured as torch.float64"),
         (torch.zeros(0, WIDTH).double(), True, "no samples"),
-        ("batch", True, "give a tensor"),
+        ("batch", True, "pass a tensor"),
         (torch.zeros(4, WIDTH).double(), False, "samples"),
     ],
 )

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.disk import open_plain
 from penstock.checkpoint.formats.pickle_reader import Name, RecordedCall, read_pickled
-from penstock.checkpoint.manifest import FILE_NAME
-from penstock.checkpoint.tensor_shards import SAFE_NAMES
 from penstock.errors import CheckpointError
+from penstock.tensor_files.disk import open_plain
+from penstock.tensor_files.manifest import FILE_NAME
+from penstock.tensor_files.tensor_shards import SAFE_NAMES
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.formats.dcp import METADATA, load_tensors, read_dcp, write_dcp
-from penstock.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, folder_name, is_folder_name, read_json
 from penstock.checkpoint.reader import read_state
 from penstock.checkpoint.save_job import INDEX, Job, Saving
-from penstock.checkpoint.tensor_shards import Shard, check_storable, write_shard
 from penstock.errors import CheckpointError, OutputError, UsageError
+from penstock.tensor_files.disk import Disk
+from penstock.tensor_files.manifest import FILE_NAME, MANIFEST, Manifest, folder_name, is_folder_name, read_json
+from penstock.tensor_files.tensor_shards import Shard, check_storable, write_shard
 
 Form = Literal["safetensors", "huggingface", "dcp"]
 FORMS: tuple[Form, ...] = ("safetensors", "huggingface", "dcp")

@@ -59,7 +59,7 @@ class Pipeline:
         example: object = None, device: torch.device | str | int | None = None, depth: int = 4, workers: int = 1,
     ) -> None:  # fmt: skip
         if (model is None) == (stages is None):
-            raise UsageError("give either a model or stages=[...]")
+            raise UsageError("pass either a model or stages=[...]")
         if stages is not None and not isinstance(stages, (Sequence, nn.ModuleList, nn.Sequential)):
             raise UsageError(f"stages: expected a list of stages; given: {type(stages).__name__}")
         given = [model] if stages is None else list(stages)

@@ -210,7 +210,7 @@ def _call(config: Config, model: Any, example: Any) -> None:  # noqa: ANN401 - a
     except Exception as error:
         where = line_of(error)
         raise UsageError(
-            f"the model raises on the first batch of data ({show_batch(example)}): {error_in_short(error)}"
+            f"the model raises an error on the first batch of data ({show_batch(example)}): {error_in_short(error)}"
             f"{where and ' '}{where}; this also happens without a pipeline. Check the batches of {config.data} and the"
             " model"
         ) from None

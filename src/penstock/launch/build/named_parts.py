@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from penstock.errors import UsageError, nearest
 from penstock.launch.build.small_gpt import load_text, loss_of, make_gpt
+from penstock.model.small_models.folder_model import folder_of, model_from_folder
 from penstock.model.small_models.named_models import checked, class_of, config_of, find
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def build_model(config: Config) -> tuple[nn.Module, Any]:
         given = {"num_characters": len(load_text().characters), **arguments}
         check_arguments("model", "penstock:gpt", make_gpt, given)
         return make_gpt(**given), None
+    folder = folder_of(name)
+    if folder is not None:
+        try:
+            return model_from_folder(folder, arguments), None
+        except UsageError as error:
+            raise UsageError(f"model: {error}") from error
     if isinstance(name, str) and ":" in name:
         made = call("model", name, arguments)
         try:
@@ -73,6 +80,11 @@ def build_model(config: Config) -> tuple[nn.Module, Any]:
         except UsageError as error:
             raise UsageError(f"model: {error}") from None
     return _from_transformers(_settings(name, arguments)), None
+
+
+def weights_of(config: Config) -> str | None:
+    """Return the file or folder of the weights: that of the configuration, or else the folder of an hf: model."""
+    return folder_of(config.model) if config.weights is None else config.weights
 
 
 def _settings(model: str | Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

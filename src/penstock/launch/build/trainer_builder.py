@@ -28,7 +28,15 @@ from penstock.launch.build.data_source import (
     explain_bad_batches,
     first_item,
 )
-from penstock.launch.build.named_parts import build_loss, build_model, build_rate, build_weight, call, optimizer_maker
+from penstock.launch.build.named_parts import (
+    build_loss,
+    build_model,
+    build_rate,
+    build_weight,
+    call,
+    optimizer_maker,
+    weights_of,
+)
 from penstock.launch.config.config_checks import node_counts
 from penstock.launch.config.config_writer import to_toml
 from penstock.pipeline.pipeline import Pipeline
@@ -172,6 +180,7 @@ def _pipeline(
         example=parts.example,
         loss=build_loss(config),
         weight=build_weight(config),
+        weights=weights_of(config),
         loss_over=config.loss_over,
         batch_dim=config.batch_dim,
         whole=config.whole,

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.deciding.defaults import KEEP, default_schedule
+from penstock.schedule.keep_policies import POLICIES, listed
+
 _GROUPS = {  # of keys, by the first key of each
     "model": "Model and data",
     "steps": "Optimization",
@@ -48,9 +51,17 @@ class Config(BaseModel):
     model: str | Table = _key(
         "penstock:gpt",
         "package.module:callable or file.py:callable, which returns a model, or a model and an example batch; or a "
-        "transformers config: a model type such as gpt2, a config.json, or a table with model_type.",
+        "transformers config: a model type such as gpt2, a config.json, or a table with model_type. hf:FOLDER is the "
+        "model in a folder of save_pretrained; each lane makes and loads only its part.",
     )
-    model_args: Table = _key({}, "Keyword arguments of the callable, or settings of the transformers config.")
+    model_args: Table = _key(
+        {}, "Keyword arguments of the callable, or settings of the transformers config; for hf: models also dtype."
+    )
+    weights: str | None = _key(
+        None,
+        "The file or folder of the model's weights: safetensors, a folder of save_pretrained or a checkpoint of "
+        "Penstock. By default the folder of an hf: model; other models are initialised.",
+    )
     data: str = _key(
         "penstock:text",
         "package.module:callable or file.py:callable, which returns batches (a DataLoader, or another iterable that can"
@@ -113,7 +124,9 @@ class Config(BaseModel):
         None, "Number of lanes, as threads of one process; by default the number of GPUs, or 2 on the CPU."
     )
     devices: str | list[str] | None = _key(None, "The device of each lane, such as cuda:0 or cpu; or one for all.")
-    micro_batches: Count | None = _key(None, "Micro-batches per step; by default four per lane.")
+    micro_batches: Count | None = _key(
+        None, "Micro-batches per step; by default four per lane, but at most one per sample."
+    )
     schedule: str | None = _key(
         None,
         "A schedule by name (see penstock simulate --list), or a CSV file; by default 1f1b, or zb_gpipe if loss_over is"
@@ -125,8 +138,8 @@ class Config(BaseModel):
     stages_per_lane: Count | None = _key(None, "Stages per lane, for schedules that leave it open.")
     cuts: list[int | str] = _key([], "Where cuts must lie: the modules or nodes after the cuts; the others are chosen.")
     keep: str | list[str] = _key(
-        "hold",
-        "What stages do with saved values: hold, recompute, except_last, offload or fit; or one policy per stage.",
+        KEEP,
+        f"What stages do with saved values: {listed(POLICIES)}; or one policy per stage.",
     )
     memory_limit: Positive | str | list[Positive | str] | None = _key(
         None, "Memory of each lane in bytes, such as 16e9 or 16GiB; or one value per lane."
@@ -182,7 +195,7 @@ class Config(BaseModel):
     @property
     def schedule_name(self) -> str:
         """The requested schedule, or the default."""
-        return self.schedule or ("zb_gpipe" if self.loss_over == "batch" else "1f1b")
+        return self.schedule or default_schedule(self.loss_over)
 
 
 def keys_by_group() -> dict[str, list[str]]:

@@ -60,6 +60,10 @@ def _name_faults(key: str, given: str) -> Iterator[Fault]:
     if given.startswith("penstock:"):
         if given not in _BUILT_IN[key]:
             yield key, f"{given!r}: Penstock has no such {key}.{nearest(given, _BUILT_IN[key])}"
+    elif given.startswith("hf:") and key == "model":
+        folder = given.removeprefix("hf:")
+        if not (Path(folder).expanduser() / "config.json").is_file():
+            yield key, f"{_no_file(f'{folder}/config.json')}; hf: needs a folder that save_pretrained wrote"
     elif ":" in given:
         yield from ((key, fault) for fault in _callable_faults(given))
     elif given.endswith(".py"):
@@ -103,7 +107,7 @@ def _model_faults(config: Config) -> Iterator[Fault]:
         yield "model", 'a table must have model_type, such as model_type = "gpt2"'
     if isinstance(config.model, dict) and config.model_args:
         yield "model_args", "the model is a table; put the settings there"
-    is_own = isinstance(config.model, str) and ":" in config.model and config.model != "penstock:gpt"
+    is_own = isinstance(config.model, str) and ":" in config.model and not config.model.startswith(("penstock:", "hf:"))
     if config.loss == "auto" and is_own:
         yield "loss", f"set the loss of {config.model}, such as cross_entropy; or model, if the model returns its loss"
 

@@ -71,6 +71,7 @@ def example_file() -> str:
 
 
 _SAMPLES = {  # of the keys without a default
+    "weights": '"my_model"',
     "weight": '"sum"',
     "schedule": '"1f1b"',
     "validation": '"my_data.py:validation"',

@@ -36,10 +36,10 @@ from penstock.training.resume.run_folder import RunFolder
 if TYPE_CHECKING:
     from penstock.launch.config.config import Config
 
-_PATIENCE_SECONDS = 2.0  # for the others after one process failed: they notice at once, unless they hang
+_PATIENCE_SECONDS = 2.0  # for the other processes to end after one failed; they notice it at once, unless they hang
 _INTERVAL_SECONDS = 0.05
-_STOPPED_LOOKS, _POLL_SECONDS = 10, 1.0  # a process that is stopped for this many looks is reported
-_SPARE_SECONDS = 10.0  # then the training has started, and the imports of spare processes do not disturb it
+_STOPPED_LOOKS, _POLL_SECONDS = 10, 1.0  # a process that is stopped in this many looks in a row is reported
+_SPARE_SECONDS = 10.0  # by then the training has started, and the imports of spare processes do not disturb it
 _UNLIMITED = 1 << 20  # restarts of torch's agent: `Policy` limits them per hour
 _HOST = "127.0.0.1"
 _WAITING = 128  # maximum number of pending connections

@@ -53,7 +53,7 @@ def run_here(
 ) -> Outcome:
     """Train; report an error on stderr and in faults.jsonl of the run folder, and turn it into an exit code.
 
-    `progress` is called with the current activity before the first step; `is_again` is for a restart.
+    `progress` is called with the current activity before the first step; `is_again` means that this is a restart.
     """
     shown, warnings.showwarning = warnings.showwarning, _show_warning  # type: ignore[assignment]  # takes all
     before = signal.signal(signal.SIGTERM, _leave)
@@ -109,7 +109,7 @@ def _say(text: str) -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """Tell warnings of ours in a line; others with their place."""
+    """Show a warning of Penstock in one line; add its place to any other warning."""
     where = "" if filename.startswith(_OUR_FOLDER) else f" ({category.__name__}, {filename}:{lineno})"
     _say(f"Warning: {message}{where}")
 
@@ -163,7 +163,7 @@ def _note(given: LoadedConfig, error: BaseException, code: int, trainer: Trainer
 
 @contextmanager
 def shutdown_deadline(seconds: float) -> Iterator[None]:
-    """Inside, end this process the given time after a signal to end; only works in the main thread.
+    """If a signal to end arrives inside the block, end this process the given time later; main thread only.
 
     The interpreter may be in a long computation, or wait for a value that never comes; then it does not run Python
     signal handlers. Therefore the C-level handler wakes a thread, which measures the time.

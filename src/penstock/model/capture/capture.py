@@ -79,13 +79,13 @@ def capture(
 
 def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:
     if isinstance(modules, type):
-        raise UsageError(f"model: {modules.__name__} is a class; give a module: {modules.__name__}(...)")
+        raise UsageError(f"model: {modules.__name__} is a class; pass a module: {modules.__name__}(...)")
     if not isinstance(modules, (list, tuple)):
-        raise UsageError(f"model: give an nn.Module, or a list of stage modules, not {modules!r:.60}")
+        raise UsageError(f"model: pass an nn.Module, or a list of stage modules, not {modules!r:.60}")
     wrong = [f"{module!r:.60}" for module in modules if not isinstance(module, nn.Module)]
     if wrong or not modules:
         raise UsageError(
-            f"model: give an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}"
+            f"model: pass an nn.Module, or a list of stage modules; not a module: {', '.join(wrong) or 'none given'}"
         )
     model = nn.ModuleList(modules)
     mode = modules[0].training if training is None else training

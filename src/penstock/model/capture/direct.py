@@ -20,6 +20,7 @@ from penstock.model.parameters import (
     main_device,
     module_signature,
     read_parameters,
+    stand_in,
     unsaved_names,
 )
 from penstock.model.preserve import OriginalDevices, RandomStates, in_mode, restore_values
@@ -194,13 +195,24 @@ class Direct:
         where = device or main_device(self.model, self.call)
         call = self.call if batch_size is None else self.call.resized(batch_size)
         with in_mode(self.model, training=self.training), torch.no_grad():
-            shell = move_shell(make_shell(self.model), where)
-            args, kwargs = call.map(lambda tensor: tensor.detach().to(where)).arguments()
+            shell = make_shell(self.model)
+            is_on_meta = any(tensor.is_meta for tensor in held_tensors(shell).values())
+            if not is_on_meta:
+                move_shell(shell, where)
+            args, kwargs = call.map(lambda tensor: stand_in(tensor.detach(), where)).arguments()
             held = held_tensors(shell)
             for index, path in enumerate(self.paths):
-                names = self.graph.nodes[index].parameters
-                result = run_with(visitor, index, shell.get_submodule(path), args, kwargs, names=names, held=held)
+                names, module = self.graph.nodes[index].parameters, shell.get_submodule(path)
+                if is_on_meta:  # the whole model may not fit
+                    module = move_shell(make_shell(module), where)
+                    held = self._own(path, module)
+                result = run_with(visitor, index, module, args, kwargs, names=names, held=held)
                 args, kwargs = self._next(result)
+
+    def _own(self, path: str, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors of a module by their first names in the model."""
+        first_of = {alias: p.name for p in self.graph.parameters.values() for alias in (p.name, *p.aliases)}
+        return {first_of[f"{path}.{name}"]: tensor for name, tensor in held_tensors(module).items()}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from penstock.errors import CaptureError, PenstockError, UsageError, warn_user
 from penstock.model.capture.export.exported_stage import StageBuilder, visit_export
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards
 from penstock.model.capture.export.traced_graph import ExportGraph, GraphReader
-from penstock.model.capture.export.tracing import OpenDims, trace
+from penstock.model.capture.export.tracing import OpenDims, trace, trace_device
 from penstock.model.example import Call
 from penstock.model.graph import Graph, held_by_stage, match_cuts
-from penstock.model.parameters import held_tensors, main_device, unsaved_names
+from penstock.model.parameters import StandIns, held_tensors, main_device, stand_in, unsaved_names
 from penstock.model.preserve import OriginalDevices, in_mode, on_device
 from penstock.model.stages import Chain, Forms, Program, Results, Stage
 from penstock.model.visit import Visitor
@@ -63,10 +63,10 @@ class _Form:
             try:
                 with in_mode(self._model, training=training), self._original_devices.restored():
                     traced = trace(self._model, self.call, self._open if any(self._open) else ())
+                    graph = GraphReader(traced, self._model, self.call).read()
             except CaptureError as error:
                 self._refusals[training] = error
                 raise
-            graph = GraphReader(traced, self._model, self.call).read()
             self._made[training] = (graph, traced.template, traced.guards)
         return self._made[training]
 
@@ -79,7 +79,7 @@ class _Form:
         return [own | new for own, new in zip(self._open, more, strict=True)]
 
     def takes(self, call: Call, training: bool) -> bool:
-        """Return whether the form holds for the shapes of a call; trace the mode if necessary."""
+        """Return whether the form is valid for the shapes of a call; trace the mode if necessary."""
         if self.is_replayed:
             return True
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
@@ -97,7 +97,7 @@ class _Form:
 def _is_like(own: Sequence[int], shape: Sequence[int], batch_dim: int | None, free: frozenset[int]) -> bool:
     """Return whether a shape differs only in the batch dimension and in open dimensions larger than one.
 
-    A trace of a larger dimension may not hold for size one, which is broadcast.
+    A trace of a larger dimension may be wrong for size one, which is broadcast.
     """
     return len(own) == len(shape) and all(
         mine == given or dim == batch_dim or (dim in free and given > 1)
@@ -127,7 +127,7 @@ class Exported:
         return self._forms[0].side(training)
 
     def choose(self, call: Call, training: bool, is_fitting: Callable[[], str]) -> None:
-        """Select the form that holds for the shapes of a call; capture one if there is none yet.
+        """Select the form that is valid for the shapes of a call; capture one if there is none yet.
 
         Args:
             call: the call, with its tensors in the example's order.
@@ -150,7 +150,7 @@ class Exported:
                 if not form.is_replayed:
                     form.side(training)
                 is_taken = form.takes(call, training)
-                why = is_fitting() if is_taken else "the trace does not hold for the shapes with which it was made"
+                why = is_fitting() if is_taken else "the trace is not valid for the shapes with which it was made"
             except Exception as error:
                 why = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
             if not why:
@@ -192,8 +192,8 @@ class Exported:
         exported = self._side(self.training)[0]
         call = self.call if batch_size is None else self.call.resized(batch_size)
         where = device or main_device(self.model, self.call)
-        held = {name: tensor.to(where) for name, tensor in (held_tensors(self.model) | exported.constants).items()}
-        visit_export(exported, visitor, call.map(lambda tensor: tensor.to(where)), held, where)
+        held = StandIns(held_tensors(self.model) | exported.constants, where)
+        visit_export(exported, visitor, call.map(lambda tensor: stand_in(tensor, where)), held, where)
 
     def programs(self, cuts: tuple[int, ...], training: bool) -> tuple[list[Program], Results]:
         """Return the programs of all stages in a mode, in the current form, and the description of the result."""
@@ -211,7 +211,7 @@ class Exported:
         is_own = training == self.training and self.form == 0
         own = cuts if is_own else match_cuts(self.graph, cuts, exported.graph)
         ranges = exported.graph.stages(own)
-        device = main_device(self.model, self.call)
+        device = trace_device(self.model, self.call)
         programs: list[Program] = [
             StageBuilder(exported, nodes, is_last=index == len(ranges) - 1).cut(device)
             for index, nodes in enumerate(ranges)

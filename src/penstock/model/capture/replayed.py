@@ -43,11 +43,11 @@ class Replayed:
             with in_mode(self.model, training=training), self._original_devices.restored():
                 recording = record(self.model, self.call)
                 other = _second(self.model, self.call)
-            self._recording_of[training] = recording
-            if other is not None and _ways(other) != _ways(recording):  # for example, code that loops over samples
-                recording.reads_data = True
-            recording.seen_of = _seen_of(recording, other, self.call.batch_size)
-            self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
+                self._recording_of[training] = recording
+                if other is not None and _ways(other) != _ways(recording):  # for example, code that loops over samples
+                    recording.reads_data = True
+                recording.seen_of = _seen_of(recording, other, self.call.batch_size)
+                self._graph_of[training] = _read_graph(recording, other, self.model, self.call)
         return self._graph_of[training]
 
     @property

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.devices import cuda
 from penstock.devices.kinds import kind_of
 from penstock.errors import UsageError
+from penstock.model.parameters import main_device
 from penstock.model.preserve import RandomStates, preserve_state
 from penstock.model.profile import Profile
 from penstock.model.profiling.call_timing import Call, Clock, Timing, clock_for, engine_overhead, in_queue, median_time
@@ -60,7 +62,8 @@ def measure(
 
     Args:
         captured: the model.
-        device: the device to measure on; by default, the device of the model.
+        device: the device to measure on; by default, the device of the model; for a model on
+            meta, a GPU if there is one.
         batch_size: the number of samples in a micro-batch; by default, that of the example.
         repeats: the maximum number of bursts per timing; the timing is their median.
         seconds_budget: the approximate time for all timings; the pass over the model takes additional time.
@@ -73,6 +76,8 @@ def measure(
         raise UsageError(f"repeats: {repeats} and seconds_budget: {seconds_budget} must be positive")
     where = None if device is None else torch.device(device)
     _check_device(where)
+    if where is None and main_device(captured.model, captured.call).type == "meta":
+        where = torch.device("cuda" if cuda.has_gpu() else "cpu")
     seconds = min(_MOST_SECONDS, seconds_budget / _TIMINGS / max(1, distinct_nodes(captured.graph)))
     stopwatch = _Stopwatch(where, repeats=repeats, seconds=seconds)
     with warnings.catch_warnings():  # torch's warning about its first product in a thread of the autograd engine

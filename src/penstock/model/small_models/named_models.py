@@ -12,6 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import UsageError, error_in_short, nearest
+from penstock.model.small_models.folder_model import folder_of, model_from_folder
 from penstock.model.small_models.small_config import Config
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def load(
 
     Args:
         name: `package.module:callable` or `file.py:callable`; the callable returns a model, or a model and an example.
-            It may also be a model class. Any other name is a model type of transformers (`gpt2`, `t5`, `clip`), for
+            It may also be a model class. `hf:FOLDER` is the model that `save_pretrained` wrote to a folder, on meta:
+            its weights are not read. Any other name is a model type of transformers (`gpt2`, `t5`, `clip`), for
             which a small model with random weights is built.
         batch_size: the batch size of the example, if Penstock makes it; by default 4.
         seed: the seed of the parameters and of the example; the global random state is preserved.
@@ -75,6 +77,9 @@ def load(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        folder = folder_of(name)
+        if folder is not None:
+            return _from_folder(folder, batch_size or 4)
         if ":" in name:
             return _from_code(name)
         if name.endswith(".py"):
@@ -99,6 +104,18 @@ def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
     if not callable(found):
         raise UsageError(f"{name} is {_article(found)}, not a function or a class")
     return found
+
+
+def _from_folder(folder: str, batch_size: int) -> tuple[nn.Module, Any]:
+    from penstock.model.small_models.small_batch import batch_for
+
+    model = model_from_folder(folder, {})
+    try:
+        return model.train(), batch_for(model, batch_size=batch_size, exceptions=MappingProxyType({}))
+    except Exception as error:
+        raise UsageError(
+            f"{folder}: cannot make an example batch for a {type(model).__name__}: {error_in_short(error)}"
+        ) from error
 
 
 def _from_code(name: str) -> tuple[nn.Module, Any]:

@@ -19,14 +19,14 @@ LossOver = Literal["micro_batch", "batch"]
 def check_model_options(model: object, keep: object, optimizer: object, memory_limit: object) -> None:
     """Check the model, the keep policy and the optimizer."""
     if not isinstance(model, (nn.Module, list, tuple)):
-        raise UsageError(f"model: give an nn.Module, or a list of stage modules; given: {type(model).__name__}")
+        raise UsageError(f"model: pass an nn.Module, or a list of stage modules; given: {type(model).__name__}")
     if isinstance(keep, str) and keep not in POLICIES:
         raise UsageError(f"keep: {keep!r} is not one of {', '.join(POLICIES)}.{nearest(keep, tuple(POLICIES))}")
     if keep == CHOSEN_BY_NODE and memory_limit is None:
         raise UsageError('keep: "fit" needs memory_limit=: it recomputes only as many nodes as the limit requires')
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise UsageError(
-            "optimizer: give a function that makes an optimizer from a list of parameters, not an optimizer"
+            "optimizer: pass a function that makes an optimizer from a list of parameters, not an optimizer"
         )
 
 
@@ -36,9 +36,9 @@ def check_switches(*, graphs: object, autocast: object, scaler: object, deferred
     if not isinstance(graphs, bool) and graphs != "auto":
         faults.append(f"graphs: {graphs!r:.40} is neither True nor False nor 'auto'")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
-        faults.append(f"autocast: give a dtype, such as torch.bfloat16; given: {autocast!r:.40}")
+        faults.append(f"autocast: pass a dtype, such as torch.bfloat16; given: {autocast!r:.40}")
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
-        faults.append(f"scaler: give a torch.amp.GradScaler; given: {type(scaler).__name__}")
+        faults.append(f"scaler: pass a torch.amp.GradScaler; given: {type(scaler).__name__}")
     if not isinstance(deferred_batch_norm, bool):
         faults.append(f"deferred_batch_norm: {deferred_batch_norm!r:.40} is neither True nor False")
     if faults:

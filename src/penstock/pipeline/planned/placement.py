@@ -53,7 +53,7 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, num_lanes:
         return [torch.device("cuda", lane % count) if count else torch.device("cpu") for lane in range(num_lanes)]
     listed = [devices] * num_lanes if isinstance(devices, (str, torch.device, int)) else list(devices)
     if len(listed) != num_lanes:
-        raise UsageError(f"devices: give one for each lane; devices: {len(listed)}, lanes: {num_lanes}")
+        raise UsageError(f"devices: pass one for each lane; devices: {len(listed)}, lanes: {num_lanes}")
     return [check_device(given, "devices") for given in listed]
 
 

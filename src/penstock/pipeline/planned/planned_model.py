@@ -106,7 +106,7 @@ class Request:
             micro_batches = default_micro_batches(self.lanes, batch_size)
         schedule = self.schedule
         if not isinstance(schedule, (Schedule, str, PathLike)):
-            raise UsageError(f"schedule: give a name, a Schedule or a CSV file; given: {schedule!r:.60}")
+            raise UsageError(f"schedule: pass a name, a Schedule or a CSV file; given: {schedule!r:.60}")
         if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule.endswith(".csv")):
             schedule = load_csv(Path(schedule))
         has_counts = isinstance(schedule, Schedule)

@@ -99,7 +99,9 @@ class _Compound:
 
     def compile(self, options: Options) -> None:  # noqa: ARG002
         """Raise: a stage with recomputed parts cannot be compiled."""
-        raise UsageError("compile: parts of stages are recomputed")
+        raise UsageError(
+            "compile: stages with recomputed parts cannot be compiled; leave compile= out, or change keep="
+        )
 
     def run(self, held: HeldTensors, values: Sequence[Any], batch_size: int) -> tuple[Any, ...]:  # noqa: ARG002
         """Compute the outputs from the inputs; each piece uses its own held tensors."""

@@ -73,7 +73,7 @@ Introduce = Callable[[bytes, tuple[int, ...]], None]  # sends bytes and file des
 
 
 class ValueCarrier(Protocol):
-    """One process's end of a value carrier. To add a carrier, write such a class, and a line in `process_lanes`."""
+    """One process's end of a value carrier; docs/design/architecture.md says how to add one."""
 
     threaded_bytes: int  # the size from which a separate thread sends the values while the lane computes
     needs_reader: bool  # whether receives are posted while the lane computes, so that a thread must read announcements

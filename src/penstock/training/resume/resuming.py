@@ -8,9 +8,9 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.manifest import MisfitError
 from penstock.errors import UsageError, warn_user
 from penstock.feeding.feed import Feed
+from penstock.tensor_files.manifest import MisfitError
 from penstock.torchrun import attempt
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Symbolic sizes: dimensions as functions of the batch size, and the shapes for which a trace holds."""
+"""Symbolic sizes: dimensions as functions of the batch size, and the shapes for which a trace is valid."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _fit(expression: Any, symbols: frozenset[Any]) -> tuple[int, int] | None:  #
 
 
 class ShapeGuards:
-    """The shape guards of a trace, which decide for which input shapes it holds.
+    """The shape guards of a trace, which decide for which input shapes it is valid.
 
     While torch traces, it records every comparison of sizes in the model's code, such as `length % 8 == 0`. The trace
-    holds for all shapes for which each comparison has the same result.
+    is valid for all shapes for which each comparison has the same result.
     """
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
@@ -56,7 +56,7 @@ class ShapeGuards:
         self._known: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def allow(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Return whether the trace holds for inputs of these shapes."""
+        """Return whether the trace is valid for inputs of these shapes."""
         key = tuple(tuple(shape) for shape in shapes)
         if key not in self._known:
             if len(self._known) >= _MOST_SHAPES:

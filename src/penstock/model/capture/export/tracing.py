@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from penstock.devices.sanitizer import unsanitized
 from penstock.errors import CaptureError
 from penstock.model.capture.export.symbolic_sizes import ShapeGuards, hint
 from penstock.model.example import Call
-from penstock.model.parameters import new_tensors_on_meta
+from penstock.model.parameters import main_device, replaced_tensors, tensor_places
 from penstock.model.preserve import TORCH_ATTRIBUTES, RandomStates, preserve_attributes
 from penstock.model.source import is_called_by_torch, line_of, line_of_stack, line_of_trace
 from penstock.model.structure import flatten, plain_values
@@ -35,7 +37,7 @@ class Traced:
     template: object  # the template of the model's result
     num_outputs: int  # the number of tensors in the model's result
     reassigned: tuple[str, ...]  # the names of the buffers to which forward assigns another tensor
-    guards: ShapeGuards  # the conditions on the input shapes for which the trace holds
+    guards: ShapeGuards  # the conditions on the input shapes for which the trace is valid
 
 
 OpenDims = Sequence[frozenset[int]]
@@ -100,11 +102,12 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
     try:
         with (
             unsanitized(), _quiet(), refuse_lost_behaviour(), caches_off(model), _symbolic_len(),
-            new_tensors_on_meta(model, call),
+            _as_on_cpu(model),
         ):  # fmt: skip
-            program = _export(reduced, call, open_dims)
+            given = call.map(_off_meta)
+            program = _export(reduced, given, open_dims)
             if seen["kept"]:
-                _check_kept(reduced, call, seen["kept"])
+                _check_kept(reduced, given, seen["kept"])
     except _TraceRefusedError as refusal:
         raise CaptureError(str(refusal)) from None
     except Exception as error:
@@ -112,6 +115,37 @@ def trace(model: nn.Module, call: Call, open_dims: OpenDims = ()) -> Traced:
         raise CaptureError(f"torch.export stopped {where}: {_first_line(error)}") from error
     _check(program, call, open_dims)
     return Traced(program, seen["template"], seen["num_outputs"], seen["reassigned"], ShapeGuards(program))
+
+
+def trace_device(model: nn.Module, call: Call) -> torch.device:
+    """Return the device that the operations of a trace name: that of the model, or the CPU if the model is on meta."""
+    device = main_device(model, call)
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+@contextlib.contextmanager
+def _as_on_cpu(model: nn.Module) -> Iterator[None]:
+    """Let a model on meta look as if it were on the CPU.
+
+    Some models ask for the device of a tensor and take another branch on meta, or make tensors on the CPU, which
+    cannot be combined with tensors on meta. Fake tensors have a device, but no memory.
+    """
+    places = tensor_places(model)
+    tensors = {name: kind[key] for name, ((kind, key), *_) in places.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty_like(tensor, device="cpu")
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    with replaced_tensors(places, {name: fake(tensor) for name, tensor in tensors.items() if tensor.is_meta}):
+        yield
+
+
+def _off_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an input of the example; zeros if it is on meta."""
+    return torch.zeros_like(tensor, device="cpu", requires_grad=tensor.requires_grad) if tensor.is_meta else tensor
 
 
 def _export(reduced: _Reduced, call: Call, open_dims: OpenDims = ()) -> torch.export.ExportedProgram:
@@ -163,7 +197,7 @@ def _check_equal(program: torch.export.ExportedProgram, again: torch.export.Expo
         other = again.constants.get(name)
         if not isinstance(other, torch.Tensor) or tensor.shape != other.shape:
             raise _TraceRefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
-        if not tensor.is_meta and not torch.equal(tensor, other):
+        if type(tensor) is not FakeTensor and not torch.equal(tensor, other):
             raise _TraceRefusedError(f"the batch size is written into a tensor of the trace ({name})") from None
     for (node, number), (_, other_number) in zip(_numbers(program), _numbers(again), strict=True):
         if number != other_number:
@@ -204,21 +238,23 @@ def _numbers(program: torch.export.ExportedProgram) -> Iterator[tuple[torch.fx.N
 
 
 def _check(program: torch.export.ExportedProgram, call: Call, open_dims: OpenDims) -> None:
-    """Refuse a trace that depends on data, or that holds for only one size of the batch or of an open dimension."""
+    """Refuse a trace that depends on data, or is valid for only one size of the batch or of an open dimension."""
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, name, dim in zip(inputs, call.names, call.batch_dims, strict=True):
         if dim is not None and not _is_symbolic(node.meta["val"].shape[dim]):
-            raise CaptureError(f"the trace holds for only one batch size (seen at input {name})")
+            raise CaptureError(
+                f"the trace is valid for only one batch size: it contains the size of input {name} as a number"
+            )
     for node, name, dims in zip(inputs, call.names, open_dims, strict=bool(open_dims)):
         fixed = [str(dim) for dim in sorted(dims) if not _is_symbolic(node.meta["val"].shape[dim])]
         if fixed:
-            raise CaptureError(f"the trace holds for only one size of dimension {', '.join(fixed)} of {name}")
+            raise CaptureError(f"the trace is valid for only one size of dimension {', '.join(fixed)} of {name}")
     sizes = [node.meta["val"].shape[d] for node, d in zip(inputs, call.batch_dims, strict=True) if d is not None]
     of_batch = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     for symbol, bounds in program.range_constraints.items():
         if symbol in of_batch and bounds.upper < 4096:  # higher bounds come from kernels with 32-bit indices
-            raise CaptureError(f"the trace holds only for batches of at most {bounds.upper} samples ({symbol})")
+            raise CaptureError(f"the trace is valid only for batches of at most {bounds.upper} samples ({symbol})")
     for node in program.graph.nodes:
         if "_add_batch_dim" in str(node.target):
             raise CaptureError(f"a trace with torch.vmap cannot be cut {_where(node)}")

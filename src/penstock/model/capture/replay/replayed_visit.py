@@ -16,7 +16,7 @@ from penstock.model.capture.replay.module_shell import make_shell
 from penstock.model.capture.replay.torch_functions import is_data_shaped, is_query, reads_data
 from penstock.model.example import Call
 from penstock.model.graph import Graph
-from penstock.model.parameters import held_tensors
+from penstock.model.parameters import held_tensors, stand_in
 from penstock.model.structure import flatten, rebuild
 from penstock.model.visit import RunNode, Visitor
 
@@ -66,7 +66,7 @@ def move_shell(shell: nn.Module, device: torch.device) -> nn.Module:
             for key, tensor in place.items():
                 if tensor is not None:
                     if id(tensor) not in moved:
-                        new = tensor.detach().to(device)
+                        new = stand_in(tensor.detach(), device)
                         is_parameter = isinstance(tensor, nn.Parameter)
                         moved[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                     place[key] = moved[id(tensor)]  # type: ignore[assignment]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk import open_plain
-from penstock.checkpoint.tensor_shards import SAFE_NAMES, checksum
 from penstock.errors import CheckpointError
+from penstock.tensor_files.disk import open_plain
+from penstock.tensor_files.tensor_shards import SAFE_NAMES, checksum
 
 MANIFEST = "MANIFEST.json"
 FORM = "penstock checkpoint"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from penstock.checkpoint.disk import Disk, chunks, open_plain
 from penstock.errors import CheckpointError, UsageError
+from penstock.tensor_files.disk import Disk, chunks, open_plain
 
 # the dtypes of safetensors; it cannot hold others
 SAFE_NAMES = {
@@ -25,7 +25,7 @@ SAFE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -38,6 +38,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]  # torch's stubs
+
+
+def read_fully(handle: int, view: memoryview, at: int, path: Path, what: str) -> None:
+    """Fill a buffer with the bytes of a file from an offset on; raise a CheckpointError if the file ends before."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(handle, [view[done : done + (1 << 30)]], at + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {what} cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{path}: ends within {what}")
+        done += count
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,7 @@ class Shard:
     def _read_header(self, entry: Mapping[str, Any], num_bytes: int) -> dict[str, int]:
         """Check the header; return the offset of each tensor."""
         size = entry["header_bytes"]
-        if not 8 <= size <= min(num_bytes, _MAX_HEADER_BYTES):
+        if not 8 <= size <= min(num_bytes, MAX_HEADER_BYTES):
             raise CheckpointError(f"{self.path}: its header cannot have {size} bytes")
         head = self._read(0, memoryview(bytearray(size)), "its header")
         actual = checksum(head)
@@ -153,15 +166,7 @@ class Shard:
         return memory.view(DTYPES[stored.dtype]).reshape(stored.shape)
 
     def _read(self, at: int, view: memoryview, what: str) -> memoryview:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._handle, [view[done : done + (1 << 30)]], at + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: {what} cannot be read: {error.strerror}") from error
-            if not count:
-                raise CheckpointError(f"{self.path}: ends within {what}")
-            done += count
+        read_fully(self._handle, view, at, self.path, what)
         return view
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Tensor files: safetensors files and checkpoints on disk, read and written safely."""

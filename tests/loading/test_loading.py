@@ -1,0 +1,464 @@
+"""Weights from files: every process reads its own tensors, and the pipeline equals the model of `from_pretrained`."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import penstock
+import processes
+from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.loading.weight_files import open_weights
+from penstock.tensor_files.safetensors_reader import SafetensorsReader
+
+torch.manual_seed(0)
+TOKENS = torch.randint(3, 90, (4, 6))
+LABELS = TOKENS.clone()
+LABELS[:2, 3:] = -100  # padded, so that micro-batches have different numbers of labels
+TEXT = {"input_ids": TOKENS, "labels": LABELS}
+IMAGES = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 1, 0])}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+WORDS = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {**SIZES, **WORDS, "num_key_value_heads": 2}),
+    "llama with tied words": ("LlamaForCausalLM", {**SIZES, **WORDS, "tie_word_embeddings": True}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, **WORDS, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    ),
+    "qwen2": ("Qwen2ForCausalLM", {**SIZES, **WORDS, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, **WORDS, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100, "pad_token_id": 0,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "bert": ("BertForMaskedLM", {**SIZES, **WORDS, **NO_DROPOUT}),
+    "vit": ("ViTForImageClassification", {**SIZES, **NO_DROPOUT, "image_size": 16, "patch_size": 4}),
+}  # fmt: skip
+
+
+def class_and_config(family):
+    name, settings = FAMILIES[family]
+    kind = getattr(transformers, name)
+    return kind, kind.config_class(**settings)
+
+
+def saved(family, folder, *, seed=1, shard="40KB"):
+    """Write a model as its author would; return its class and config."""
+    kind, config = class_and_config(family)
+    torch.manual_seed(seed)
+    kind(config).save_pretrained(folder, max_shard_size=shard)
+    return kind, config
+
+
+def on_meta(kind, config):
+    with torch.device("meta"):
+        return kind(config)
+
+
+def example_of(family):
+    return IMAGES if family == "vit" else TEXT
+
+
+def plain_step(model, example):
+    """Return the loss and the gradients of a plain model."""
+    loss = model(**example).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_step(pipe, model, example):
+    loss, gradients = plain_step(model, example)
+    assert torch.isclose(pipe.step(example), loss, rtol=1e-5)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_save_pretrained_gives_what_from_pretrained_gives(family, tmp_path):
+    kind, config = saved(family, tmp_path)
+    plain = kind.from_pretrained(tmp_path).train()
+    example = example_of(family)
+    model = on_meta(kind, config)
+    with penstock.Pipeline(model, example=example, lanes=2, micro_batches=2, weights=tmp_path) as pipe:
+        state = pipe.state_dict()
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        assert_same_step(pipe, plain, example)
+        with torch.no_grad():
+            expected = plain.eval()(**example).loss
+        assert torch.isclose(pipe.evaluate(example), expected, rtol=1e-5)
+
+
+def names_read(tmp_path, family, dtype):
+    """Run in each process; return the keys that it read, and its loss and gradients."""
+    kind, config = class_and_config(family)
+    config.dtype = dtype
+    read = []
+    plain_read = SafetensorsReader.read_into
+
+    def note(reader, name, target):
+        read.append(name)
+        plain_read(reader, name, target)
+
+    SafetensorsReader.read_into = note
+    model = on_meta(kind, config).to(dtype)
+    with penstock.Pipeline(model, example=example_of(family), micro_batches=2, weights=tmp_path) as pipe:
+        loss = pipe.step(example_of(family))
+        gradients = {name: p.grad.float().numpy() for name, p in pipe.named_parameters()}
+        return read, loss.float().item(), gradients, str(next(pipe.parameters()).dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5"])
+def test_a_process_reads_only_its_own_tensors_and_once(family, tmp_path):
+    kind, _ = saved(family, tmp_path)
+    plain = kind.from_pretrained(tmp_path).train()
+    loss, gradients = plain_step(plain, example_of(family))
+    (first, one, own, _), (second, other, others, _) = processes.run(names_read, 2, tmp_path, family, torch.float32)
+    stored = set(open_weights(tmp_path).shapes)
+    for names in (first, second):
+        assert len(names) == len(set(names)) < len(stored)
+    tied = {"llama": set(), "mixtral": set(), "gpt2": {"transformer.wte.weight"}, "t5": {"shared.weight"}}[family]
+    assert set(first) & set(second) <= tied
+    assert set(first) | set(second) == stored
+    assert one == pytest.approx(float(loss), rel=1e-5)
+    assert other == pytest.approx(float(loss), rel=1e-5)
+    for name, gradient in {**own, **others}.items():
+        torch.testing.assert_close(torch.from_numpy(gradient), gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_values_are_converted_on_the_way_in(tmp_path):
+    kind, config = saved("llama", tmp_path)
+    plain = kind.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = on_meta(kind, config).to(torch.bfloat16)
+    with penstock.Pipeline(model, example=TEXT, lanes=2, micro_batches=2, weights=tmp_path) as pipe:
+        state = pipe.state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert state[name].dtype == torch.bfloat16
+        assert torch.equal(state[name], tensor), name
+
+
+# ---- tensors that are in no file
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_a_new_head_has_the_values_that_from_pretrained_draws(family, lanes, tmp_path):
+    saved(family, tmp_path)
+    warnings.filterwarnings("ignore", message=r".*the model does not have .*(lm_head|cls)")
+    name = {"llama": "LlamaFor", "bert": "BertFor", "gpt2": "GPT2For"}[family] + "SequenceClassification"
+    kind = getattr(transformers, name)
+    config = kind.config_class.from_pretrained(tmp_path)
+    example = {"input_ids": TOKENS, "labels": torch.tensor([0, 1, 1, 0])}
+    torch.manual_seed(5)
+    plain = kind.from_pretrained(tmp_path).train()
+    torch.manual_seed(5)
+    with pytest.warns(UserWarning, match="holds no values for .*(score|classifier)"):
+        pipe = penstock.Pipeline(
+            on_meta(kind, config), example=example, lanes=lanes, micro_batches=2, weights=tmp_path, check=False
+        )
+    with pipe:
+        state = pipe.state_dict()
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(state[key], tensor), key
+
+
+@pytest.mark.parametrize("lacking", ["model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"])
+def test_a_layer_that_is_in_no_file_is_initialised_alike_for_every_number_of_lanes(lacking, tmp_path):
+    kind, config = saved("llama", tmp_path, shard="1GB")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[lacking], tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(7)
+    plain = kind.from_pretrained(tmp_path)
+    states = []
+    for lanes in (1, 2):
+        torch.manual_seed(7)
+        with pytest.warns(UserWarning, match="the model initialises them"):
+            pipe = penstock.Pipeline(
+                on_meta(kind, config), example=TEXT, lanes=lanes, micro_batches=2, weights=tmp_path
+            )
+        states.append(pipe.state_dict())
+        pipe.close()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(states[0][name], tensor), name
+        assert torch.equal(states[1][name], tensor), name
+
+
+class Scaled(nn.Module):
+    """Has buffers that no state dict holds, and that only its constructor computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.arange(8) / 8 + 1, persistent=False)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)) * self.scale)
+
+
+INPUT, TARGET = torch.randn(8, 8), torch.randn(8, 8)
+
+
+def scaled_step(model, folder, **options):
+    with penstock.Pipeline(
+        model, example=INPUT, loss=nn.MSELoss(), lanes=2, micro_batches=2, weights=folder, **options
+    ) as pipe:
+        return pipe.evaluate(INPUT, TARGET), pipe.step(INPUT, TARGET), pipe.state_dict()
+
+
+def test_buffers_that_were_kept_keep_their_values(tmp_path):
+    torch.manual_seed(3)
+    plain = Scaled()
+    save_file(plain.state_dict(), tmp_path / "own.safetensors")
+    with penstock.empty_weights():
+        model = Scaled()
+    assert model.first.weight.is_meta
+    assert not model.scale.is_meta
+    evaluated, _, _ = scaled_step(model, tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(evaluated, nn.functional.mse_loss(plain.eval()(INPUT), TARGET))
+    assert torch.equal(model.scale, plain.scale)  # the user's model is as it was
+    again, _, _ = scaled_step(model, tmp_path / "own.safetensors")
+    assert torch.equal(again, evaluated)
+
+
+def test_a_buffer_without_values_is_refused_with_the_remedy(tmp_path):
+    save_file(Scaled().state_dict(), tmp_path / "own.safetensors")
+    with torch.device("meta"):
+        model = Scaled()
+    with pytest.raises(UsageError, match=r"no file holds scale, .* penstock\.empty_weights\(\)"):
+        scaled_step(model, tmp_path)
+
+
+def test_parameters_and_statistics_of_plain_modules_are_initialised_by_their_modules(tmp_path):
+    plain = Scaled()
+    state = {name: t for name, t in plain.state_dict().items() if not name.startswith(("norm", "last.bias"))}
+    save_file(state, tmp_path / "own.safetensors")
+    with penstock.empty_weights():
+        model = Scaled()
+    states = []
+    warnings.filterwarnings("ignore", message=".*they keep the values that they have")  # running averages
+    for lanes in (1, 2):
+        torch.manual_seed(9)
+        with pytest.warns(UserWarning, match="holds no values for norm.weight, norm.bias, last.bias"):
+            pipe = penstock.Pipeline(
+                model, example=INPUT, loss=nn.MSELoss(), lanes=lanes, micro_batches=2, weights=tmp_path
+            )
+        states.append({name: tensor.clone() for name, tensor in pipe.state_dict().items()})
+        pipe.close()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    assert torch.equal(states[0]["norm.weight"], torch.ones(8))
+    assert torch.equal(states[0]["norm.running_var"], torch.ones(8))
+    assert states[0]["last.bias"].abs().max() > 0
+    assert torch.equal(states[0]["last.weight"], plain.last.weight)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gain = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.inner(x) * self.gain
+
+
+def test_a_parameter_that_nothing_initialises_is_refused(tmp_path):
+    save_file(Bare().inner.state_dict(prefix="inner."), tmp_path / "own.safetensors")
+    with torch.device("meta"):
+        model = Bare()
+    warnings.simplefilter("ignore")  # pytest restores the filters
+    with pytest.raises(UsageError, match=r"no file holds gain, .* reset_parameters\(\)"):
+        scaled_step(model, tmp_path)
+
+
+def test_a_model_with_values_keeps_those_that_are_in_no_file(tmp_path):
+    torch.manual_seed(4)
+    model, other = Scaled(), Scaled()
+    save_file(other.first.state_dict(prefix="first."), tmp_path / "own.safetensors")
+    kept = model.last.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"holds no values for .* and 2 more; they keep the values that they have"):
+        _, _, state = scaled_step(model, tmp_path)
+    assert torch.equal(state["first.weight"], other.first.weight)
+    assert torch.equal(state["last.weight"], kept)
+
+
+def test_a_state_dict_needs_no_buffers_that_the_model_can_compute(tmp_path):
+    kind, config = saved("llama", tmp_path)
+    plain = kind.from_pretrained(tmp_path).train()
+    with penstock.Pipeline(on_meta(kind, config), example=TEXT, lanes=2, micro_batches=2) as pipe:
+        with pytest.raises(UsageError, match="have no values yet"):
+            pipe.step(TEXT)
+        pipe.load_state_dict(plain.state_dict())
+        assert_same_step(pipe, plain, TEXT)
+
+
+# ---- a checkpoint of Penstock
+
+
+def test_a_checkpoint_and_its_folder(tmp_path):
+    torch.manual_seed(6)
+    plain = Scaled()
+    with penstock.Pipeline(plain, example=INPUT, loss=nn.MSELoss(), lanes=2, micro_batches=2) as pipe:
+        checkpoints = penstock.Checkpoints(tmp_path, pipe)
+        checkpoints.save(step=1)
+        checkpoints.wait()
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    for folder in (tmp_path, next(tmp_path.glob("checkpoint-*"))):
+        with penstock.empty_weights():
+            model = Scaled()
+        with penstock.Pipeline(
+            model, example=INPUT, loss=nn.MSELoss(), lanes=3, micro_batches=2, weights=folder
+        ) as pipe:
+            for name, tensor in pipe.state_dict().items():
+                assert torch.equal(tensor, state[name]), name
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path):
+    with penstock.Pipeline(Scaled(), example=INPUT, loss=nn.MSELoss(), lanes=1, micro_batches=1) as pipe:
+        checkpoints = penstock.Checkpoints(tmp_path, pipe)
+        checkpoints.save(step=1)
+        checkpoints.wait()
+    (file,) = tmp_path.glob("checkpoint-*/model-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with penstock.empty_weights():
+        model = Scaled()
+    with pytest.raises(CheckpointError, match="checksum"):
+        scaled_step(model, tmp_path)
+
+
+# ---- bad input: one message, before memory is filled
+
+
+def lacks_index(folder):
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def lacks_shard(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def is_cut_short(folder):
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def has_cut_header(folder):
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:30])
+
+
+def is_empty(folder):
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"")
+
+
+def lacks_listed_tensor(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.9.weight"] = next(iter(index["weight_map"].values()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def leaves_the_folder(folder):
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def has_broken_index(folder):
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def has_only_pickles(folder):
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+def has_other_shapes(folder):
+    for file in folder.glob("model*"):
+        file.unlink()
+    kind, config = class_and_config("llama")
+    config.intermediate_size = 48
+    kind(config).save_pretrained(folder)
+
+
+def is_of_another_model(folder):
+    shutil.rmtree(folder)
+    saved("bert", folder)
+
+
+def has_no_tensor_of_the_model(folder):
+    for file in folder.glob("*.json"):
+        file.unlink()
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
+
+
+DAMAGE = {
+    lacks_index: r"contains \d+ safetensors files \(.*\), but no index",
+    lacks_shard: r"lacks 1 of \d+ files: model-00002",
+    is_cut_short: r"model-00002.*is cut short",
+    has_cut_header: r"model-00002.*is cut short",
+    is_empty: "is not a safetensors file",
+    lacks_listed_tensor: r"lack tensors that the index lists: model\.layers\.9\.weight",
+    leaves_the_folder: "is not a valid file name",
+    has_broken_index: "is not JSON",
+    has_only_pickles: r"pytorch_model\.bin is not a safetensors file; .*save_pretrained",
+    has_other_shapes: r"of another shape than in the model: .*mlp\.\w+_proj\.weight: \(.*48.*\) instead of \(.*64",
+    is_of_another_model: r"holds a BertForMaskedLM \(model_type bert\), but the model is a LlamaForCausalLM",
+    has_no_tensor_of_the_model: "holds no tensor of the model",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_bad_weights_get_one_message_before_anything_is_made(damage, tmp_path, monkeypatch):
+    kind, config = saved("llama", tmp_path)
+    damage(tmp_path)
+    monkeypatch.setattr("penstock.pipeline.pipeline.plan_model", lambda *_, **__: pytest.fail("went on"))
+    with pytest.raises(PenstockError, match=DAMAGE[damage]):
+        penstock.Pipeline(on_meta(kind, config), example=TEXT, lanes=2, weights=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("nowhere", "no such file or folder"), (7, "give a file or a folder"), ("model.pt", "only safetensors files")],
+)
+def test_bad_paths(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(PenstockError, match=message):
+        scaled_step(model, given)
+
+
+def test_stage_modules_take_no_weights(tmp_path):
+    with pytest.raises(UsageError, match="needs a single model"):
+        scaled_step([nn.Linear(8, 8), nn.Linear(8, 8)], tmp_path)
+
+
+def test_tied_tensors_with_two_values_are_refused(tmp_path):
+    kind, config = saved("llama", tmp_path, shard="1GB")
+    config.tie_word_embeddings = True
+    with pytest.raises(CheckpointError, match=r"ties .*embed_tokens.*different values.*tie_word_embeddings=False"):
+        penstock.Pipeline(on_meta(kind, config), example=TEXT, lanes=2, micro_batches=2, weights=tmp_path)
+
+
+def test_what_the_model_does_not_have_is_named(tmp_path):
+    kind, config = saved("llama", tmp_path, shard="1GB")
+    config.num_hidden_layers = 2
+    with pytest.warns(
+        UserWarning, match=r"the model does not have model\.layers\.2\..* and 4 more; they are not loaded"
+    ):
+        pipe = penstock.Pipeline(on_meta(kind, config), example=TEXT, lanes=2, micro_batches=2, weights=tmp_path)
+    pipe.close()

@@ -7,9 +7,9 @@ The task is to add numbers: the prompt is `27+5=`, the answer is `32.`. Rows hav
 as long as its longest row. The labels of prompts and padding are -100, so the loss is a mean over the answers of all
 batches of an update. The losses are those of `transformers.Trainer` with the same batches.
 
-`--model FOLDER` starts from any causal model that `save_pretrained` has written; without it, the script writes a small
-one with random weights. A second call with the same `--folder` continues from the last checkpoint. At the end, the
-model is in `FOLDER/model`, for `from_pretrained`.
+`--model FOLDER` starts from any causal model that `save_pretrained` has written; each lane reads its own weights.
+Without it, the script writes a small one with random weights. A second call with the same `--folder` continues from the
+last checkpoint. At the end, the model is in `FOLDER/model`, for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import penstock
@@ -75,10 +75,12 @@ def write_small_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=64, **size)).save_pretrained(folder)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """Return the model in a folder."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.config.use_cache = False
+def empty_model(folder: Path) -> PreTrainedModel:
+    """Return the model in a folder without its weights: each lane reads its own."""
+    config = AutoConfig.from_pretrained(folder)
+    config.use_cache = False
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.train()
 
 
@@ -150,10 +152,14 @@ def main() -> None:
     start = Path(options.model or folder / f"start-{os.environ.get('RANK', '0')}")
     if not options.model:
         write_small_model(start)
-    model = load_model(start)
     example = collate(make_rows(BATCH_SIZE, seed=0))
     with penstock.Pipeline(
-        model, example=example, lanes=2, micro_batches=4, autocast=torch.bfloat16 if options.bf16 else None
+        empty_model(start),
+        weights=start,
+        example=example,
+        lanes=2,
+        micro_batches=4,
+        autocast=torch.bfloat16 if options.bf16 else None,
     ) as pipe:
         train(pipe, options, folder, is_first=is_first)
         loss, right = evaluate(pipe, make_rows(options.rows // 4, seed=3))

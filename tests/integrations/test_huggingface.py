@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 import penstock
@@ -26,7 +27,7 @@ from huggingface_cases import (
 from penstock.errors import UsageError
 from penstock.integrations.huggingface import PipelineTrainer
 from penstock.integrations.one_process import as_one_process, without_torchrun
-from runtime_everywhere import everywhere, pipeline
+from runtime_everywhere import everywhere, pipeline, together
 
 
 @contextlib.contextmanager
@@ -51,10 +52,19 @@ def plain(model, folder, rows, **more):
     return trainer
 
 
-def piped(model, folder, rows, *, resume=None, lanes=2, callbacks=(), **more):
+def is_first():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def piped(model, folder, rows, *, resume=None, lanes=2, callbacks=(), weights=None, **more):
     """Train with a pipeline; return the trainer."""
     options = {key: more.pop(key) for key in ("eval_dataset", "compute_metrics") if key in more}
-    with small_pipeline(model, rows, lanes=lanes) as pipe, as_under_torchrun():
+    if weights is None:
+        pipe = small_pipeline(model, rows, lanes=lanes)
+    else:
+        example = collate(rows[:4])
+        pipe = penstock.Pipeline(model, example=example, weights=weights, lanes=lanes, micro_batches=2, timeout=20)
+    with pipe, as_under_torchrun():
         trainer = PipelineTrainer(
             pipe, arguments(folder, **more), train_dataset=rows, data_collator=collate, callbacks=list(callbacks),
             **options,
@@ -156,6 +166,24 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     last = gpt2().from_pretrained(tmp_path / "final")
     for ours, theirs in zip(last.parameters(), best.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@everywhere
+def test_a_model_whose_lanes_read_their_own_weights():
+    rows = texts()
+    with common_folder() as folder:
+        model = llama()
+        if is_first():
+            model.save_pretrained(folder / "start")
+        together()
+        wanted = plain(model, folder / "plain", rows)
+        with torch.device("meta"):
+            empty = llama()
+        more = {"save_strategy": "steps", "save_steps": 8}
+        found = piped(empty.train(), folder, rows, weights=folder / "start", **more)
+        assert figures(found, "loss") == pytest.approx(figures(wanted, "loss"), rel=1e-6)
+        same_weights(folder / "final", model)
+        together()
 
 
 def test_bf16_trains_like_the_plain_model_in_bf16(tmp_path):

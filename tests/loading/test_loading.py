@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock
 import processes
-from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.errors import CheckpointError, OutputError, PenstockError, UsageError
 from penstock.loading.weight_files import open_weights
 from penstock.tensor_files.safetensors_reader import SafetensorsReader
 
@@ -299,6 +299,77 @@ def test_a_state_dict_needs_no_buffers_that_the_model_can_compute(tmp_path):
             pipe.step(TEXT)
         pipe.load_state_dict(plain.state_dict())
         assert_same_step(pipe, plain, TEXT)
+
+
+# ---- and back
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_from_pretrained_loads_what_a_pipeline_saves(family, lanes, tmp_path):
+    kind, config = saved(family, tmp_path / "base")
+    model = on_meta(kind, config)
+    with penstock.Pipeline(
+        model, example=example_of(family), lanes=lanes, micro_batches=2, weights=tmp_path / "base"
+    ) as pipe:
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.add_(0.01)
+        pipe.save_pretrained(tmp_path / "tuned", max_shard_size="30kB")
+        state = pipe.state_dict()
+    plain = kind.from_pretrained(tmp_path / "tuned")
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    base, tuned = open_weights(tmp_path / "base"), open_weights(tmp_path / "tuned")
+    assert set(tuned.shapes) == set(base.shapes)  # the names of the author's files
+    assert all(file.stat().st_size < 200_000 for file in (tmp_path / "tuned").glob("*.safetensors"))
+
+
+def tuned_and_saved(folder, family):
+    """Run in each process: load, change, save."""
+    kind, config = class_and_config(family)
+    model = on_meta(kind, config)
+    with penstock.Pipeline(
+        model, example=example_of(family), micro_batches=2, weights=folder / "base", check=False
+    ) as pipe:
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.mul_(1.5)
+        pipe.save_pretrained(folder / "tuned")
+        try:
+            pipe.save_pretrained(folder / "tuned")
+        except OutputError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("family", ["llama with tied words", "mixtral", "t5"])
+def test_processes_write_their_parts(family, tmp_path):
+    kind, _ = saved(family, tmp_path / "base")
+    messages = processes.run(tuned_and_saved, 2, tmp_path, family)
+    assert all("already contains a model" in message for message in messages)
+    base, plain = kind.from_pretrained(tmp_path / "base"), kind.from_pretrained(tmp_path / "tuned")
+    for (name, tensor), other in zip(plain.named_parameters(), base.parameters(), strict=True):
+        assert torch.equal(tensor, other * 1.5), name
+    assert len(list((tmp_path / "tuned").glob("*.safetensors"))) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "tuned"]
+
+
+def test_saving_never_replaces_anything_else(tmp_path):
+    with penstock.Pipeline(Scaled(), example=INPUT, loss=nn.MSELoss(), lanes=2, micro_batches=2) as pipe:
+        for size in (0, "many", -3):
+            with pytest.raises(UsageError, match="max_shard_size"):
+                pipe.save_pretrained(tmp_path / "new", max_shard_size=size)
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(OutputError, match=r"contains other files \(notes\.txt\)"):
+            pipe.save_pretrained(tmp_path, overwrite=True)
+        with pytest.raises(OutputError, match="is a file"):
+            pipe.save_pretrained(tmp_path / "notes.txt")
+        folder = pipe.save_pretrained(tmp_path / "new")
+        with pytest.raises(OutputError, match="already contains a model"):
+            pipe.save_pretrained(folder)
+        pipe.save_pretrained(folder, overwrite=True)
+        assert load_file(folder / "model.safetensors").keys() == pipe.state_dict().keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "notes.txt"]
 
 
 # ---- a checkpoint of Penstock

@@ -23,7 +23,7 @@ from penstock.tensor_files.safetensors_reader import SafetensorsReader
 from penstock.tensor_files.tensor_shards import Shard
 
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -83,8 +83,8 @@ def open_weights(path: str | PathLike[str]) -> WeightFiles:
     if (place / INDEX).exists():
         return _indexed(place)
     found = sorted(file for file in place.glob("*.safetensors") if not file.name.startswith("adapter_"))
-    if (place / _SINGLE).exists():
-        found = [place / _SINGLE]
+    if (place / SINGLE).exists():
+        found = [place / SINGLE]
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:3])
         raise CheckpointError(f"{place}: contains {len(found)} safetensors files ({names}, …), but no index: {INDEX}")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from penstock.errors import UsageError
+from penstock.pipeline.planned.planned_model import PlannedModel
 from penstock.pipeline.weights import Weights
+from penstock.report.units import parse_bytes
 
 
 class ModelInterface:
     """The parameters and buffers of the lanes in this process, under the model's own names."""
 
     _weights: Weights
+    _planned: PlannedModel
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the lanes in this process, each once.
@@ -60,6 +66,34 @@ class ModelInterface:
             UsageError: if the state dict does not fit the model. Nothing is copied then.
         """
         self._weights.load_state_dict(state, strict=strict)
+
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, max_shard_size: float | str = "5GB", overwrite: bool = False
+    ) -> Path:
+        """Save the model as safetensors files with their index, and the config of a model of transformers.
+
+        `from_pretrained`, and `weights=` of a pipeline, load the folder. Under torchrun, all processes must call this
+        method; each writes the tensors of its lanes. The folder appears when it is complete.
+
+        Args:
+            folder: a new or empty folder.
+            max_shard_size: the maximum bytes of a file, such as 2e9 or "5GB".
+            overwrite: whether to replace a model in the folder.
+
+        Returns:
+            the folder.
+
+        Raises:
+            OutputError: if the folder cannot be written, or contains something else.
+            UsageError: if a tensor cannot be stored.
+        """
+        try:
+            most = parse_bytes(str(max_shard_size))
+        except ValueError:
+            most = 0.0
+        if not most > 0:
+            raise UsageError(f"max_shard_size: {max_shard_size!r} is not a positive number of bytes, such as '5GB'")
+        return self._weights.save_pretrained(self._planned.captured.model, folder, most=most, overwrite=overwrite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.loading.pretrained_writer import PretrainedWriter
 from penstock.loading.weight_loader import ModelOnMeta, WeightLoader
 from penstock.model.preserve import on_device
 from penstock.model.stages import Chain, Stage
@@ -170,6 +173,23 @@ class Weights:
         for stage in self._stages.values():
             held.update((name, t) for name, t in stage.state_dict().items() if name not in held)
         return held | {alias: held[name] for alias, name in self._chain.aliases.items() if name in held}
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what this process writes: each tensor once, under its first name; its first lane writes it."""
+        mine = set(self._lane_group.lanes)
+        held: dict[str, torch.Tensor] = {}
+        for (_, index), stage in self._stages.items():
+            for name, tensor in stage.state_dict().items():
+                lanes = self._lanes_holding.get(name) or sorted({way[index] for way in self._schedule.ways})
+                if name not in held and min(lanes) in mine:
+                    held[name] = tensor
+        return held
+
+    def save_pretrained(self, model: nn.Module, folder: str | PathLike[str], *, most: float, overwrite: bool) -> Path:
+        """Write the model in the layout of transformers; all processes write their part."""
+        self.check()
+        writer = PretrainedWriter(model, self._lane_group.control.gather, is_first=0 in self._lane_group.lanes)
+        return writer.write(self.saved_tensors(), Path(folder), max_shard_bytes=most, overwrite=overwrite)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Copy values into parameters and buffers, in all processes or in none."""

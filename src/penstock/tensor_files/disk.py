@@ -45,6 +45,15 @@ class Disk:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
+    def put(self, new: Path, path: Path) -> None:
+        """Move a new file or folder to its place, and only then delete the old one."""
+        old = path.with_name(f"{new.name}.old")
+        if path.exists() or path.is_symlink():
+            path.replace(old)
+        new.replace(path)
+        if old.exists() or old.is_symlink():
+            self.remove(old)
+
     def write_file(self, path: Path, parts: Iterable[bytes | memoryview]) -> int:
         """Write a new file; return its size in bytes. If it cannot be written, no partial file is left."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)

@@ -77,7 +77,7 @@ def export_checkpoint(
         count, num_bytes = _WRITERS[form](manifest, hidden, disk)
         if config is not None:
             shutil.copyfile(config, hidden / "config.json")
-        _put(hidden, path)
+        disk.put(hidden, path)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
@@ -112,16 +112,6 @@ def _check_target(path: Path, source: Path, form: Form, *, force: bool) -> None:
         raise OutputError(
             f"{path}: contains files that no export writes ({', '.join(others[:3])}); choose another path"
         )
-
-
-def _put(hidden: Path, path: Path) -> None:
-    """Move the new export to its place, and only then delete the old one."""
-    old = path.with_name(f"{hidden.name}.old")
-    if path.exists() or path.is_symlink():
-        path.replace(old)
-    hidden.replace(path)
-    if old.exists() or old.is_symlink():
-        Disk().remove(old)
 
 
 def _tensors(manifest: Manifest, file: str) -> dict[str, torch.Tensor]:

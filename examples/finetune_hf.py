@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.utils import logging
 
 import penstock
-from penstock.integrations.pretrained import save_pretrained
 
 WORDS = "_0123456789+=."  # the first one is padding
 IGNORED = -100
@@ -163,7 +162,7 @@ def main() -> None:
     ) as pipe:
         train(pipe, options, folder, is_first=is_first)
         loss, right = evaluate(pipe, make_rows(options.rows // 4, seed=3))
-        save_pretrained(pipe, folder / "model")
+        pipe.save_pretrained(folder / "model", overwrite=True)
     if is_first:
         print(f"validation: loss {loss:.8f}, {right:.1%} of the words right; the model is in {folder / 'model'}")
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from huggingface_cases import arguments, bert, collate, common_folder, figures, gpt2, labelled, llama, texts
 from penstock.errors import UsageError
+from penstock.integrations.adapters import load_adapter, save_adapter
 from penstock.integrations.huggingface import PipelineTrainer
 from penstock.integrations.one_process import as_one_process, without_torchrun
-from penstock.integrations.pretrained import load_adapter, save_pretrained
 from penstock.schedule.actions import Kind
 from runtime_everywhere import everywhere, pipeline
 
@@ -65,7 +65,7 @@ def test_an_adapter_is_saved_and_loaded_as_peft_does():
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
             pipe.step(collate(rows))
             optimizer.step()
-            save_pretrained(pipe, folder / "ours", save_embedding_layers=False)
+            save_adapter(pipe, folder / "ours", save_embedding_layers=False)
             trained = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
             pipe.internals.gather(None)
         fresh = lora(bert(), **more)
@@ -149,7 +149,7 @@ def test_the_trainer_trains_adapters():
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     rows = texts(4)
     with small_pipeline(lora(llama(4)), rows) as pipe:
-        save_pretrained(pipe, tmp_path / "four", save_embedding_layers=False)
+        save_adapter(pipe, tmp_path / "four", save_embedding_layers=False)
     with small_pipeline(lora(llama(3)), rows) as pipe:
         with pytest.raises(UsageError, match="weights that the model lacks"):
             load_adapter(pipe, tmp_path / "four")
@@ -158,6 +158,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(4, 2)
     with (
         pipeline(model, x, loss=torch.nn.MSELoss(), micro_batches=2) as pipe,
-        pytest.raises(UsageError, match="no save_pretrained"),
+        pytest.raises(UsageError, match="is no peft model"),
     ):
-        save_pretrained(pipe, tmp_path)
+        save_adapter(pipe, tmp_path)

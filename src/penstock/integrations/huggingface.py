@@ -17,7 +17,7 @@ from penstock.errors import UsageError
 from penstock.integrations.label_counts import count_labels, shifts_labels, uses_num_items
 from penstock.integrations.lane_checkpoints import load_lanes, save_lanes
 from penstock.integrations.one_process import as_one_process
-from penstock.integrations.pretrained import whole_state_dict
+from penstock.integrations.whole_state import whole_state_dict
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.loss_weights import CountRule
 

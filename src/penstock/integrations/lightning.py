@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from penstock.errors import UsageError
 from penstock.integrations.lane_checkpoints import load_lanes, save_lanes
 from penstock.integrations.late_gradients import step_before_backward
-from penstock.integrations.pretrained import whole_state_dict
+from penstock.integrations.whole_state import whole_state_dict
 from penstock.pipeline.pipeline import Pipeline
 
 _LANES = ".lanes"  # the ending of the folder beside a checkpoint, with the optimizer for any number of lanes

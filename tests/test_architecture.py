@@ -57,7 +57,7 @@ ARROWS = {
     "schedules": "catalog model planning planning/search schedule schedule/builders",
     "deciding": (
         "files model model/capture model/profiling model/small_models planning planning/explain "
-        "planning/partition schedule schedules"
+        "planning/partition report schedule schedules"
     ),
     "faults": "model model/profiling planning planning/partition report runtime schedule schedules",
     "launch/config": "deciding report schedule schedules torchrun",
@@ -82,6 +82,7 @@ ARROWS = {
         "checkpoint deciding devices faults feeding pipeline pipeline/planned runtime/lanes torchrun "
         "training/callbacks training/resume training/view"
     ),
+    "integrations": "checkpoint pipeline runtime",
     "__init__": (
         "_version checkpoint deciding feeding loading metrics model pipeline pipeline/planned planning report "
         "schedules training"
@@ -225,7 +226,7 @@ PURE = {"graph.py", "costs.py", "profile.py"}
 # what runs models: it may import torch at once
 RUNNING = (
     "compile", "devices", "randomness", "runtime", "pipeline", "feeding", "doctor", "infer", "checkpoint", "faults",
-    "training", "launch", "loading", "tensor_files",
+    "training", "launch", "loading", "tensor_files", "integrations",
 )  # fmt: skip
 
 

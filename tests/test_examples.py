@@ -71,6 +71,66 @@ def test_train_gpt_has_the_same_losses_with_a_process_a_lane(tmp_path):
     assert (tmp_path / "step.html").exists()
 
 
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["threads", "processes"])
+def test_finetune_hf_has_the_losses_of_the_trainer_of_transformers(tmp_path, launcher):
+    """Interrupted and continued; with an accumulation that the last update of the epoch lacks, and clipping."""
+    words = ("finetune_hf.py", "--steps", 7, "--rows", 70, "--save-every", 2)
+    first = run(*words, "--stop", 3, folder=tmp_path, launcher=launcher)
+    second = run(*words, folder=tmp_path, launcher=launcher)
+    assert "continues after step 3" in second
+    losses, norms = (numbers(rf"^step \d+:.* {name} ([\d.]+)", first + second) for name in ("loss", "norm"))
+    trainer = trained_by_transformers(tmp_path, steps=7, rows=70)
+    logs = trainer.state.log_history[:-1]
+    assert losses == pytest.approx([log["loss"] for log in logs], rel=1e-6)
+    assert norms == pytest.approx([log["grad_norm"] for log in logs], rel=1e-5, abs=1e-6)
+    exported = trainer.model.from_pretrained(tmp_path / "finetune" / "model")
+    for ours, theirs in zip(exported.parameters(), trainer.model.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_finetune_hf_in_bf16(tmp_path):
+    words = ("finetune_hf.py", "--steps", 2, "--rows", 40)
+    exact, short = (
+        numbers(r"^step \d+: loss ([\d.]+)", run(*words, "--folder", name, *more, folder=tmp_path))
+        for name, more in (("exact", ()), ("short", ("--bf16",)))
+    )
+    assert short == pytest.approx(exact, rel=0.02)
+    assert short[0] != exact[0]
+
+
+def trained_by_transformers(folder, *, steps, rows):
+    """Train with the parts of the example and the Trainer itself."""
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLES / "finetune_hf.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    class Same(Trainer):
+        def get_train_dataloader(self):
+            return example.make_loader(example.make_rows(rows, seed=1), seed=2)
+
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=example.RATE)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: max(0.0, 1 - step / steps)
+            )
+            return self.lr_scheduler
+
+    args = TrainingArguments(
+        output_dir=str(folder / "trainer"), max_steps=steps, gradient_accumulation_steps=2, logging_steps=1,
+        max_grad_norm=example.CLIP, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Same(AutoModelForCausalLM.from_pretrained(folder / "finetune" / "start-0"), args)
+    trainer.train()
+    return trainer
+
+
 @pytest.fixture
 def cifar(tmp_path):
     """Pictures that are brighter the higher their class, in CIFAR-10's binary form."""
@@ -130,6 +190,6 @@ def test_resnet50_halves(tmp_path):
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     scripts = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()]
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     assert all(f'"{path.name}"' in tested for path in scripts)
     assert all("pickle" not in re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M) for path in scripts)

@@ -184,6 +184,12 @@ class Plan:
             source=source,
         )
 
+    def _repr_html_(self) -> str:
+        """Return the page of the explanation for the output of a cell in a notebook; without it, the text."""
+        from penstock.report.notebook import as_text
+
+        return as_text(self) if self.explanation is None else self.explanation._repr_html_()
+
     def __str__(self) -> str:
         if self.explanation is not None:
             return str(self.explanation)

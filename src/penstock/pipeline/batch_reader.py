@@ -16,7 +16,7 @@ from penstock.model.structure import flatten
 from penstock.pipeline.exactness.exactness import Exactness
 from penstock.pipeline.splitting.batch_splits import Split, samples_of, split_batch
 from penstock.runtime.loss_weights import CountRule
-from penstock.runtime.losses import LossFunction, counts_of, loss_factors, needs_target, warn_of_uneven_tokens
+from penstock.runtime.losses import LossFunction, Weight, counts_of, loss_factors, needs_target, warn_of_uneven_tokens
 from penstock.runtime.micro_batches import batch_dim_of, cut_batch, cut_structure, sizes_of
 from penstock.runtime.step import Batch
 
@@ -150,6 +150,11 @@ class BatchReader:
     def is_split(self) -> bool:
         """Whether a function of the user cuts batches."""
         return self._split is not None
+
+    @property
+    def weight(self) -> Weight | CountRule:
+        """What the loss averages over; None for samples, and until it is found."""
+        return self._exactness.weight
 
     @property
     def is_sum(self) -> bool:

@@ -18,7 +18,8 @@ from penstock.pipeline.state_snapshot import preserved_state
 from penstock.pipeline.step_runner import PastStep
 from penstock.report.timeline import Timeline
 from penstock.runtime.executor import Executor
-from penstock.runtime.losses import LossFunction
+from penstock.runtime.loss_weights import CountRule
+from penstock.runtime.losses import LossFunction, Weight
 from penstock.runtime.step import Mode, Step
 from penstock.runtime.wiring import Wiring
 
@@ -64,6 +65,11 @@ class Internals:
     def loss(self) -> LossFunction | None:
         """The loss function of the user."""
         return self._pipe._steps.loss
+
+    @property
+    def weight(self) -> Weight | CountRule:
+        """What the loss averages over, as given or found; None for samples, and until it is found."""
+        return self._pipe._steps.reader.weight
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -125,7 +131,7 @@ class Internals:
             steps = pipe._steps
             ready = steps.read(batch, target, adds_gradients=True)
             mode = Mode(True, has_backward) if past is None else replace(past.mode, has_backward=has_backward)
-            step = steps.begin(ready, mode)
+            step = steps.begin(ready, mode, scale=1.0 if past is None else past.scale)
             if past is not None:
                 step.seed, step.factor = past.seed, past.factor
             prepare(step)

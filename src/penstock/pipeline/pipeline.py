@@ -51,6 +51,7 @@ from penstock.runtime.losses import (
     LossFunction,
     Weight,
     check_loss,
+    check_scale,
     with_refused_backward,
 )
 from penstock.runtime.micro_batches import join_results, join_rows
@@ -313,31 +314,35 @@ class Pipeline(ModelInterface):
         return rebuild(template, made[0])
 
     @overload
-    def step(self, batch: object, target: object = ..., *, metrics: Literal[False] = False) -> torch.Tensor: ...
+    def step(
+        self, batch: object, target: object = ..., *, metrics: Literal[False] = False, scale: float = 1.0
+    ) -> torch.Tensor: ...
 
     @overload
     def step(
-        self, batch: object, target: object = ..., *, metrics: Literal[True]
+        self, batch: object, target: object = ..., *, metrics: Literal[True], scale: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
     def step(
-        self, batch: object, target: object = _NOTHING, *, metrics: bool = False
+        self, batch: object, target: object = _NOTHING, *, metrics: bool = False, scale: float = 1.0
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run the forward and the backward of all micro-batches; return the loss of the batch.
 
-        The gradients are added to the existing ones, as `loss.backward()` does.
+        The gradients are added to the existing ones, as `(loss * scale).backward()` does.
 
         Args:
             batch: a batch like the example.
             target: the second argument of the loss; leave it out if the loss takes none.
             metrics: whether to also return, by name, the single numbers that the loss function returns beside the loss.
                 The numbers of the micro-batches are averaged or summed, like their losses.
+            scale: the factor of the loss in the gradients, such as `1 / n` to average over `n` steps per update. Under
+                torchrun, all processes pass the same number.
 
         Returns:
-            the loss; with `metrics=True`, a tuple of the loss and the numbers.
+            the loss, which `scale` does not change; with `metrics=True`, a tuple of the loss and the numbers.
 
         Raises:
-            UsageError: if the batch is not like the example. Nothing has run then.
+            UsageError: if the batch is not like the example, or the scale is no finite number. Nothing has run then.
             LaneError: if an action failed.
         """
         with self._use:
@@ -347,8 +352,10 @@ class Pipeline(ModelInterface):
                 raise UsageError(
                     "step() trains, but the pipeline is in evaluation mode: call train(), or use evaluate()"
                 )
+            check_scale(scale)
             ready = self._steps.read(batch, _given(target), adds_gradients=True)
-            step = self._steps.begin(ready, Mode(True, True, self._cast()), given=(batch, *_given(target)))
+            mode, given = Mode(True, True, self._cast()), (batch, *_given(target))
+            step = self._steps.begin(ready, mode, given=given, scale=scale)
             self._steps.train(step, batch)
             loss = with_refused_backward(self._steps.total(step, ready))
             return (loss, self._steps.total_metrics(step, ready)) if metrics else loss

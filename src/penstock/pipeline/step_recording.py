@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.planning.attribution import find_causes
+from penstock.report.notebook import as_text
 from penstock.report.timeline import Span, Timeline
 from penstock.runtime.executor import Executor, Spans
 from penstock.runtime.lanes.lane_group import LaneGroup
@@ -98,6 +99,10 @@ class Recording:
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.timeline)
+
+    def _repr_html_(self) -> str:
+        """Return the page of the last recorded step for the output of a cell in a notebook."""
+        return self.timelines[-1]._repr_html_() if self.timelines else as_text(repr(self))
 
     def __repr__(self) -> str:
         return f"Recording({self.timelines[-1]!r})" if self.timelines else "Recording(nothing yet)"

@@ -40,6 +40,7 @@ class PastStep:
     mode: Mode
     factor: torch.Tensor | None
     sizes: tuple[int, ...]  # samples of each micro-batch
+    scale: float = 1.0  # the user's factor of the loss in the gradients
 
 
 class PastSteps:
@@ -50,7 +51,8 @@ class PastSteps:
 
     def note(self, batch: object, step: Step) -> None:
         """Store a step, without its batch."""
-        self._steps.append(PastStep(id(batch), step.number, step.seed, step.mode, step.factor, tuple(step.batch.sizes)))
+        sizes = tuple(step.batch.sizes)
+        self._steps.append(PastStep(id(batch), step.number, step.seed, step.mode, step.factor, sizes, step.scale))
 
     @property
     def last(self) -> PastStep | None:
@@ -104,8 +106,9 @@ class StepRunner:
             raise
 
     def begin(
-        self, ready: Ready, mode: Mode, *, given: tuple[Any, ...] = (), outputs: dict[int, list[Any]] | None = None
-    ) -> Step:
+        self, ready: Ready, mode: Mode, *, given: tuple[Any, ...] = (), outputs: dict[int, list[Any]] | None = None,
+        scale: float = 1.0,
+    ) -> Step:  # fmt: skip
         """Return the step for a batch.
 
         Args:
@@ -113,12 +116,13 @@ class StepRunner:
             mode: how the stages run.
             given: the user's arguments, which are compared between processes.
             outputs: a dict that receives the model's results for each micro-batch; if given, no loss is computed.
+            scale: the user's factor of the loss in the gradients.
         """
         shares, is_over_batch = ready.shares, self.loss_over_batch and outputs is None
         self.number += 1
         step = Step(
             self.number, ready.batch, mode, self._finish(ready, mode, outputs), ready.targets,
-            [1.0] * len(shares) if is_over_batch else shares, watch=self.watch, given=given,
+            [scale if is_over_batch else share * scale for share in shares], watch=self.watch, given=given, scale=scale,
         )  # fmt: skip
         if ready.total is not None:
             step.factor = 1 / ready.total

@@ -46,6 +46,9 @@ class Stretches(NamedTuple):
     end: Floats
 
 
+_MOST_SPANS_OF_A_CELL = 100_000  # a notebook stores the page of each output
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """The spans of one step as columns, with the bytes that its stages hold.
@@ -78,6 +81,15 @@ class Timeline:
 
     def __repr__(self) -> str:
         return f"Timeline({self.name!r}, {self.num_lanes} lanes, {len(self)} spans)"
+
+    def _repr_html_(self) -> str:
+        """Return the page for the output of a cell in a notebook; of a very long timeline, its name only."""
+        from penstock.report.notebook import as_text, in_frame
+        from penstock.report.timeline_page import page_of
+
+        if not 0 < len(self) <= _MOST_SPANS_OF_A_CELL:
+            return as_text(repr(self))
+        return in_frame(page_of([self]), height=min(360 + 40 * self.num_lanes, 900))
 
     def __iter__(self) -> Iterator[Span]:
         columns = (self.kind, self.stage, self.mb, self.lane, self.to_lane, self.start, self.end)

@@ -50,10 +50,11 @@ def write_html(timelines: Sequence[Timeline], path: str | PathLike[str]) -> None
         raise UsageError("a page needs a list of timelines, at least one")
     if empty := [timeline.name for timeline in timelines if not len(timeline)]:
         raise UsageError(f"nothing to draw: no spans in {', '.join(empty)}")
-    write_whole(path, _page(timelines))
+    write_whole(path, page_of(timelines))
 
 
-def _page(timelines: Sequence[Timeline]) -> str:
+def page_of(timelines: Sequence[Timeline]) -> str:
+    """Return the page as text."""
     names = list(_distinct(_labelled(timelines)))
     data = {
         "causes": [figure._asdict() for figure in CAUSES],

@@ -37,6 +37,12 @@ def _default_modes(kind: str) -> Iterator[None]:
         yield
 
 
+def _in_range(do: Callable[..., None], i: Instruction) -> None:
+    """Run an action in a range of torch's profiler that has its name; a graph's range is around its launch."""
+    with torch.profiler.record_function(str(i.action)):
+        do(i)
+
+
 class Executor:
     """The executor of one lane. `program_of` returns the program of any lane, for errors."""
 
@@ -80,6 +86,8 @@ class Executor:
             modes = _NOTHING if tape is not None and tape.is_replay else _default_modes(self._kind)
             with modes, self.streams.running():
                 self._step, handlers = (step, self.handlers) if tape is None else tape.open(step)
+                if torch.autograd.profiler._is_profiler_enabled:
+                    handlers = [(partial(_in_range, do), i) for do, i in handlers]
                 if step.watch is None:
                     self._run(handlers, self._step, spans)
                 else:

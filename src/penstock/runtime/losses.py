@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -159,6 +160,12 @@ def check_loss(loss: object, weight: object) -> None:
         raise UsageError(f"loss: pass a function loss(output, target); given: {type(loss).__name__}")
     if weight is not None and weight != "sum" and not callable(weight):
         raise UsageError(f'weight: pass a function weight(batch, target), or "sum"; given: {weight!r:.60}')
+
+
+def check_scale(scale: object) -> None:
+    """Check the factor of a loss in the gradients."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise UsageError(f"scale: give a finite number, such as 1 / accumulate; given: {scale!r:.60}")
 
 
 def needs_target(loss: LossFunction) -> bool:

@@ -76,6 +76,7 @@ class Step:
     finish: Finish  # computes the loss from the results of the model
     targets: Sequence[tuple[Any, ...]]  # for each micro-batch, a tuple with its target; empty if there is none
     scales: Sequence[float] = ()  # for each micro-batch, the factor of its loss in the gradient
+    scale: float = 1.0  # the user's factor of the loss in the gradients; `scales` contain it
     factor: torch.Tensor | None = None  # GradScaler's scale, applied to every loss; it stays on the device
     # in a capture, a tensor for scales times factor; its values change between replays
     seeds: torch.Tensor | None = None

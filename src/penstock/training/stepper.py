@@ -95,23 +95,20 @@ class Stepper:
     def run(self, batches: Sequence[tuple[Any, ...]], *, is_recorded: bool) -> UpdateResult:
         """Run forward and backward for the batches of an update, each (batch,) or (batch, target); clip gradients."""
         pipe, last, made, timeline = self._pipe, len(batches) - 1, [], None
+        scale = 1 / len(batches)
         for number, given in enumerate(batches):
             with pipe.no_sync() if number < last else nullcontext():
                 if is_recorded and number == last:
                     with pipe.record() as recording:
-                        made.append(pipe.step(*given, metrics=True))
+                        made.append(pipe.step(*given, metrics=True, scale=scale))
                     timeline = recording.timeline
                 else:
-                    made.append(pipe.step(*given, metrics=True))
+                    made.append(pipe.step(*given, metrics=True, scale=scale))
         losses, metrics = [loss for loss, _ in made], mean_metrics([(1, found) for _, found in made])
         if self.optimizer is None:
             return UpdateResult(_mean(losses), None, timeline, metrics)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        if len(batches) > 1:
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(len(batches))
         norm = pipe.clip_grad_norm_(math.inf if self._clip is None else self._clip)
         return UpdateResult(_mean(losses), float(norm), timeline, metrics)
 
@@ -144,11 +141,6 @@ class Stepper:
         if self.optimizer is not None:
             self._pipe.zero_grad()
             self.optimizer.zero_grad()  # includes the loss function's own parameters
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        """Return all parameters with gradients: the pipeline's, and those of the loss in the optimizer."""
-        others = [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
-        return {id(p): p for p in (*self._pipe.parameters(), *others)}.values()
 
     @property
     def rates(self) -> tuple[float, ...]:

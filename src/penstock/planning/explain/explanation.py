@@ -373,6 +373,13 @@ class Explanation:
         """Return all figures as JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def _repr_html_(self) -> str:
+        """Return the page for the output of a cell in a notebook."""
+        from penstock.planning.explain.explanation_page import page_of, strip_of
+        from penstock.report.notebook import in_frame
+
+        return in_frame(page_of(strip_of(self)), height=min(480 + 30 * len(self.stages), 1000))
+
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write a self-contained page that draws the model as a strip of nodes with its cuts.
 

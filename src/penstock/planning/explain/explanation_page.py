@@ -39,10 +39,19 @@ def write_strip(strip: dict[str, Any], path: str | PathLike[str]) -> None:
         UsageError: if there is nothing to draw.
         OutputError: if the file cannot be written.
     """
+    write_whole(path, page_of(strip))
+
+
+def page_of(strip: dict[str, Any]) -> str:
+    """Return the page of the data that `strip_of` returns, as text.
+
+    Raises:
+        UsageError: if there is nothing to draw.
+    """
     if not strip["nodes"]["name"] or not strip["stages"]:
         raise UsageError("nothing to draw: no nodes, or no stages")
     title, styles = f"{strip['title']} · Penstock stages", ["page.css", "strip.css"]
-    write_whole(path, assemble("strip.html", title=title, styles=styles, scripts=_SCRIPTS, data=strip))
+    return assemble("strip.html", title=title, styles=styles, scripts=_SCRIPTS, data=strip)
 
 
 def strip_of(explanation: Explanation) -> dict[str, Any]:

@@ -12,22 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.training.callbacks.callback import Callback, Summary
+from penstock.training.callbacks.charts import charted, charted_validation
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from penstock.training.trainer import Trainer
-
-# the names of the figures in TensorBoard: the part before the slash groups the charts
-_NAMES = {
-    "loss": "train/loss",
-    "mean_loss": "train/mean_loss",
-    "gradient_norm": "train/gradient_norm",
-    "step_seconds": "speed/step_seconds",
-    "samples_per_second": "speed/samples_per_second",
-    "tokens_per_second": "speed/tokens_per_second",
-    "bubble": "pipeline/bubble",
-}
 
 
 class TensorBoard(Callback):
@@ -61,22 +51,13 @@ class TensorBoard(Callback):
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
         """Write the figures of a step."""
-        for name, value in figures.items():
-            if name in _NAMES:
-                self._add(_NAMES[name], value, trainer.step)
-        for name, value in figures.get("metrics", {}).items():
-            self._add(f"train/{name}", value, trainer.step)
-        rates = figures.get("lr", ())
-        for number, rate in enumerate(rates if isinstance(rates, (list, tuple)) else [rates]):
-            self._add("train/lr" if not number else f"train/lr_{number}", rate, trainer.step)
-        for lane, size in enumerate(figures.get("lane_bytes", ())):
-            self._add(f"memory/lane_{lane}", size, trainer.step)
+        for name, value in charted(figures):
+            self._add(name, value, trainer.step)
 
     def on_evaluate(self, trainer: Trainer, figures: Mapping[str, Any]) -> None:
         """Write the result of a validation."""
-        self._add("validation/loss", figures["validation_loss"], trainer.step)
-        for name, value in figures.get("metrics", {}).items():
-            self._add(f"validation/{name}", value, trainer.step)
+        for name, value in charted_validation(figures):
+            self._add(name, value, trainer.step)
 
     def on_train_end(self, trainer: Trainer, summary: Summary) -> None:
         """Close the file."""

@@ -44,7 +44,6 @@ ARROWS = {
     "runtime/wire": "devices schedule torchrun",
     "runtime": "devices model randomness runtime/backward runtime/keep runtime/wire schedule",
     "infer/stream": "devices infer/graph model runtime",
-    "infer": "infer/graph infer/stream",
     "pipeline/splitting": "model runtime",
     "pipeline/exactness": "devices model pipeline/splitting runtime",
     "runtime/graphs": "devices model runtime schedule",
@@ -68,6 +67,8 @@ ARROWS = {
         "pipeline/splitting planning report runtime runtime/backward runtime/graphs runtime/keep "
         "runtime/lanes schedule"
     ),
+    "infer/generation": "pipeline planning report runtime/lanes runtime/wire",
+    "infer": "infer/generation infer/graph infer/stream",
     "checkpoint": "_version devices pipeline schedule",
     "checkpoint/formats": "checkpoint",
     "feeding": "devices model pipeline pipeline/planned",

@@ -59,9 +59,12 @@ class FirstLane:
         return figures
 
     def stop(self) -> None:
-        """End the other lanes."""
-        if self._links is not None:
-            self._links.send(Job(JobKind.STOP), Values(torch.zeros((1, 1), dtype=torch.int64)))
+        """End the other lanes: send a last job, and wait until it comes back behind the jobs in flight."""
+        if self._links is None:
+            return
+        self._links.send(Job(JobKind.STOP), Values(torch.zeros((1, 1), dtype=torch.int64)))
+        while self._links.receive()[0].kind != JobKind.STOP:
+            pass
 
     def generate(
         self, scheduler: RequestScheduler, make_request: Callable[[int, int], Request], stop_tokens_of: tuple[int, ...],
@@ -131,8 +134,8 @@ class FirstLane:
             return
         choice.note(count, scheduler.num_groups, now - self._round[2])
         self._round = (job.group, count, now)
-        best = choice.best(count)
-        if best != scheduler.num_groups:
+        best = choice.best(count, scheduler.num_rounds_left)
+        if best not in (None, scheduler.num_groups):
             self._regroup(scheduler, best, choice)
 
     def _regroup(self, scheduler: RequestScheduler, num_groups: int, choice: GroupChoice) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -218,8 +217,14 @@ class _Call:
         total = self.num_threads or torch.get_num_threads()
         try:
             yield from self._generate(first, max(1, total // self.lanes), total)
-        finally:
             first.stop()
+        except GeneratorExit:  # the caller wants no more tokens
+            first.stop()
+            raise
+        except BaseException as error:
+            links[0].fail(error)
+            raise
+        finally:
             for thread in threads:
                 thread.join(_GRACE_SECONDS)
 
@@ -239,12 +244,10 @@ class _Call:
                 return
             first = FirstLane(lane, links, iter(self.prompts), self.device)
             own = self.num_threads or torch.get_num_threads() * self.lanes
-            try:
-                yield from self._generate(first, max(1, own // self.lanes), min(own, os.cpu_count() or own))
-            finally:
-                if sys.exc_info()[0] in (None, GeneratorExit):  # the caller may want no more tokens
-                    first.stop()
-        except GeneratorExit:
+            yield from self._generate(first, max(1, own // self.lanes), min(own, os.cpu_count() or own))
+            first.stop()
+        except GeneratorExit:  # the caller wants no more tokens
+            first.stop()
             raise
         except BaseException as error:
             if not getattr(error, "was_reported", False):
@@ -254,6 +257,9 @@ class _Call:
     def _generate(self, first: FirstLane, lane_threads: int, all_threads: int) -> Iterator[Token]:
         memory = None if self.limits is None else self._memory_plan(first.probe(), self.limits)
         count = len(self.prompts) if isinstance(self.prompts, Sequence) else self.max_requests
+        if memory is not None and isinstance(self.prompts, Sequence):  # before any other request begins
+            for number, prompt in enumerate(self.prompts):
+                memory.check(self._request(number, len(prompt)))
         is_free = self.groups is None and _may_pad(self.model)
         begin = min(self.lanes, count, self.max_requests) if self.groups is None else self.groups
         scheduler = RequestScheduler(
@@ -310,8 +316,7 @@ def _loop(lane: GenerationLane, links: Links) -> None:
     while True:
         job, values = links.receive()
         if job.kind == JobKind.STOP:
-            if not lane.is_last:
-                links.send(job, values)
+            links.send(job, values)
             return
         links.send(job, lane.run(job, values))
 

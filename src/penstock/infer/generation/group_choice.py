@@ -1,16 +1,17 @@
 """Group choice: how many groups are in flight, chosen from measured times.
 
 The best number depends on the model and the machine. If a larger batch takes hardly longer, one group is best: the
-lanes then take turns. Otherwise as many groups as lanes are best. So each number runs for a few rounds, and the fastest
-one stays. A round is one token of each request.
+lanes then take turns, each with all threads. Otherwise as many groups as lanes are best. So each number runs for a few
+rounds, and the fastest one stays. A round is one token of each request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _ROUNDS = 2  # measured rounds of each number; the first round after a change does not count
+_SLOW = 1.3  # a number is tried no longer if its first round takes so much longer than a round of another number
+_LEAST_ROUNDS = 24  # if fewer rounds are left, nothing new is tried
 
 
 def candidates(num_lanes: int, num_requests: int) -> tuple[int, ...]:
@@ -33,27 +34,32 @@ class GroupChoice:
     """
 
     num_lanes: int
-    _seconds: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (size class, groups) -> rounds
+    _seconds: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (requests, groups) -> rounds
     _is_first: bool = True
 
     def note(self, num_requests: int, num_groups: int, seconds: float) -> None:
         """Note the time of a round, in which no request joined or left."""
-        if self._is_first:
-            self._is_first = False
-            return
-        self._seconds.setdefault((num_requests.bit_length(), num_groups), []).append(seconds)
+        rounds = self._seconds.setdefault((num_requests, num_groups), [])
+        if not self._is_first:
+            rounds.append(seconds)
+        elif not rounds and seconds > _SLOW * self._fastest(num_requests):
+            rounds += [seconds] * _ROUNDS
+        self._is_first = False
 
     def restart(self) -> None:
         """Ignore the next round, because the groups have changed."""
         self._is_first = True
 
-    def best(self, num_requests: int) -> int:
-        """Return the number of groups to use now: one that must still be measured, or the fastest."""
+    def best(self, num_requests: int, num_rounds_left: int) -> int | None:
+        """Return the number of groups to use now: one that must still be measured, or the fastest; None if unknown."""
         tried = candidates(self.num_lanes, num_requests)
-        for num_groups in tried:
-            if len(self._rounds(num_requests, num_groups)) < _ROUNDS:
-                return num_groups
-        return min(tried, key=lambda num_groups: min(self._rounds(num_requests, num_groups)))
+        measured = {groups: self._seconds.get((num_requests, groups), []) for groups in tried}
+        if num_rounds_left >= _LEAST_ROUNDS:
+            for num_groups in tried:
+                if len(measured[num_groups]) < _ROUNDS:
+                    return num_groups
+        known = [groups for groups in tried if measured[groups]]
+        return min(known, key=lambda groups: min(measured[groups])) if known else None
 
-    def _rounds(self, num_requests: int, num_groups: int) -> Sequence[float]:
-        return self._seconds.get((num_requests.bit_length(), num_groups), ())
+    def _fastest(self, num_requests: int) -> float:
+        return min((min(t) for (count, _), t in self._seconds.items() if count == num_requests and t), default=1e9)

@@ -145,6 +145,11 @@ class RequestScheduler:
         return len(self._waiting)
 
     @property
+    def num_rounds_left(self) -> int:
+        """The largest number of tokens that a request in flight may still get."""
+        return max((request.max_new_tokens - request.num_new for request in self._requests.values()), default=0)
+
+    @property
     def is_steady(self) -> bool:
         """Whether all requests in flight decode, and no group is about to change."""
         is_waiting = bool(self._waiting) and self._admissible() is not None

@@ -35,7 +35,7 @@ def allocated_tokens(num_tokens: int, window: int) -> int:
     return num_tokens if window == 0 else min(num_tokens, window - 1 + SPARE_TOKENS)
 
 
-class _Slots:
+class Slots:
     """Memory for keys and values: rows × heads × tokens × width."""
 
     def __init__(self, like: tuple[torch.Tensor, torch.Tensor], num_rows: int, num_tokens: int) -> None:
@@ -69,7 +69,7 @@ class _Slots:
 class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # of transformers
     """A layer of the cache without a window."""
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: Slots) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots, self.is_initialized = slots, True
         self.keys, self.values = slots.views()
@@ -84,7 +84,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # of transforme
 class SlotWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # of transformers
     """A layer of the cache that keeps a window of the last tokens."""
 
-    def __init__(self, slots: _Slots, window: int, num_tokens: int) -> None:
+    def __init__(self, slots: Slots, window: int, num_tokens: int) -> None:
         super().__init__(window)
         self.slots, self.is_initialized, self.cumulative_length = slots, True, num_tokens
         self.keys, self.values = slots.views()
@@ -129,7 +129,7 @@ def slot_layer(rows: Rows, window: int, num_tokens: int, capacity: int) -> SlotL
         capacity: the largest number of tokens that a row will have.
     """
     width = kept_tokens(num_tokens, window)
-    slots = _Slots(rows[0], len(rows), max(width + 1, allocated_tokens(capacity, window)))
+    slots = Slots(rows[0], len(rows), max(width + 1, allocated_tokens(capacity, window)))
     slots.stop = width
     for at, row in enumerate(rows):
         for memory, part in zip(slots.memory, row, strict=True):

@@ -1,0 +1,158 @@
+"""Generate four requests over two lanes, beside plain `model.generate`: one by one, and as one batch.
+
+python benchmarks/generate/run.py [--repeats 7] [--width 512] [--layers 8] [--new-tokens 64] [--lanes processes|threads]
+
+With `--lanes processes`, the script starts itself twice under torchrun, with one torch thread per process. While the
+plain contenders run with two threads in the first process, the second process waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from penstock.infer import generate
+
+LENGTHS = (24, 40, 32, 28)
+VOCABULARY = 4096
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--lanes", choices=("processes", "threads"), default="processes")
+    return parser.parse_args()
+
+
+def make_model(given: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=given.width, intermediate_size=3 * given.width,
+        num_hidden_layers=given.layers, num_attention_heads=given.width // 64,
+        num_key_value_heads=max(1, given.width // 128), max_position_embeddings=1024,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def make_prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def contenders(model, prompts, given):
+    """Return each contender: its threads, whether all processes run it, and a function that returns the new tokens."""
+    options = {"max_new_tokens": given.new_tokens, "do_sample": False}
+
+    def one_by_one():
+        return [model.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
+
+    def one_batch():
+        batch = padded(prompts)
+        return list(model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :])
+
+    def over_lanes(groups):
+        found = generate(model, prompts, max_new_tokens=given.new_tokens, groups=groups)
+        return [tokens[len(prompt) :] for tokens, prompt in zip(found, prompts, strict=True)]
+
+    threads = 1 if given.lanes == "processes" else 2
+    made = {
+        "model.generate, one by one, two threads": (2, False, one_by_one),
+        "model.generate, one batch of 4, two threads": (2, False, one_batch),
+        "penstock, two groups": (threads, True, lambda: over_lanes(2)),
+        "penstock, one group": (threads, True, lambda: over_lanes(1)),
+        "penstock, groups chosen": (threads, True, lambda: over_lanes(None)),
+    }
+    dispatched = dispatched_model(model)
+    if dispatched is not None:
+        made["accelerate, device_map, one by one, two threads"] = (
+            2, False, lambda: [dispatched.generate(p[None], **options)[0, len(p) :] for p in prompts],
+        )  # fmt: skip
+    return made
+
+
+def dispatched_model(model):
+    """Return a copy of the model with the hooks of accelerate; None if accelerate is not installed."""
+    try:
+        from accelerate import dispatch_model
+    except ImportError:
+        return None
+    import copy
+
+    names = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    names |= {f"model.layers.{at}": "cpu" for at in range(len(model.model.layers))}
+    return dispatch_model(copy.deepcopy(model), names, main_device="cpu", force_hooks=True)
+
+
+def measure(given: argparse.Namespace) -> None:
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    model, prompts = make_model(given), make_prompts()
+    made = contenders(model, prompts, given)
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    tokens: dict[str, list[list[int]]] = {}
+    for repeat in range(given.repeats + 1):  # the first repeat warms up
+        for name, (threads, is_everywhere, run) in made.items():
+            torch.set_num_threads(threads if is_first or is_everywhere else 1)
+            if dist.is_initialized():
+                dist.barrier()
+            if not (is_first or is_everywhere):
+                continue
+            start = time.perf_counter()
+            tokens[name] = [found.tolist() for found in run()]
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    if is_first:
+        report(given, seconds, tokens)
+
+
+def report(given, seconds, tokens) -> None:
+    first, batch = list(seconds)[:2]
+    count = len(LENGTHS) * given.new_tokens
+    weights = sum(weight.numel() for weight in make_model(given).parameters()) / 1e6
+    print(f"\nLlama, {given.layers} layers x {given.width}, {weights:.0f} M weights, float32; lanes: 2 {given.lanes}")
+    print(f"4 requests, prompts of {LENGTHS} tokens, {given.new_tokens} new tokens each; {given.repeats} repeats\n")
+    print("| | tokens/s (lowest-highest) | / one by one | / one batch | same tokens |")
+    print("|---|---|---|---|---|")
+    for name, times in seconds.items():
+        rates = sorted(count / time_ for time_ in times)
+        alone, together = (
+            statistics.median(a / b for a, b in zip(seconds[other], times, strict=True)) for other in (first, batch)
+        )
+        is_same = "yes" if tokens[name] == tokens[first] else "no"
+        middle = f"{statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})"
+        print(f"| {name} | {middle} | {alone:.2f} | {together:.2f} | {is_same} |")
+
+
+def main() -> None:
+    given = arguments()
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    if given.lanes == "processes" and "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *sys.argv]
+        sys.exit(subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+    if given.lanes == "processes":
+        dist.init_process_group("gloo")
+    measure(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Generate four requests over two lanes, beside plain `model.generate`: one by one, and as one batch.
 
-python benchmarks/generate/run.py [--repeats 7] [--width 512] [--layers 8] [--new-tokens 64] [--lanes processes|threads]
+python benchmarks/generate/run.py [--repeats 7] [--width 256] [--layers 8] [--new-tokens 64] [--lanes processes|threads]
 
 With `--lanes processes`, the script starts itself twice under torchrun, with one torch thread per process. While the
 plain contenders run with two threads in the first process, the second process waits.
@@ -9,12 +9,14 @@ plain contenders run with two threads in the first process, the second process w
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ VOCABULARY = 4096
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--lanes", choices=("processes", "threads"), default="processes")
@@ -59,45 +61,43 @@ def padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def contenders(model, prompts, given):
+def contenders(
+    model: LlamaForCausalLM, prompts: list[torch.Tensor], given: argparse.Namespace
+) -> dict[str, tuple[int, bool, Callable[[], list[torch.Tensor]]]]:
     """Return each contender: its threads, whether all processes run it, and a function that returns the new tokens."""
     options = {"max_new_tokens": given.new_tokens, "do_sample": False}
 
-    def one_by_one():
-        return [model.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
+    def one_by_one(plain: LlamaForCausalLM) -> list[torch.Tensor]:
+        return [plain.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
 
-    def one_batch():
+    def one_batch() -> list[torch.Tensor]:
         batch = padded(prompts)
         return list(model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :])
 
-    def over_lanes(groups):
+    def over_lanes(groups: int | None) -> list[torch.Tensor]:
         found = generate(model, prompts, max_new_tokens=given.new_tokens, groups=groups)
         return [tokens[len(prompt) :] for tokens, prompt in zip(found, prompts, strict=True)]
 
     threads = 1 if given.lanes == "processes" else 2
     made = {
-        "model.generate, one by one, two threads": (2, False, one_by_one),
-        "model.generate, one batch of 4, two threads": (2, False, one_batch),
+        "model.generate, one by one": (2, False, lambda: one_by_one(model)),
+        "model.generate, one batch of 4": (2, False, one_batch),
         "penstock, two groups": (threads, True, lambda: over_lanes(2)),
         "penstock, one group": (threads, True, lambda: over_lanes(1)),
         "penstock, groups chosen": (threads, True, lambda: over_lanes(None)),
     }
     dispatched = dispatched_model(model)
     if dispatched is not None:
-        made["accelerate, device_map, one by one, two threads"] = (
-            2, False, lambda: [dispatched.generate(p[None], **options)[0, len(p) :] for p in prompts],
-        )  # fmt: skip
+        made["accelerate, device_map, one by one"] = (2, False, lambda: one_by_one(dispatched))
     return made
 
 
-def dispatched_model(model):
+def dispatched_model(model: LlamaForCausalLM) -> LlamaForCausalLM | None:
     """Return a copy of the model with the hooks of accelerate; None if accelerate is not installed."""
     try:
         from accelerate import dispatch_model
     except ImportError:
         return None
-    import copy
-
     names = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     names |= {f"model.layers.{at}": "cpu" for at in range(len(model.model.layers))}
     return dispatch_model(copy.deepcopy(model), names, main_device="cpu", force_hooks=True)
@@ -124,22 +124,24 @@ def measure(given: argparse.Namespace) -> None:
         report(given, seconds, tokens)
 
 
-def report(given, seconds, tokens) -> None:
+def report(given: argparse.Namespace, seconds: dict[str, list[float]], tokens: dict[str, list[list[int]]]) -> None:
     first, batch = list(seconds)[:2]
     count = len(LENGTHS) * given.new_tokens
     weights = sum(weight.numel() for weight in make_model(given).parameters()) / 1e6
     print(f"\nLlama, {given.layers} layers x {given.width}, {weights:.0f} M weights, float32; lanes: 2 {given.lanes}")
     print(f"4 requests, prompts of {LENGTHS} tokens, {given.new_tokens} new tokens each; {given.repeats} repeats\n")
-    print("| | tokens/s (lowest-highest) | / one by one | / one batch | same tokens |")
+    print("| | tokens/s | ÷ one by one | ÷ one batch | same tokens |")
     print("|---|---|---|---|---|")
     for name, times in seconds.items():
-        rates = sorted(count / time_ for time_ in times)
-        alone, together = (
-            statistics.median(a / b for a, b in zip(seconds[other], times, strict=True)) for other in (first, batch)
-        )
-        is_same = "yes" if tokens[name] == tokens[first] else "no"
-        middle = f"{statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})"
-        print(f"| {name} | {middle} | {alone:.2f} | {together:.2f} | {is_same} |")
+        ratios = ([a / b for a, b in zip(seconds[other], times, strict=True)] for other in (first, batch))
+        cells = [spread([count / each for each in times], 0), *(spread(found, 2) for found in ratios)]
+        print(f"| {name} | {' | '.join(cells)} | {'yes' if tokens[name] == tokens[first] else 'no'} |")
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Return the median, and the lowest and the highest value."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
 def main() -> None:

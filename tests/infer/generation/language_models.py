@@ -38,6 +38,16 @@ CAUSAL = {
         hf.FalconForCausalLM,
         hf.FalconConfig(**_GPT, hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
     ),
+    "phi3": lambda: (
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config(
+            **_GROUPED, original_max_position_embeddings=48,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+                "factor": 4.0, "original_max_position_embeddings": 48,
+            },
+        ),
+    ),
     "gpt_neo": lambda: (
         hf.GPTNeoForCausalLM,
         hf.GPTNeoConfig(

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from infer.generation import language_models as models
@@ -265,6 +266,28 @@ def test_the_model_does_not_change():
     assert are_equal(alone(model, GIVEN, COUNT), wanted("gpt2"))
 
 
+def test_rotary_embeddings_that_change_with_the_length_are_refused_beyond_their_first_length():
+    with pytest.raises(UsageError, match=r"request 3: 12 tokens and 37 new ones; beyond 48 tokens"):
+        generate(make("phi3"), GIVEN, max_new_tokens=37)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = hf.LlamaConfig(
+        vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        rope_parameters=rope, max_position_embeddings=32, eos_token_id=None,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config).eval()
+    assert are_equal(generate(model, GIVEN, max_new_tokens=20), alone(model, GIVEN, 20))
+    with pytest.raises(UsageError, match=r"request 3: .* beyond 32 tokens"):
+        generate(model, GIVEN, max_new_tokens=21)
+
+
+def test_the_model_can_be_trained_afterwards():
+    model = models.make("phi3")
+    generate(model, GIVEN, max_new_tokens=COUNT)
+    batch = torch.stack(prompts(20, 20))
+    model.train()(input_ids=batch, labels=batch).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 def test_a_pipeline_generates_with_the_weights_that_it_trains():
     model = models.make("gpt2").train()
     batch = {"input_ids": torch.stack(prompts(8, 8, 8, 8)), "labels": torch.stack(prompts(8, 8, 8, 8, seed=2))}
@@ -280,8 +303,6 @@ def test_a_pipeline_generates_with_the_weights_that_it_trains():
 
 
 def test_models_that_cannot_be_cut_are_refused():
-    import transformers as hf
-
     mamba = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).eval()
     with pytest.raises(UsageError, match="LinearAttentionLayer"):
         generate(mamba, [[1, 2]])

@@ -12,6 +12,7 @@ model's own code.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -158,12 +159,10 @@ def lane_model(model: nn.Module, name: str, own: range, received: Received) -> n
     layers = model.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)
     places = [_place(at, layer, own, len(layers), received) for at, layer in enumerate(layers)]
-    root = part = _copy(model)
-    *path, last = name.split(".")
-    for step in path:
-        part._modules[step] = _copy(part.get_submodule(step))
-        part = part.get_submodule(step)
-    part._modules[last] = nn.ModuleList(places)
+    root = _copy(model)
+    _replace(root, name, nn.ModuleList(places))
+    for rope in ropes_of_length(model):  # it changes with each call, and another lane may call it at the same time
+        _replace(root, rope, copy.deepcopy(model.get_submodule(rope)))
     if own.start and hasattr(model, "get_input_embeddings"):
         _replace_missing_embedding(root, model)
     return root
@@ -175,6 +174,38 @@ def _place(at: int, layer: nn.Module, own: range, count: int, received: Received
     if at >= own.stop:
         return _Later(layer)
     return _Last(layer) if at == own.stop - 1 and own.stop < count else layer
+
+
+def ropes_of_length(model: nn.Module) -> dict[str, int]:
+    """Return the rotary embeddings whose frequencies change with the length, by name, with the length up to which not.
+
+    Beyond this length, the tokens of a request would depend on the lengths of the others.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        given = getattr(module, "rope_type", None)
+        kinds = [str(kind) for kind in (given.values() if isinstance(given, dict) else (given,))]
+        if any("dynamic" in kind or kind == "longrope" for kind in kinds):
+            found[name] = min([*_original_lengths(module), int(getattr(module, "original_max_seq_len", 1 << 62))])
+    return found
+
+
+def _original_lengths(rope: Any) -> Iterator[int]:  # noqa: ANN401 - of transformers
+    """Yield the lengths for which a rotary embedding was made at first."""
+    given = getattr(rope.config, "rope_parameters", None) or {}
+    for settings in (given, *given.values()):
+        if isinstance(settings, dict) and "original_max_position_embeddings" in settings:
+            yield int(settings["original_max_position_embeddings"])
+
+
+def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put another module in the place of a submodule; the modules around it are copied first."""
+    *path, last = name.split(".")
+    part = root
+    for step in path:
+        part._modules[step] = _copy(part.get_submodule(step))
+        part = part.get_submodule(step)
+    part._modules[last] = module
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -209,9 +240,5 @@ def _replace_missing_embedding(root: nn.Module, model: nn.Module) -> None:
     like = next((p for p in model.parameters() if not p.is_meta), None)
     if like is None:
         raise UsageError("generate: all weights of the model are on the meta device: load those of this lane first")
-    *path, last = next(name for name, module in model.named_modules() if module is embedding).split(".")
-    part = root
-    for step in path:
-        part._modules[step] = _copy(part.get_submodule(step))
-        part = part.get_submodule(step)
-    part._modules[last] = _MissingEmbedding(embedding, like)
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    _replace(root, name, _MissingEmbedding(embedding, like))

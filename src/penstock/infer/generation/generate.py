@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from penstock.errors import UsageError
-from penstock.infer.generation.decoder_layers import choose_ranges, find_layers
+from penstock.infer.generation.decoder_layers import choose_ranges, find_layers, ropes_of_length
 from penstock.infer.generation.first_lane import FirstLane, Token
 from penstock.infer.generation.generation_job import JobKind
 from penstock.infer.generation.generation_lane import GenerationLane, decoder_start
@@ -257,9 +258,11 @@ class _Call:
     def _generate(self, first: FirstLane, lane_threads: int, all_threads: int) -> Iterator[Token]:
         memory = None if self.limits is None else self._memory_plan(first.probe(), self.limits)
         count = len(self.prompts) if isinstance(self.prompts, Sequence) else self.max_requests
-        if memory is not None and isinstance(self.prompts, Sequence):  # before any other request begins
+        if isinstance(self.prompts, Sequence):  # refuse a request before any other one begins
             for number, prompt in enumerate(self.prompts):
-                memory.check(self._request(number, len(prompt)))
+                request = self._request(number, len(prompt))
+                if memory is not None:
+                    memory.check(request)
         is_free = self.groups is None and _may_pad(self.model)
         begin = min(self.lanes, count, self.max_requests) if self.groups is None else self.groups
         scheduler = RequestScheduler(
@@ -268,8 +271,19 @@ class _Call:
         choice = GroupChoice(self.lanes) if is_free and self.lanes > 1 else None
         yield from first.generate(scheduler, self._request, self._stop_tokens(), choice)
 
+    @cached_property
+    def _longest(self) -> int | None:
+        return min(ropes_of_length(self.model).values(), default=None)
+
     def _request(self, number: int, length: int) -> Request:
         limit = self.choice.limit(number)
+        longest = self._longest
+        if longest is not None and length + limit > longest:
+            raise UsageError(
+                f"request {number}: {length} tokens and {limit} new ones; beyond {longest} tokens, the rotary "
+                "embeddings of this model change with the length of the batch: lower max_new_tokens, or use "
+                "model.generate"
+            )
         is_pair = self.model.config.is_encoder_decoder
         return Request(number, length + limit - 1 + (1 if is_pair else 0), limit)
 

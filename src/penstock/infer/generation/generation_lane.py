@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
 from penstock.errors import CaptureError
 from penstock.infer.generation.decoder_layers import LaneOutput, Received, lane_model
@@ -71,11 +72,14 @@ class GenerationLane:
         self._config = model.config.get_text_config(decoder=True)
         self._has_encoder = bool(model.config.is_encoder_decoder)
         self._takes = inspect.signature(type(model).forward).parameters
+        # a model that prepares nothing in its own way; it must not be compiled with a static cache, which none here is
+        prepare: Any = GenerationMixin.prepare_inputs_for_generation
+        self._is_plain = type(model).prepare_inputs_for_generation is prepare and not self._has_encoder
         self._homes: dict[int, GroupCache] = {}  # the cache that holds each request
         self._groups: dict[int, GroupCache] = {}
         self.peak_bytes = 0
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, job: Job, values: Values) -> Values:
         """Run a job; return what the next lane needs, or on the last lane the chosen tokens."""
         if torch.get_num_threads() != job.num_threads:
@@ -171,6 +175,9 @@ class GenerationLane:
             given.pop("position_ids", None)
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
+        if self._is_plain and not is_first:  # what `prepare_inputs_for_generation` returns then, without its cost
+            del given["is_first_iteration"]
+            return {"input_ids": tokens, **given, "return_dict": True}
         length = None if is_first else 1
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **given)
         return {**inputs, "return_dict": True}

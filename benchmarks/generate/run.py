@@ -83,7 +83,6 @@ def contenders(
         "model.generate, one by one": (2, False, lambda: one_by_one(model)),
         "model.generate, one batch of 4": (2, False, one_batch),
         "penstock, two groups": (threads, True, lambda: over_lanes(2)),
-        "penstock, one group": (threads, True, lambda: over_lanes(1)),
         "penstock, groups chosen": (threads, True, lambda: over_lanes(None)),
     }
     dispatched = dispatched_model(model)
@@ -130,11 +129,12 @@ def report(given: argparse.Namespace, seconds: dict[str, list[float]], tokens: d
     weights = sum(weight.numel() for weight in make_model(given).parameters()) / 1e6
     print(f"\nLlama, {given.layers} layers x {given.width}, {weights:.0f} M weights, float32; lanes: 2 {given.lanes}")
     print(f"4 requests, prompts of {LENGTHS} tokens, {given.new_tokens} new tokens each; {given.repeats} repeats\n")
-    print("| | tokens/s | ÷ one by one | ÷ one batch | same tokens |")
-    print("|---|---|---|---|---|")
+    print("| | tokens/s | ÷ one by one | ÷ one batch | fastest ÷ one by one | fastest ÷ one batch | same tokens |")
+    print("|---|---|---|---|---|---|---|")
     for name, times in seconds.items():
         ratios = ([a / b for a, b in zip(seconds[other], times, strict=True)] for other in (first, batch))
         cells = [spread([count / each for each in times], 0), *(spread(found, 2) for found in ratios)]
+        cells += [f"{min(seconds[other]) / min(times):.2f}" for other in (first, batch)]
         print(f"| {name} | {' | '.join(cells)} | {'yes' if tokens[name] == tokens[first] else 'no'} |")
 
 

@@ -117,8 +117,11 @@ def measure(given: argparse.Namespace) -> None:
                 continue
             start = time.perf_counter()
             tokens[name] = [found.tolist() for found in run()]
+            took = time.perf_counter() - start
             if repeat:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(took)
+            if is_first:
+                print(f"repeat {repeat}: {name}: {took:.2f} s", file=sys.stderr, flush=True)
     if is_first:
         report(given, seconds, tokens)
 

@@ -72,7 +72,7 @@ class MemoryPlan:
 
         >>> plan = MemoryPlan([LayerMemory(8, 0, 0), LayerMemory(8, 5, 1)], [1e9, 1e9], 2)
         >>> plan.needed([(2, 10), (1, 4)])  # the window keeps 4 tokens, and has room for 2 more
-        [352, 208]
+        [352, 224]
         """
         found, largest = [0] * len(self.limits), [0] * len(self.limits)
         for rows, tokens in groups:

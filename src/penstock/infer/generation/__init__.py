@@ -1,0 +1,1 @@
+"""Generate: the tokens of a language model, with several requests in flight over its lanes."""

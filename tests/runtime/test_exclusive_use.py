@@ -107,7 +107,7 @@ def test_a_forked_child_is_refused():
 
 
 def test_a_forked_child_of_inference_is_refused():
-    with penstock.infer.Pipeline(nn.Linear(4, 2)) as pipe:
+    with penstock.infer.RequestPipeline(nn.Linear(4, 2)) as pipe:
         x = torch.ones(3, 4)
         before = pipe.submit(x).result(_SECONDS)
         assert "UsageError: the pipeline was made by process" in forked(lambda: pipe.submit(x).result(5))

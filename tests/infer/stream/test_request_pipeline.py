@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock.errors import UsageError
-from penstock.infer import Graph, Pipeline
+from penstock.infer import Graph, RequestPipeline
 
 SECONDS = 20  # what nothing here takes; a test that would hang fails
 
@@ -69,7 +70,7 @@ def test_results_come_in_order(workers, depth):
         time.sleep(chance.random() / 500)
         return thing
 
-    with Pipeline(double, preprocess=jitter, postprocess=jitter, workers=workers, depth=depth) as pipe:
+    with RequestPipeline(double, preprocess=jitter, postprocess=jitter, workers=workers, depth=depth) as pipe:
         assert list(pipe.map(range(40))) == [2 * n for n in range(40)]
         assert list(pipe.map([])) == []
         assert list(pipe.map(range(3))) == [0, 2, 4]
@@ -80,10 +81,10 @@ def test_any_model(kind):
     model, given = layers(), tensors(6)
     wanted = [tensor.detach() for tensor in map(layers().eval(), given)]
     made = {
-        "module": lambda: Pipeline(model),
-        "with an example": lambda: Pipeline(model, example=given[0]),
-        "graph": lambda: Pipeline(Graph(model, given[0])),
-        "function": lambda: Pipeline(model.eval().forward),
+        "module": lambda: RequestPipeline(model),
+        "with an example": lambda: RequestPipeline(model, example=given[0]),
+        "graph": lambda: RequestPipeline(Graph(model, given[0])),
+        "function": lambda: RequestPipeline(model.eval().forward),
     }[kind]
     with made() as pipe:
         found = list(pipe.map(given))
@@ -97,7 +98,7 @@ def test_arguments_are_a_tuple_a_dict_or_one_thing():
     def told(*args, **kwargs):
         return args, kwargs
 
-    with Pipeline(told) as pipe:
+    with RequestPipeline(told) as pipe:
         requests = [(1, 2), {"a": 1}, [3, 4], "text", None, torch.zeros(1)]
         found = list(pipe.map(requests))
     assert found[:5] == [((1, 2), {}), ((), {"a": 1}), (([3, 4],), {}), (("text",), {}), ((None,), {})]
@@ -105,7 +106,7 @@ def test_arguments_are_a_tuple_a_dict_or_one_thing():
 
 
 def test_preprocess_and_postprocess():
-    with Pipeline(
+    with RequestPipeline(
         layers(), preprocess=lambda text: torch.full((2, 4), float(text), dtype=torch.float64),
         postprocess=lambda out: out.sum().item(),
     ) as pipe:  # fmt: skip
@@ -128,7 +129,7 @@ def test_stages(with_example):
 
     given = tensors(8)
     options = {"example": given[0]} if with_example else {}
-    with Pipeline(stages=[Splits(), Joins(), double], **options) as pipe:
+    with RequestPipeline(stages=[Splits(), Joins(), double], **options) as pipe:
         found = list(pipe.map(given))
         assert sum("stage" in name for name in threads_left()) == 3
     for a, x in zip(found, given, strict=True):
@@ -148,7 +149,7 @@ def test_all_parts_work_at_the_same_time():
         # the first three requests fill the pipeline: part n meets the others from its request 3 - n on
         return lambda thing: meet(thing + place) - place
 
-    with Pipeline(stages=[part(1), part(2)], preprocess=part(0), postprocess=part(3), depth=4) as pipe:
+    with RequestPipeline(stages=[part(1), part(2)], preprocess=part(0), postprocess=part(3), depth=4) as pipe:
         futures = [pipe.submit(n) for n in range(4)]
         # requests 0 to 3 are in postprocess, stage 1, stage 0 and preprocess: all four meet at once
         assert futures[0].result(SECONDS) == 0
@@ -169,7 +170,7 @@ def test_requests_are_not_read_ahead_of_what_is_asked_for(depth):
             read += 1
             yield read
 
-    with Pipeline(double, depth=depth) as pipe:
+    with RequestPipeline(double, depth=depth) as pipe:
         results = pipe.map(endless())
         assert read == 0
         for taken in range(20):
@@ -180,7 +181,7 @@ def test_requests_are_not_read_ahead_of_what_is_asked_for(depth):
 
 def test_submit_waits_while_enough_are_in_flight():
     gate, third = Gate(), []
-    with Pipeline(gate, depth=2) as pipe:
+    with RequestPipeline(gate, depth=2) as pipe:
         futures = [pipe.submit(n) for n in range(2)]
         thread = threading.Thread(target=lambda: third.append(pipe.submit(2)))
         thread.start()
@@ -193,7 +194,7 @@ def test_submit_waits_while_enough_are_in_flight():
 
 
 def test_a_result_that_nobody_has_fetched_takes_no_place():
-    with Pipeline(double, depth=2) as pipe:
+    with RequestPipeline(double, depth=2) as pipe:
         futures = [pipe.submit(n) for n in range(50)]
         assert [future.result(SECONDS) for future in futures] == [2 * n for n in range(50)]
 
@@ -214,7 +215,7 @@ def fail_if_odd(n):
 @pytest.mark.parametrize("place", ["preprocess", "the model", "postprocess"])
 def test_an_error_belongs_to_its_request(place):
     options = {} if place == "the model" else {place: fail_if_odd}
-    with Pipeline(fail_if_odd if place == "the model" else double, **options) as pipe:
+    with RequestPipeline(fail_if_odd if place == "the model" else double, **options) as pipe:
         found = list(pipe.map(range(6), errors="return"))
         raised = pipe.submit(7).exception(SECONDS) if place != "postprocess" else None
         assert pipe.submit(8).result(SECONDS) is not None
@@ -227,14 +228,14 @@ def test_an_error_belongs_to_its_request(place):
 
 
 def test_an_error_after_the_model():
-    with Pipeline(lambda n: n, postprocess=fail_if_odd) as pipe:
+    with RequestPipeline(lambda n: n, postprocess=fail_if_odd) as pipe:
         found = list(pipe.map(range(4), errors="return"))
     assert [type(one) for one in found] == [int, OddError, int, OddError]
     assert "in postprocess, for request 1" in found[1].__notes__[0]
 
 
 def test_an_error_is_raised_in_its_turn_and_the_next_result_follows():
-    with Pipeline(fail_if_odd) as pipe:
+    with RequestPipeline(fail_if_odd) as pipe:
         results, found = pipe.map(range(5)), []
         while True:
             try:
@@ -248,7 +249,7 @@ def test_an_error_is_raised_in_its_turn_and_the_next_result_follows():
 
 
 def test_an_error_in_a_later_stage_says_which():
-    with Pipeline(stages=[double, lambda n: n // 2, fail_if_odd]) as pipe:
+    with RequestPipeline(stages=[double, lambda n: n // 2, fail_if_odd]) as pipe:
         error = pipe.submit(3).exception(SECONDS)
     assert "in stage 2, for request 0" in error.__notes__[0]
 
@@ -259,7 +260,7 @@ def test_requests_that_cannot_be_read_end_after_those_that_could():
         yield 2
         raise OSError("the disk is gone")
 
-    with Pipeline(double) as pipe:
+    with RequestPipeline(double) as pipe:
         results = pipe.map(broken())
         assert [next(results), next(results)] == [2, 4]
         with pytest.raises(OSError, match="the disk is gone"):
@@ -273,7 +274,7 @@ def test_requests_that_cannot_be_read_end_after_those_that_could():
 
 def test_closing_finishes_what_has_begun_and_cancels_the_rest():
     gate = Gate()
-    pipe = Pipeline(double, preprocess=gate, depth=4)
+    pipe = RequestPipeline(double, preprocess=gate, depth=4)
     futures = [pipe.submit(n) for n in range(4)]
     assert gate.reached.wait(SECONDS)
     closing = threading.Thread(target=pipe.close)
@@ -293,7 +294,7 @@ def test_closing_finishes_what_has_begun_and_cancels_the_rest():
 
 def test_closing_wakes_those_who_wait_for_a_place():
     gate, told = Gate(), []
-    pipe = Pipeline(gate, depth=1)
+    pipe = RequestPipeline(gate, depth=1)
     first = pipe.submit(0)
     assert gate.reached.wait(SECONDS)
 
@@ -324,7 +325,7 @@ def test_results_of_a_closed_pipeline():
             finished.set()
         return n
 
-    pipe = Pipeline(double, preprocess=note, depth=2)
+    pipe = RequestPipeline(double, preprocess=note, depth=2)
     results = pipe.map(range(10))
     assert next(results) == 0
     assert finished.wait(SECONDS)
@@ -338,7 +339,7 @@ def test_results_of_a_closed_pipeline():
 
 def test_a_future_can_be_cancelled_before_it_begins():
     gate = Gate()
-    with Pipeline(double, preprocess=gate, depth=3) as pipe:
+    with RequestPipeline(double, preprocess=gate, depth=3) as pipe:
         first, second, third = (pipe.submit(n) for n in range(3))
         assert gate.reached.wait(SECONDS)
         assert second.cancel()
@@ -356,7 +357,7 @@ def test_results_that_are_dropped_are_cancelled():
         begun.append(n)
         return gate(n) if n == 1 else n
 
-    with Pipeline(double, preprocess=prepare, depth=4) as pipe:
+    with RequestPipeline(double, preprocess=prepare, depth=4) as pipe:
         results = pipe.map(range(100))
         assert next(results) == 0
         assert gate.reached.wait(SECONDS)  # 1 has begun; 2 and 3 have been read
@@ -369,7 +370,7 @@ def test_results_that_are_dropped_are_cancelled():
 
 def test_an_error_around_it_closes_it_too():
     def work():
-        with Pipeline(double) as pipe:
+        with RequestPipeline(double) as pipe:
             pipe.submit(1)
             raise OddError
 
@@ -379,7 +380,7 @@ def test_an_error_around_it_closes_it_too():
 
 
 def test_a_pipeline_that_is_dropped_ends_its_threads():
-    pipe = Pipeline(double)
+    pipe = RequestPipeline(double)
     assert pipe.submit(1).result(SECONDS) == 2
     assert sorted(threads_left()) == [
         "penstock-infer-postprocess-0",
@@ -391,7 +392,7 @@ def test_a_pipeline_that_is_dropped_ends_its_threads():
 
 
 def test_a_request_whose_pipeline_nobody_holds_is_finished():
-    assert Pipeline(double).submit(1).result(SECONDS) == 2
+    assert RequestPipeline(double).submit(1).result(SECONDS) == 2
     gc.collect()
 
 
@@ -400,13 +401,13 @@ def test_a_request_that_hangs_does_not_keep_the_process(tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(
         "import threading\n"
-        "from penstock.infer import Pipeline; from penstock.infer.stream import stream_threads\n"
+        "from penstock.infer import RequestPipeline; from penstock.infer.stream import stream_threads\n"
         "stream_threads._EXIT_SECONDS = 0.1\n"
         "begun = threading.Event()\n"
         "def hang(request):\n"
         "    begun.set()\n"
         "    threading.Event().wait()\n"
-        "pipe = Pipeline(print, preprocess=hang)\n"
+        "pipe = RequestPipeline(print, preprocess=hang)\n"
         "pipe.submit(1)\n"
         "assert begun.wait(60)\n"
     )
@@ -417,7 +418,7 @@ def test_a_request_that_raises_stop_iteration_does_not_end_the_others():
     def first_of(request):
         return next(iter([])) if request == 2 else request
 
-    with Pipeline(double, preprocess=first_of) as pipe:
+    with RequestPipeline(double, preprocess=first_of) as pipe:
         results = pipe.map(range(5))
         assert [next(results), next(results)] == [0, 2]
         with pytest.raises(RuntimeError, match="a request raised StopIteration"):
@@ -428,14 +429,14 @@ def test_a_request_that_raises_stop_iteration_does_not_end_the_others():
 def test_stages_that_share_a_layer_keep_its_mode():
     shared = nn.Dropout(0.5)
     stages = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(shared, nn.Linear(4, 4)), shared]
-    with Pipeline(stages=stages, depth=8) as pipe:
+    with RequestPipeline(stages=stages, depth=8) as pipe:
         found = list(pipe.map([torch.ones(64, 4)] * 100))
     assert all(torch.equal(result, found[0]) for result in found)
     assert shared.training
 
 
 def test_a_pipeline_is_not_closed_from_within():
-    pipe = Pipeline(double, postprocess=lambda _: pipe.close())
+    pipe = RequestPipeline(double, postprocess=lambda _: pipe.close())
     error = pipe.submit(1).exception(SECONDS)
     assert isinstance(error, UsageError)
     assert "close: called in a thread of the pipeline itself" in str(error)
@@ -459,7 +460,7 @@ def test_a_pipeline_is_not_closed_from_within():
 def test_wrong_arguments(options, message):
     arguments = {"model": double} | options
     with pytest.raises(UsageError, match=message):
-        Pipeline(arguments.pop("model"), **arguments)
+        RequestPipeline(arguments.pop("model"), **arguments)
 
 
 def test_requests_can_be_gone_through():
@@ -469,14 +470,14 @@ def test_requests_can_be_gone_through():
                 raise IndexError
             return index
 
-    with Pipeline(double) as pipe:
+    with RequestPipeline(double) as pipe:
         assert list(pipe.map(Dataset())) == [0, 2, 4]
         with pytest.raises(UsageError, match="requests: expected an iterable"):
             pipe.map(3)
 
 
 def test_errors_is_one_of_two():
-    with Pipeline(double) as pipe, pytest.raises(UsageError, match="errors: 'ignore'"):
+    with RequestPipeline(double) as pipe, pytest.raises(UsageError, match="errors: 'ignore'"):
         pipe.map([], errors="ignore")
 
 
@@ -498,14 +499,14 @@ class TestOnGpu:
         """Seats are used again, for other shapes too; what was handed out stays as it is."""
         model = layers(64).cuda().eval()
         given = [tensors(1, 64, rows=1 + n % 3)[0] * n for n in range(30)]
-        with Pipeline(model, example=given[0], workers=2) as pipe:
+        with RequestPipeline(model, example=given[0], workers=2) as pipe:
             found = list(pipe.map(given))
         assert all(same(a, b) for a, b in zip(found, self.wanted(model, given), strict=True))
 
     def test_the_host_waits_for_nothing_but_results(self):
         model, given = layers(64).cuda().eval(), tensors(20, 64)
         wanted = self.wanted(model, given)
-        with Pipeline(model, example=given[0]) as pipe:
+        with RequestPipeline(model, example=given[0]) as pipe:
             assert len(list(pipe.map(given[:2]))) == 2  # the graph is captured
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that it does not see everything
@@ -524,10 +525,10 @@ class TestOnGpu:
             torch.cuda._sleep(1_000_000)
             return tensor.cuda() * 2
 
-        with Pipeline(model, example=host[0], preprocess=lambda x: x) as pipe:
+        with RequestPipeline(model, example=host[0], preprocess=lambda x: x) as pipe:
             found = list(pipe.map(late(tensor) for tensor in host))
             pinned = list(pipe.map((tensor * 2).pin_memory() for tensor in host))
-        with Pipeline(model, example=host[0], preprocess=late, workers=2) as pipe:
+        with RequestPipeline(model, example=host[0], preprocess=late, workers=2) as pipe:
             prepared = list(pipe.map(host))
         for result in (found, pinned, prepared):
             assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
@@ -540,7 +541,7 @@ class TestOnGpu:
             wanted = [second(first(tensor.cuda())) for tensor in given]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no CUDA graph: no example")
-            pipe = Pipeline(stages=[first, second], **({"example": given[0]} if with_example else {}))
+            pipe = RequestPipeline(stages=[first, second], **({"example": given[0]} if with_example else {}))
         with pipe:
             found = list(pipe.map(given))
         assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
@@ -550,13 +551,13 @@ class TestOnGpu:
         given = tensors(8, 64)
         with torch.no_grad():
             wanted = [last(between(first(tensor.cuda()).cpu()).cuda()) for tensor in given]
-        with Pipeline(stages=[first, between, last], example=given[0]) as pipe:
+        with RequestPipeline(stages=[first, between, last], example=given[0]) as pipe:
             found = list(pipe.map(given))
         assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
     def test_without_an_example_it_says_that_there_is_no_graph(self):
         with pytest.warns(UserWarning, match="example= is missing"):
-            pipe = Pipeline(layers(64).cuda())
+            pipe = RequestPipeline(layers(64).cuda())
         with pipe:
             assert pipe.submit(tensors(1, 64)[0]).result(SECONDS).shape == (3, 64)
 
@@ -565,7 +566,7 @@ class TestOnGpu:
         wrong = [torch.zeros(3, 63, dtype=torch.float64) if n % 3 == 1 else x for n, x in enumerate(given)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no CUDA graph for a call")
-            with Pipeline(model, example=given[0]) as pipe:
+            with RequestPipeline(model, example=given[0]) as pipe:
                 found = list(pipe.map(wrong, errors="return"))
         wanted = self.wanted(model, given)
         for n, (a, b) in enumerate(zip(found, wanted, strict=True)):
@@ -576,7 +577,7 @@ class TestOnGpu:
             return {"twice": x * 2, "rest": (x.sum(), "text", None)}
 
         given = tensors(3)
-        with Pipeline(told, device="cuda") as pipe:
+        with RequestPipeline(told, device="cuda") as pipe:
             found = list(pipe.map(given))
         for result, x in zip(found, given, strict=True):
             assert same(result["twice"], x * 2)
@@ -614,9 +615,14 @@ def test_one_model_in_several_places_keeps_its_mode():
 )
 def test_what_cannot_be_right_is_refused_at_once(given, told):
     with pytest.raises(UsageError, match=told):
-        Pipeline(**given)
+        RequestPipeline(**given)
 
 
 def test_compile_is_yes_or_no():
     with pytest.raises(UsageError, match="compile: 'yes' is neither True nor False"):
         Graph(nn.Linear(2, 2), torch.ones(1, 2), compile="yes")
+
+
+def test_the_old_name_still_works_with_a_warning():
+    with pytest.warns(FutureWarning, match=r"is now penstock\.infer\.RequestPipeline"):
+        assert penstock.infer.Pipeline is RequestPipeline

@@ -23,14 +23,15 @@ Stage = nn.Module | Callable[..., Any]
 Errors = Literal["raise", "return"]
 
 
-class Pipeline:
+class RequestPipeline:
     """Streams requests through a model.
 
     While one request is computed, the next is copied to the device, and others are prepared or finished:
 
         preprocess ─► copy in ─► model ─► copy out ─► postprocess
 
-    >>> with Pipeline(nn.Linear(4, 2), preprocess=torch.tensor, postprocess=lambda out: tuple(out.shape)) as pipe:
+    >>> shape_of = lambda out: tuple(out.shape)
+    >>> with RequestPipeline(nn.Linear(4, 2), preprocess=torch.tensor, postprocess=shape_of) as pipe:
     ...     list(pipe.map([[0.0] * 4, [1.0] * 4]))
     [(2,), (2,)]
 
@@ -125,7 +126,7 @@ class Pipeline:
         if self._use.is_here:  # a fork has no threads
             self._threads.close()
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> RequestPipeline:
         return self
 
     def __exit__(
@@ -137,7 +138,7 @@ class Pipeline:
 class _Results(Iterator[Any]):
     """The results of requests, in order; unlike a generator, it continues after an error."""
 
-    def __init__(self, pipe: Pipeline, requests: Iterable[Any], errors: Errors) -> None:
+    def __init__(self, pipe: RequestPipeline, requests: Iterable[Any], errors: Errors) -> None:
         self._waiting: deque[Future[Any]] = deque()
         self._pipe, self._requests, self._errors = pipe, iter(requests), errors
         self._has_more = True

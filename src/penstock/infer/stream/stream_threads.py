@@ -146,7 +146,7 @@ class _ThreadGroup:
 
 
 class StreamThreads:
-    """The threads of one pipeline; the arguments are those of `penstock.infer.Pipeline`."""
+    """The threads of one pipeline; the arguments are those of `penstock.infer.RequestPipeline`."""
 
     def __init__(
         self, runners: Sequence[StageRunner], preprocess: Callable[[Any], Any] | None,

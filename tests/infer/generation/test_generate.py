@@ -1,6 +1,8 @@
 """Generated tokens are those of plain `model.generate`, for every grouping of the requests over the lanes."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from functools import cache
@@ -347,6 +349,11 @@ def test_wrong_samplers_get_one_message():
         Sampler(-1)
     with pytest.raises(UsageError, match="max_new_tokens cannot be an option of a sampler"):
         Sampler(max_new_tokens=3)
+
+
+def test_transformers_is_imported_only_to_generate():
+    code = "import sys, penstock.infer; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- failures

@@ -376,6 +376,13 @@ def test_a_layer_that_fails_ends_all_lanes(layer):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-generate")]
 
 
+def test_scores_that_are_nan_are_an_error():
+    model = models.make("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(LaneError, match="all scores of a prompt are NaN"):
+        generate(model, GIVEN, max_new_tokens=4)
+
+
 def test_layers_that_run_in_another_order_are_refused():
     model = models.make("llama")
     forward = type(model.model).forward

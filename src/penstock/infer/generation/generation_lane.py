@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
+from penstock.errors import LaneError
 from penstock.infer.generation.decoder_layers import LaneOutput, Received, decoder_start, lane_model
 from penstock.infer.generation.generation_job import Job, JobKind
 from penstock.infer.generation.group_cache import GroupCache, empty_cache, joined
@@ -113,6 +114,11 @@ class GenerationLane:
             group.advance(tokens.shape[1])
         if job.kind == JobKind.PROBE:
             return Values(values.tokens)
+        if job.kind == JobKind.PREFILL and bool(output.logits.isnan().all()):
+            raise LaneError(
+                "all scores of a prompt are NaN: the weights are NaN, or the model reads the embedding of its tokens on "
+                "this lane, where it is on the meta device"
+            )
         return Values(self._picker.pick(job.rows, output.logits))
 
     def _inputs(self, group: GroupCache, tokens: torch.Tensor, *, is_first: bool) -> dict[str, Any]:

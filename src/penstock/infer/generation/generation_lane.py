@@ -116,8 +116,8 @@ class GenerationLane:
             return Values(values.tokens)
         if job.kind == JobKind.PREFILL and bool(output.logits.isnan().all()):
             raise LaneError(
-                "all scores of a prompt are NaN: the weights are NaN, or the model reads the embedding of its tokens on "
-                "this lane, where it is on the meta device"
+                "all scores of a prompt are NaN: the weights are NaN, or the model reads the embedding of its tokens "
+                "on this lane, where it is on the meta device"
             )
         return Values(self._picker.pick(job.rows, output.logits))
 

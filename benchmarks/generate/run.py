@@ -83,6 +83,7 @@ def contenders(
         "model.generate, one by one": (2, False, lambda: one_by_one(model)),
         "model.generate, one batch of 4": (2, False, one_batch),
         "penstock, two groups": (threads, True, lambda: over_lanes(2)),
+        "penstock, one group": (threads, True, lambda: over_lanes(1)),
         "penstock, groups chosen": (threads, True, lambda: over_lanes(None)),
     }
     dispatched = dispatched_model(model)

@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("\n" + json.dumps({"ours": ours, "plain": plain}[options.child](options.folder, options.dtype)), flush=True)
+        print(
+            "\n" + json.dumps({"ours": ours, "plain": plain}[options.child](options.folder, options.dtype)), flush=True
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--child", "plain", "--folder", folder, "--dtype"]

@@ -3,8 +3,8 @@
 import warnings
 from typing import Any
 
-from penstock.infer.generation.first_lane import Token
 from penstock.infer.generation.generate import generate, stream_tokens
+from penstock.infer.generation.generation_job import Token
 from penstock.infer.generation.sampler import Sampler
 from penstock.infer.graph.inference_graph import Graph
 from penstock.infer.stream.request_pipeline import RequestPipeline

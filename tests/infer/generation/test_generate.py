@@ -1,6 +1,8 @@
 """Generated tokens are those of plain `model.generate`, for every grouping of the requests over the lanes."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from functools import cache
@@ -349,6 +351,11 @@ def test_wrong_samplers_get_one_message():
         Sampler(max_new_tokens=3)
 
 
+def test_transformers_is_imported_only_to_generate():
+    code = "import sys, penstock.infer; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # ---- failures
 
 
@@ -367,6 +374,13 @@ def test_a_layer_that_fails_ends_all_lanes(layer):
     with pytest.raises((LaneError, ValueError), match="broken layer"):
         generate(model, GIVEN, max_new_tokens=COUNT)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-generate")]
+
+
+def test_scores_that_are_nan_are_an_error():
+    model = models.make("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(LaneError, match="all scores of a prompt are NaN"):
+        generate(model, GIVEN, max_new_tokens=4)
 
 
 def test_layers_that_run_in_another_order_are_refused():

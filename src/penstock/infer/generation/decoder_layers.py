@@ -102,6 +102,18 @@ def find_layers(model: Any) -> tuple[str, nn.ModuleList]:  # noqa: ANN401 - of t
     return next(name for name, module in model.named_modules() if module is layers), layers
 
 
+def decoder_start(model: Any, device: torch.device) -> torch.Tensor:  # noqa: ANN401 - of transformers
+    """Return the tokens that the decoder of an encoder-decoder model begins with."""
+    config = model._prepare_generation_config(None)[0]
+    model._prepare_special_tokens(config, True, device=device, batch_size=1)
+    tokens, _ = model._prepare_decoder_input_ids_for_generation(
+        batch_size=1, model_input_name="input_ids", model_kwargs={},
+        decoder_start_token_id=config._decoder_start_token_tensor, device=device,
+    )  # fmt: skip
+    started: torch.Tensor = tokens[0]
+    return started
+
+
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
     for child in module.children():
         if isinstance(child, nn.ModuleList):

@@ -5,30 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.infer.generation.generation_job import Job, JobKind
-from penstock.infer.generation.generation_lane import GenerationLane, Values
+from penstock.infer.generation.generation_job import Job, JobKind, Token
 from penstock.infer.generation.group_choice import GroupChoice
 from penstock.infer.generation.lane_links import Links
+from penstock.infer.generation.lane_values import Values
 from penstock.infer.generation.request_scheduler import Request, RequestScheduler
 
-
-@dataclass(frozen=True)
-class Token:
-    """One new token of a request.
-
-    Args:
-        request: the number of the request: its place among the prompts.
-        token: the token.
-        is_last: whether the request ends with it.
-    """
-
-    request: int
-    token: int
-    is_last: bool
+if TYPE_CHECKING:
+    from penstock.infer.generation.generation_lane import GenerationLane
 
 
 class FirstLane:

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.errors import UsageError
-from penstock.infer.generation.decoder_layers import choose_ranges, find_layers, ropes_of_length
-from penstock.infer.generation.first_lane import FirstLane, Token
-from penstock.infer.generation.generation_job import JobKind
-from penstock.infer.generation.generation_lane import GenerationLane, decoder_start
+from penstock.infer.generation.decoder_layers import choose_ranges, decoder_start, find_layers, ropes_of_length
+from penstock.infer.generation.first_lane import FirstLane
+from penstock.infer.generation.generation_job import JobKind, Token
 from penstock.infer.generation.group_choice import GroupChoice
 from penstock.infer.generation.lane_links import Links, Message, ProcessLinks, ThreadLinks, lane_error
 from penstock.infer.generation.prompt_reader import num_prompts, read_prompts
@@ -26,6 +25,9 @@ from penstock.infer.generation.sampler import Choice, Sampler, TokenPicker, gene
 from penstock.planning.memory_limits import Limit, limit_per_lane
 from penstock.runtime.lanes.lane_group import make_lane_group, world_size
 from penstock.runtime.lanes.process_lanes import ProcessLanes
+
+if TYPE_CHECKING:
+    from penstock.infer.generation.generation_lane import GenerationLane
 
 _LANES = 2  # in one process
 _GRACE_SECONDS = 4.0
@@ -155,7 +157,8 @@ class _Call:
         limit = _checked_limits(max_new_tokens, count)
         stop = (stop_tokens,) if isinstance(stop_tokens, int) else None if stop_tokens is None else tuple(stop_tokens)
         choice = Choice(_checked_samplers(sampler, count), stop, limit)
-        generation_config(model, choice.options(0) if count != 0 else {})
+        for number in range(1 if isinstance(choice.sampler, Sampler | None) else count or 0):
+            generation_config(model, choice.options(number) if count != 0 else {})
         read = read_prompts(prompts, model)
         limits = None if memory_limit is None else limit_per_lane(memory_limit, num_lanes)
         return cls(
@@ -199,6 +202,8 @@ class _Call:
     # ---- the lanes
 
     def _lane(self, number: int) -> GenerationLane:
+        from penstock.infer.generation.generation_lane import GenerationLane
+
         name, layers = find_layers(self.model)
         own = choose_ranges(self.model, layers, self.lanes)[number]
         return GenerationLane(self.model, name, own, len(layers), TokenPicker(self.model, self.choice))

@@ -61,3 +61,18 @@ class Job:
         rows, ended = tuple(listed[ends[0] : ends[1]]), tuple(listed[ends[1] : ends[2]])
         form = tuple(listed[ends[2] : ends[2] + num_form])
         return cls(JobKind(kind), group, rows, ended, capacity, num_threads), form
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token of a request.
+
+    Args:
+        request: the number of the request: its place among the prompts.
+        token: the token.
+        is_last: whether the request ends with it.
+    """
+
+    request: int
+    token: int
+    is_last: bool

@@ -4,61 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from penstock.errors import CaptureError
-from penstock.infer.generation.decoder_layers import LaneOutput, Received, lane_model
+from penstock.errors import LaneError
+from penstock.infer.generation.decoder_layers import LaneOutput, Received, decoder_start, lane_model
 from penstock.infer.generation.generation_job import Job, JobKind
 from penstock.infer.generation.group_cache import GroupCache, empty_cache, joined
+from penstock.infer.generation.lane_values import Values, form_of
 from penstock.infer.generation.sampler import TokenPicker
 from penstock.infer.generation.slot_layers import window_of
-
-
-@dataclass(frozen=True)
-class Values:
-    """What travels with a job from lane to lane.
-
-    Args:
-        tokens: the tokens to run: rows × tokens.
-        form: the form of the output of the lane's last layer: whether it is a tuple, and which items are tensors.
-        tensors: the tensors of this output.
-        extras: the output of the encoder; or, for a probe, the figures of the lanes so far.
-    """
-
-    tokens: torch.Tensor
-    form: tuple[int, ...] = ()
-    tensors: tuple[torch.Tensor, ...] = ()
-    extras: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def value(self) -> Any:  # noqa: ANN401 - whatever the layers of the model return
-        """The output of the layer."""
-        if not self.form:
-            return None
-        tensors = iter(self.tensors)
-        items = tuple(next(tensors) if is_tensor else None for is_tensor in self.form[1:])
-        return items if self.form[0] else items[0]
-
-
-def form_of(value: Any) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:  # noqa: ANN401 - of the model
-    """Return the form and the tensors of the output of a layer.
-
-    >>> form_of((torch.ones(1), None))
-    ((1, 1, 0), (tensor([1.]),))
-
-    Raises:
-        CaptureError: if it is neither a tensor nor a tuple of tensors.
-    """
-    items = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    odd = [type(item).__name__ for item in items if item is not None and not isinstance(item, torch.Tensor)]
-    if odd:
-        raise CaptureError(f"generate: a decoder layer returns {', '.join(odd)}; only tensors can go to another lane")
-    form = (int(isinstance(value, (tuple, list))), *(int(item is not None) for item in items))
-    return form, tuple(item for item in items if item is not None)
 
 
 class GenerationLane:
@@ -157,6 +114,11 @@ class GenerationLane:
             group.advance(tokens.shape[1])
         if job.kind == JobKind.PROBE:
             return Values(values.tokens)
+        if job.kind == JobKind.PREFILL and bool(output.logits.isnan().all()):
+            raise LaneError(
+                "all scores of a prompt are NaN: the weights are NaN, or the model reads the embedding of its tokens "
+                "on this lane, where it is on the meta device"
+            )
         return Values(self._picker.pick(job.rows, output.logits))
 
     def _inputs(self, group: GroupCache, tokens: torch.Tensor, *, is_first: bool) -> dict[str, Any]:
@@ -206,15 +168,3 @@ class GenerationLane:
         if self.is_last:
             return Values(figures)
         return Values(made.tokens, made.form, made.tensors, (*made.extras[: int(self._has_encoder)], figures))
-
-
-def decoder_start(model: Any, device: torch.device) -> torch.Tensor:  # noqa: ANN401 - of transformers
-    """Return the tokens that the decoder of an encoder-decoder model begins with."""
-    config = model._prepare_generation_config(None)[0]
-    model._prepare_special_tokens(config, True, device=device, batch_size=1)
-    tokens, _ = model._prepare_decoder_input_ids_for_generation(
-        batch_size=1, model_input_name="input_ids", model_kwargs={},
-        decoder_start_token_id=config._decoder_start_token_tensor, device=device,
-    )  # fmt: skip
-    started: torch.Tensor = tokens[0]
-    return started

@@ -5,11 +5,9 @@ from __future__ import annotations
 import queue
 from typing import Protocol
 
-import torch
-
 from penstock.errors import HangError, LaneError
 from penstock.infer.generation.generation_job import Job
-from penstock.infer.generation.generation_lane import Values
+from penstock.infer.generation.lane_values import Values
 from penstock.runtime.lanes.process_lanes import ProcessLanes
 from penstock.runtime.wire.transport import Key
 
@@ -91,9 +89,3 @@ def lane_error(lane: int, error: BaseException) -> LaneError:
     made = LaneError(f"lane {lane} failed while it generated: {type(error).__name__}: {error}")
     made.__cause__ = error
     return made
-
-
-def as_tokens(tokens: torch.Tensor) -> list[int]:
-    """Return tokens as plain numbers."""
-    listed: list[int] = tokens.tolist()
-    return listed

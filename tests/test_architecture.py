@@ -71,7 +71,7 @@ ARROWS = {
     ),
     "checkpoint": "_version devices pipeline schedule tensor_files",
     "checkpoint/formats": "checkpoint tensor_files",
-    "infer/generation": "pipeline planning report runtime/lanes runtime/wire",
+    "infer/generation": "loading pipeline planning report runtime/lanes runtime/wire",
     "infer": "infer/generation infer/graph infer/stream",
     "feeding": "devices model pipeline pipeline/planned",
     "timing": "devices model/profiling",

@@ -260,6 +260,49 @@ def model_on_meta(model: nn.Module | Sequence[nn.Module]) -> ModelOnMeta | None:
     return ModelOnMeta(model)
 
 
+def load_part(
+    model: nn.Module,
+    path: str | PathLike[str],
+    wanted: Callable[[str], bool],
+    *,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Give values to a part of a model on meta, in the model itself; the rest stays on meta.
+
+    Args:
+        model: the model.
+        path: the file or folder of its weights.
+        wanted: returns whether a tensor belongs to the part, from one of its names.
+        device: where to put the part.
+        progress: called with the current activity, the units done, and their total.
+
+    Raises:
+        CheckpointError: if the files are damaged or do not fit the model.
+        UsageError: if they hold another kind of model, if the model has its weights already, or if nothing initialises
+            a tensor that is in no file.
+    """
+    on_meta = model_on_meta(model)
+    if on_meta is None:
+        raise UsageError("weights: the model already has its weights: build it on meta, or leave weights= out")
+    parameters, _ = read_parameters(model)
+    places = tensor_places(model)
+    own = {
+        name: [_filled_later(_first(found), device)]
+        for name, found in places.items()
+        if _first(found).is_meta and any(map(wanted, (name, *parameters[name].aliases)))
+    }
+    WeightLoader(model, path, given=on_meta.given, progress=progress).fill(own)
+    for name, (tensor,) in own.items():
+        for kind, key in places[name]:
+            kind[key] = tensor
+
+
+def _filled_later(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(tensor, device=device)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
 def open_loader(
     model: nn.Module | Sequence[nn.Module],
     path: str | PathLike[str],

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,9 @@ from penstock.infer.generation.lane_links import Links, Message, ProcessLinks, T
 from penstock.infer.generation.prompt_reader import num_prompts, read_prompts
 from penstock.infer.generation.request_scheduler import LayerMemory, MemoryPlan, Request, RequestScheduler
 from penstock.infer.generation.sampler import Choice, Sampler, TokenPicker, generation_config
+from penstock.loading.weight_loader import load_part
 from penstock.planning.memory_limits import Limit, limit_per_lane
-from penstock.runtime.lanes.lane_group import make_lane_group, world_size
+from penstock.runtime.lanes.lane_group import make_lane_group, process_rank, world_size
 from penstock.runtime.lanes.process_lanes import ProcessLanes
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def generate(
     groups: int | None = None,
     max_requests: int = 16,
     memory_limit: Limit | None = None,
+    weights: str | PathLike[str] | None = None,
     num_threads: int | None = None,
     transport: str = "auto",
     timeout: float = 600.0,
@@ -69,6 +72,8 @@ def generate(
         max_requests: the largest number of requests in flight.
         memory_limit: the bytes for keys and values on each lane, such as "2GiB"; one value, or one per lane. A request
             that does not fit waits until others have ended.
+        weights: the file or folder of the weights of a model on meta, as in `penstock.Pipeline`. Afterwards the model
+            has values; in a process, only those that its lane needs.
         num_threads: the number of threads that all lanes may use together; by default those of torch.
         transport: how processes exchange values: "shared", "gloo" or "nccl"; "auto" takes the fastest that works.
         timeout: the seconds that a lane waits before it raises a `HangError`.
@@ -100,6 +105,7 @@ def stream_tokens(
     groups: int | None = None,
     max_requests: int = 16,
     memory_limit: Limit | None = None,
+    weights: str | PathLike[str] | None = None,
     num_threads: int | None = None,
     transport: str = "auto",
     timeout: float = 600.0,
@@ -142,8 +148,8 @@ class _Call:
     def of(
         cls, model: Any, prompts: Any, *, max_new_tokens: int | Sequence[int],  # noqa: ANN401
         sampler: Sampler | Sequence[Sampler | None] | None, stop_tokens: Sequence[int] | int | None, lanes: int | None,
-        groups: int | None, max_requests: int, memory_limit: Limit | None, num_threads: int | None, transport: str,
-        timeout: float,
+        groups: int | None, max_requests: int, memory_limit: Limit | None, weights: str | PathLike[str] | None,
+        num_threads: int | None, transport: str, timeout: float,
     ) -> _Call:  # fmt: skip
         """Check the arguments of a call."""
         count = num_prompts(prompts)
@@ -153,7 +159,10 @@ class _Call:
             raise UsageError(f"lanes: {lanes}, but there are {processes} processes, and each is a lane; leave it out")
         num_lanes = processes if processes > 1 else _LANES if lanes is None else lanes
         _check_counts(lanes=num_lanes, max_requests=max_requests, groups=groups, num_threads=num_threads)
-        _check_model(model)
+        _check_kind(model)
+        if weights is not None:
+            _load(model, weights, num_lanes)
+        _check_weights(model)
         limit = _checked_limits(max_new_tokens, count)
         stop = (stop_tokens,) if isinstance(stop_tokens, int) else None if stop_tokens is None else tuple(stop_tokens)
         choice = Choice(_checked_samplers(sampler, count), stop, limit)
@@ -368,13 +377,26 @@ def _unwrapped(model: Any, lanes: int | None) -> tuple[Any, int | None]:  # noqa
     return model.internals.captured.model, model.schedule.num_lanes
 
 
-def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever was given
+def _load(model: Any, weights: str | PathLike[str], lanes: int) -> None:  # noqa: ANN401 - of transformers
+    """Give a model on meta its weights; in a process, those that its lane needs."""
+    name, layers = find_layers(model)
+    own = range(len(layers))
+    if world_size() > 1:
+        own = choose_ranges(model, layers, lanes)[process_rank()]
+    foreign = tuple(f"{name}.{at}." for at in range(len(layers)) if at not in own)
+    load_part(model, weights, lambda tensor: not tensor.startswith(foreign), device=torch.device("cpu"))
+
+
+def _check_kind(model: Any) -> None:  # noqa: ANN401 - whatever was given
     if not isinstance(model, torch.nn.Module) or not callable(getattr(model, "prepare_inputs_for_generation", None)):
         raise UsageError(f"model: {type(model).__name__} is not a language model of transformers that can generate")
     if model.training:
         raise UsageError("model: it is in training mode, in which dropout changes the tokens: call model.eval()")
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         raise UsageError(f"model: {type(model).__name__} has its own kind of cache, which cannot be cut: use generate")
+
+
+def _check_weights(model: Any) -> None:  # noqa: ANN401 - of transformers
     devices = {weight.device for weight in model.parameters() if not weight.is_meta}
     if len(devices) != 1:
         listed = ", ".join(sorted(map(str, devices))) or "meta"
@@ -382,7 +404,7 @@ def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever was given
     from penstock.infer.generation.slot_layers import check_layers
 
     _, layers = find_layers(model)
-    check_layers(model.config.get_text_config(decoder=True), len(layers))  # type: ignore[union-attr, operator]
+    check_layers(model.config.get_text_config(decoder=True), len(layers))
 
 
 def _may_pad(model: Any) -> bool:  # noqa: ANN401 - of transformers

@@ -28,6 +28,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
+def process_rank() -> int:
+    """Return the number of this process among them, which is also its lane."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
 def make_lane_group(
     devices: Sequence[torch.device], *, timeout_seconds: float, num_threads: int | None, transport: str
 ) -> LaneGroup:

@@ -333,11 +333,19 @@ def test_wrong_arguments_are_refused(wrong):
         measure(capture(mlp(8, 4), torch.randn(2, 8)), **wrong)
 
 
-def test_a_model_on_meta_has_nothing_to_measure():
+@pytest.mark.parametrize("path", ["direct", "export"])
+def test_a_model_on_meta_is_measured_on_a_device_node_by_node(path):
+    """With random weights: it has none, and it may be larger than the device."""
     with torch.device("meta"):
         model = mlp(8, 16, 4)
+    captured = capture(model, torch.empty(2, 8, device="meta"), path=path)
+    found, real = measure(captured), measure(capture(mlp(8, 16, 4), torch.randn(2, 8), path=path))
+    assert found.device == real.device
+    assert (found.saved_bytes == real.saved_bytes).all()
+    assert (found.forward > 0).all()
+    assert all(tensor.is_meta for tensor in model.parameters())
     with pytest.raises(UsageError, match="analytic"):
-        measure(capture(model, torch.empty(2, 8, device="meta")))
+        measure(captured, device="meta")
 
 
 def test_a_queue_costs_what_the_device_or_the_host_is_late():

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 import processes
-from penstock.errors import CheckpointError, OutputError, PenstockError, UsageError
+from penstock.errors import CaptureError, CheckpointError, OutputError, PenstockError, UsageError
 from penstock.loading.weight_files import open_weights
 from penstock.tensor_files.safetensors_reader import SafetensorsReader
 
@@ -513,6 +513,37 @@ def test_bad_paths(given, message, tmp_path, monkeypatch):
         model = Bare()
     with pytest.raises(PenstockError, match=message):
         scaled_step(model, given)
+
+
+@pytest.mark.filterwarnings("ignore:the model cannot be profiled")
+def test_a_model_with_layer_drop_is_captured_on_meta(tmp_path):
+    """It compares a random number to choose its layers, and on meta the number had no value."""
+    small = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.OPTConfig(**small, ffn_dim=64, dropout=0.0, max_position_embeddings=32, **WORDS)
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    plain = transformers.OPTForCausalLM.from_pretrained(tmp_path).train()
+    model = on_meta(transformers.OPTForCausalLM, config)
+    with penstock.Pipeline(model, example=TEXT, lanes=2, micro_batches=2, weights=tmp_path) as pipe:
+        assert_same_step(pipe, plain, TEXT)
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.arange(8.0)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("path", ["auto", "replay"])
+def test_a_plain_tensor_on_meta_is_refused_with_the_remedy(path, tmp_path):
+    """The message was about a value that did not reach a stage."""
+    with torch.device("meta"):
+        model = nn.Sequential(Attribute(), Attribute())
+    options = {"example": torch.randn(8, 8), "loss": nn.MSELoss(), "lanes": 2}
+    with pytest.raises(CaptureError, match=r"0\.scale, 1\.scale: .*neither a parameter nor a buffer.*empty_weights"):
+        penstock.Pipeline(model, capture_path=path, **options)
 
 
 def test_stage_modules_take_no_weights(tmp_path):

@@ -1,5 +1,6 @@
 """Weights from files: every process reads its own tensors, and the pipeline equals the model of `from_pretrained`."""
 
+import copy
 import json
 import re
 import shutil
@@ -513,6 +514,62 @@ def test_bad_paths(given, message, tmp_path, monkeypatch):
         model = Bare()
     with pytest.raises(PenstockError, match=message):
         scaled_step(model, given)
+
+
+def test_a_second_attempt_is_refused_like_the_first(tmp_path):
+    """A pipeline left its empty buffers in the model, and the next one took their memory for the model's values."""
+    save_file(Scaled().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Scaled()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"no file holds scale.*empty_weights"):
+            scaled_step(model, tmp_path)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_model_on_meta_serves_several_pipelines(tmp_path):
+    """Each pipeline has its own statistics, although the model is the same."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    batch = torch.randn(8, 8)
+    for path in ("direct", "export", "replay"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        options = {"example": batch, "loss": nn.MSELoss(), "lanes": 2, "cuts": [1], "micro_batches": 2}
+        with (
+            penstock.Pipeline(model, weights=tmp_path, capture_path=path, **options) as first,
+            penstock.Pipeline(model, weights=tmp_path, capture_path=path, **options) as second,
+        ):
+            first.step(batch, batch)
+            assert first.state_dict()["1.num_batches_tracked"] == 2
+            assert second.state_dict()["1.num_batches_tracked"] == 0
+            assert torch.equal(second.state_dict()["1.running_mean"], torch.zeros(8))
+            expected = nn.functional.mse_loss(copy.deepcopy(plain).eval()(batch), batch)
+            assert torch.isclose(second.evaluate(batch, batch), expected)
+
+
+class Normalised(nn.Module):
+    """In evaluation, export cuts the normalised weight elsewhere than in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:some nodes cannot be measured")
+def test_evaluation_may_use_tensors_in_another_stage(tmp_path):
+    """A stage took them from the model, where they stay on meta."""
+    plain = Normalised()
+    save_file({name: tensor.clone() for name, tensor in plain.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Normalised()
+    evaluated, stepped, _ = scaled_step(model, tmp_path)
+    assert torch.isclose(evaluated, nn.functional.mse_loss(plain.eval()(INPUT), TARGET))
+    assert torch.isclose(stepped, nn.functional.mse_loss(plain.train()(INPUT), TARGET), rtol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:the model cannot be profiled")

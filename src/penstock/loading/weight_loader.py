@@ -35,13 +35,17 @@ class ModelOnMeta:
         if is_of_transformers(model):
             cast("Any", model).tie_weights()  # tools that replace parameters separate the tied ones
         self._places = tensor_places(model)
-        tensors = {name: _first(places) for name, places in self._places.items()}
-        self.given = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+        self._tensors = {name: _first(places) for name, places in self._places.items()}
+        self.given = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_meta}
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Put all tensors on meta temporarily."""
-        with replaced_tensors(self._places, {name: emptied(tensor) for name, tensor in self.given.items()}):
+        """Put all tensors on meta temporarily; afterwards the model has its own tensors, also those on meta.
+
+        A buffer of a lane must not stay in the model: the next pipeline would take its memory for values of the model.
+        """
+        inside = {name: emptied(tensor) if name in self.given else tensor for name, tensor in self._tensors.items()}
+        with replaced_tensors(self._places, inside):
             yield
 
     def fill(self, own: Mapping[str, Sequence[torch.Tensor]]) -> set[str]:

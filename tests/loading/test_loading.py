@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -516,6 +518,12 @@ def test_bad_paths(given, message, tmp_path, monkeypatch):
         scaled_step(model, given)
 
 
+def open_files(folder):
+    """Return the open files of this process in a folder."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for link in links if link.is_symlink() and (target := str(link.readlink())).startswith(str(folder))]
+
+
 def test_a_second_attempt_is_refused_like_the_first(tmp_path):
     """A pipeline left its empty buffers in the model, and the next one took their memory for the model's values."""
     save_file(Scaled().state_dict(), tmp_path / "model.safetensors")
@@ -546,6 +554,18 @@ def test_a_model_on_meta_serves_several_pipelines(tmp_path):
             assert torch.equal(second.state_dict()["1.running_mean"], torch.zeros(8))
             expected = nn.functional.mse_loss(copy.deepcopy(plain).eval()(batch), batch)
             assert torch.isclose(second.evaluate(batch, batch), expected)
+
+
+def test_no_file_stays_open_after_a_failure(tmp_path):
+    save_file(nn.Linear(8, 8).state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(PenstockError):
+        penstock.Pipeline(model, example=torch.randn(8, 8), loss=nn.MSELoss(), lanes=2, cuts=[7], weights=tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        open_weights(tmp_path)
+    assert open_files(tmp_path) == []
 
 
 class Normalised(nn.Module):
@@ -601,6 +621,47 @@ def test_a_plain_tensor_on_meta_is_refused_with_the_remedy(path, tmp_path):
     options = {"example": torch.randn(8, 8), "loss": nn.MSELoss(), "lanes": 2}
     with pytest.raises(CaptureError, match=r"0\.scale, 1\.scale: .*neither a parameter nor a buffer.*empty_weights"):
         penstock.Pipeline(model, capture_path=path, **options)
+
+
+class Unlucky(nn.Linear):
+    def reset_parameters(self):
+        if dist.is_initialized() and dist.get_rank() == 1 and not self.weight.is_meta:
+            raise RuntimeError("no luck")
+        super().reset_parameters()
+
+
+def fails_in_one(tmp_path, fault):
+    """Run in each process; the processes stay alive until both have raised."""
+    path = tmp_path / {"initialisation": "half.safetensors"}.get(fault, "all.safetensors")
+    if dist.get_rank() == 1 and fault != "initialisation":
+        path = None if fault == "argument" else tmp_path / "nowhere"
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), Unlucky(8, 8))
+    batch = torch.randn(8, 8)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            penstock.Pipeline(model, example=batch, loss=nn.MSELoss(), micro_batches=2, cuts=[1], weights=path)
+    except Exception as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        ("file", ("CheckpointError: another process .*no such file", "CheckpointError: .*no such file")),
+        ("argument", ("UsageError: weights: given in some .* lane 1",) * 2),
+        ("initialisation", ("CheckpointError: another process .*no luck", "RuntimeError: no luck")),
+    ],
+)
+def test_what_fails_in_one_process_is_raised_in_all(fault, messages, tmp_path):
+    """The other process waited until the first one had ended."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    save_file(layers.state_dict(), tmp_path / "all.safetensors")
+    save_file(layers[:1].state_dict(), tmp_path / "half.safetensors")
+    for told, expected in zip(processes.run(fails_in_one, 2, tmp_path, fault), messages, strict=True):
+        assert re.match(expected, told), told
 
 
 def test_stage_modules_take_no_weights(tmp_path):

@@ -1,6 +1,8 @@
 """Weights from files: every process reads its own tensors, and the pipeline equals the model of `from_pretrained`."""
 
+import copy
 import json
+import os
 import re
 import shutil
 import warnings
@@ -8,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import penstock
 import processes
-from penstock.errors import CheckpointError, OutputError, PenstockError, UsageError
+from penstock.errors import CaptureError, CheckpointError, OutputError, PenstockError, UsageError
 from penstock.loading.weight_files import open_weights
 from penstock.tensor_files.safetensors_reader import SafetensorsReader
 
@@ -523,6 +526,152 @@ def test_bad_paths(given, message, tmp_path, monkeypatch):
         model = Bare()
     with pytest.raises(PenstockError, match=message):
         scaled_step(model, given)
+
+
+def open_files(folder):
+    """Return the open files of this process in a folder."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for link in links if link.is_symlink() and (target := str(link.readlink())).startswith(str(folder))]
+
+
+def test_a_second_attempt_is_refused_like_the_first(tmp_path):
+    """A pipeline left its empty buffers in the model, and the next one took their memory for the model's values."""
+    save_file(Scaled().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Scaled()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"no file holds scale.*empty_weights"):
+            scaled_step(model, tmp_path)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_model_on_meta_serves_several_pipelines(tmp_path):
+    """Each pipeline has its own statistics, although the model is the same."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    batch = torch.randn(8, 8)
+    for path in ("direct", "export", "replay"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        options = {"example": batch, "loss": nn.MSELoss(), "lanes": 2, "cuts": [1], "micro_batches": 2}
+        with (
+            penstock.Pipeline(model, weights=tmp_path, capture_path=path, **options) as first,
+            penstock.Pipeline(model, weights=tmp_path, capture_path=path, **options) as second,
+        ):
+            first.step(batch, batch)
+            assert first.state_dict()["1.num_batches_tracked"] == 2
+            assert second.state_dict()["1.num_batches_tracked"] == 0
+            assert torch.equal(second.state_dict()["1.running_mean"], torch.zeros(8))
+            expected = nn.functional.mse_loss(copy.deepcopy(plain).eval()(batch), batch)
+            assert torch.isclose(second.evaluate(batch, batch), expected)
+
+
+def test_no_file_stays_open_after_a_failure(tmp_path):
+    save_file(nn.Linear(8, 8).state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(PenstockError):
+        penstock.Pipeline(model, example=torch.randn(8, 8), loss=nn.MSELoss(), lanes=2, cuts=[7], weights=tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        open_weights(tmp_path)
+    assert open_files(tmp_path) == []
+
+
+class Normalised(nn.Module):
+    """In evaluation, export cuts the normalised weight elsewhere than in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:some nodes cannot be measured")
+def test_evaluation_may_use_tensors_in_another_stage(tmp_path):
+    """A stage took them from the model, where they stay on meta."""
+    plain = Normalised()
+    save_file({name: tensor.clone() for name, tensor in plain.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Normalised()
+    evaluated, stepped, _ = scaled_step(model, tmp_path)
+    assert torch.isclose(evaluated, nn.functional.mse_loss(plain.eval()(INPUT), TARGET))
+    assert torch.isclose(stepped, nn.functional.mse_loss(plain.train()(INPUT), TARGET), rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:the model cannot be profiled")
+def test_a_model_with_layer_drop_is_captured_on_meta(tmp_path):
+    """It compares a random number to choose its layers, and on meta the number had no value."""
+    small = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.OPTConfig(**small, ffn_dim=64, dropout=0.0, max_position_embeddings=32, **WORDS)
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    plain = transformers.OPTForCausalLM.from_pretrained(tmp_path).train()
+    model = on_meta(transformers.OPTForCausalLM, config)
+    with penstock.Pipeline(model, example=TEXT, lanes=2, micro_batches=2, weights=tmp_path) as pipe:
+        assert_same_step(pipe, plain, TEXT)
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.arange(8.0)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("path", ["auto", "replay"])
+def test_a_plain_tensor_on_meta_is_refused_with_the_remedy(path, tmp_path):
+    """The message was about a value that did not reach a stage."""
+    with torch.device("meta"):
+        model = nn.Sequential(Attribute(), Attribute())
+    options = {"example": torch.randn(8, 8), "loss": nn.MSELoss(), "lanes": 2}
+    with pytest.raises(CaptureError, match=r"0\.scale, 1\.scale: .*neither a parameter nor a buffer.*empty_weights"):
+        penstock.Pipeline(model, capture_path=path, **options)
+
+
+class Unlucky(nn.Linear):
+    def reset_parameters(self):
+        if dist.is_initialized() and dist.get_rank() == 1 and not self.weight.is_meta:
+            raise RuntimeError("no luck")
+        super().reset_parameters()
+
+
+def fails_in_one(tmp_path, fault):
+    """Run in each process; the processes stay alive until both have raised."""
+    path = tmp_path / {"initialisation": "half.safetensors"}.get(fault, "all.safetensors")
+    if dist.get_rank() == 1 and fault != "initialisation":
+        path = None if fault == "argument" else tmp_path / "nowhere"
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), Unlucky(8, 8))
+    batch = torch.randn(8, 8)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            penstock.Pipeline(model, example=batch, loss=nn.MSELoss(), micro_batches=2, cuts=[1], weights=path)
+    except Exception as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        ("file", ("CheckpointError: another process .*no such file", "CheckpointError: .*no such file")),
+        ("argument", ("UsageError: weights: given in some .* lane 1",) * 2),
+        ("initialisation", ("CheckpointError: another process .*no luck", "RuntimeError: no luck")),
+    ],
+)
+def test_what_fails_in_one_process_is_raised_in_all(fault, messages, tmp_path):
+    """The other process waited until the first one had ended."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    save_file(layers.state_dict(), tmp_path / "all.safetensors")
+    save_file(layers[:1].state_dict(), tmp_path / "half.safetensors")
+    for told, expected in zip(processes.run(fails_in_one, 2, tmp_path, fault), messages, strict=True):
+        assert re.match(expected, told), told
 
 
 def test_stage_modules_take_no_weights(tmp_path):

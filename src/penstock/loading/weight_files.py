@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -106,22 +108,31 @@ def _files_of(place: Path, files: list[Path]) -> WeightFiles:
             raise CheckpointError(
                 f"{file}: only safetensors files are read; convert it: penstock checkpoint import, or safetensors.torch"
             )
-    readers: dict[str, SafetensorsReader | Shard] = {}
+    config = (place if place.is_dir() else place.parent) / "config.json"
+    settings = read_json(config) if config.exists() else None
+    shapes, readers = _opened(partial(SafetensorsReader, file) for file in files)
+    return WeightFiles(place, shapes, readers, settings)
+
+
+_Readers = dict[str, SafetensorsReader | Shard]
+
+
+def _opened(
+    openers: Iterable[Callable[[], SafetensorsReader | Shard]],
+) -> tuple[dict[str, tuple[int, ...]], _Readers]:
+    """Open files; return the shapes of all tensors and their readers. If one cannot be opened, none stays open."""
+    readers: _Readers = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    opened: list[SafetensorsReader] = []
-    try:
-        for file in files:
-            reader = SafetensorsReader(file)
-            opened.append(reader)
+    with ExitStack() as on_failure:
+        for opener in openers:
+            reader = opener()
+            on_failure.callback(reader.close)
             readers |= dict.fromkeys(reader.tensors, reader)
             shapes |= {name: stored.shape for name, stored in reader.tensors.items()}
-    except BaseException:
-        for reader in opened:
-            reader.close()
-        raise
-    folder = place if place.is_dir() else place.parent
-    config = folder / "config.json"
-    return WeightFiles(place, shapes, readers, read_json(config) if config.exists() else None)
+            if not reader.tensors:  # nothing refers to it later
+                reader.close()
+        on_failure.pop_all()
+    return shapes, readers
 
 
 def _indexed(folder: Path) -> WeightFiles:
@@ -158,10 +169,6 @@ def _newest(folder: Path) -> Manifest:
 
 
 def _checkpoint(manifest: Manifest) -> WeightFiles:
-    shapes: dict[str, tuple[int, ...]] = {}
-    readers: dict[str, SafetensorsReader | Shard] = {}
-    for file in manifest.shards("model"):
-        shard = Shard(manifest.folder / file, manifest.files[file])
-        readers |= dict.fromkeys(shard.tensors, shard)
-        shapes |= {name: stored.shape for name, stored in shard.tensors.items()}
+    files = manifest.shards("model")
+    shapes, readers = _opened(partial(Shard, manifest.folder / file, manifest.files[file]) for file in files)
     return WeightFiles(manifest.folder, shapes, readers, aliases=manifest.aliases)

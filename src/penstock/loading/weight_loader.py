@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from os import PathLike
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from penstock.errors import CheckpointError, UsageError, warn_user
+from penstock.errors import CheckpointError, PenstockError, UsageError, error_in_short, warn_user
 from penstock.loading.initialisation import initialise
 from penstock.loading.weight_files import WeightFiles, open_weights
 from penstock.loading.weight_recipes import Recipe, is_of_transformers, recipes_of
@@ -20,6 +20,7 @@ from penstock.model.preserve import emptied
 from penstock.tensor_files.safetensors_reader import SafetensorsReader
 
 Progress = Callable[[str, int, int], None]
+_R = TypeVar("_R")
 _SHOWN = 5  # names in a message
 
 
@@ -35,13 +36,17 @@ class ModelOnMeta:
         if is_of_transformers(model):
             cast("Any", model).tie_weights()  # tools that replace parameters separate the tied ones
         self._places = tensor_places(model)
-        tensors = {name: _first(places) for name, places in self._places.items()}
-        self.given = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+        self._tensors = {name: _first(places) for name, places in self._places.items()}
+        self.given = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_meta}
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Put all tensors on meta temporarily."""
-        with replaced_tensors(self._places, {name: emptied(tensor) for name, tensor in self.given.items()}):
+        """Put all tensors on meta temporarily; afterwards the model has its own tensors, also those on meta.
+
+        A buffer of a lane must not stay in the model: the next pipeline would take its memory for values of the model.
+        """
+        inside = {name: emptied(tensor) if name in self.given else tensor for name, tensor in self._tensors.items()}
+        with replaced_tensors(self._places, inside):
             yield
 
     def fill(self, own: Mapping[str, Sequence[torch.Tensor]]) -> set[str]:
@@ -156,7 +161,17 @@ class WeightLoader:
                 given = {name: tensor for name, tensor in self._given.items() if name in self.lacking}
                 give_values(self._model, given, own, [name for name in self.lacking if name not in given])
         finally:
-            self._files.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._files.close()
+
+    def __enter__(self) -> WeightLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _read(self, own: Mapping[str, Sequence[torch.Tensor]]) -> None:
         wanted = {id(recipe): recipe for name in own for _, recipe in self._recipe_of.get(name, ())}
@@ -303,19 +318,62 @@ def _filled_later(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
+def in_all_processes(gather: Callable[[Any], list[Any]], work: Callable[[], _R]) -> _R:
+    """Do something in all processes; raise in all of them if it fails in one, so that none waits for the others.
+
+    Args:
+        gather: returns the JSON values of all processes; they all must make the same calls.
+        work: what to do; it does not communicate.
+    """
+    made: list[_R] = []
+    error: Exception | None = None
+    try:
+        made.append(work())
+    except Exception as raised:
+        error = raised
+    told = "" if error is None else str(error) if isinstance(error, PenstockError) else error_in_short(error)
+    faults = [fault for fault in gather(told) if fault]
+    if error is not None:
+        raise error
+    if faults:
+        raise CheckpointError(f"another process could not load its weights: {faults[0]}")
+    return made[0]
+
+
 def open_loader(
     model: nn.Module | Sequence[nn.Module],
-    path: str | PathLike[str],
+    path: str | PathLike[str] | None,
     on_meta: ModelOnMeta | None,
     progress: Progress | None,
-) -> WeightLoader:
-    """Open the files of a model's weights; tensors that they lack keep the values that they have.
+    gather: Callable[[Any], list[Any]],
+) -> AbstractContextManager[WeightLoader | None]:
+    """Open the files of a model's weights, in all processes or in none; they are closed after the block.
+
+    Without a path, there is no loader. Tensors that the files lack keep the values that they have.
 
     Raises:
-        CheckpointError: if the files are damaged or do not fit the model.
-        UsageError: if they hold another kind of model, or if there are several stage modules.
+        CheckpointError: if the files are damaged or do not fit the model, here or in another process.
+        UsageError: if they hold another kind of model, if there are several stage modules, or if only some processes
+            were given weights.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError("weights: needs a single model, not a list of stage modules")
-    given = held_tensors(model) if on_meta is None else on_meta.given
-    return WeightLoader(model, path, given=given, progress=progress)
+    opened: list[WeightLoader] = []
+
+    def start() -> None:
+        if path is None:
+            return
+        if not isinstance(model, nn.Module):
+            raise UsageError("weights: needs a single model, not a list of stage modules")
+        given = held_tensors(model) if on_meta is None else on_meta.given
+        opened.append(WeightLoader(model, path, given=given, progress=progress))
+
+    try:
+        in_all_processes(gather, start)
+        has_path = gather(path is not None)
+        if len(set(has_path)) > 1:
+            lane = has_path.index(False)
+            raise UsageError(f"weights: given in some processes, but not in that of lane {lane}; pass it in all")
+    except BaseException:
+        for loader in opened:
+            loader.close()
+        raise
+    return opened[0] if opened else nullcontext()

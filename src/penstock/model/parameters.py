@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.model.example import Call
 from penstock.model.graph import Parameter
@@ -137,13 +138,31 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made
 
 
-def new_tensors_on_meta(model: nn.Module, call: Call) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which factory functions of a model on meta, such as `torch.rand(n)`, use meta too.
+@contextlib.contextmanager
+def new_tensors_on_meta(model: nn.Module, call: Call) -> Iterator[None]:
+    """Let factory functions of a model on meta, such as `torch.rand(n)`, use meta too.
 
-    Otherwise their results would be on the CPU, which is not the device of the lanes.
+    Otherwise their results would be on the CPU, which is not the device of the lanes. Single random numbers have
+    values: LayerDrop and similar code compare them to choose what to run.
     """
     device = main_device(model, call)
-    return device if device.type == "meta" else contextlib.nullcontext()
+    if device.type != "meta":
+        yield
+        return
+    with device, _RealNumbers():
+        yield
+
+
+class _RealNumbers(TorchFunctionMode):
+    """Draws single numbers, such as `torch.rand([])`, on the CPU, where the model does not name a device."""
+
+    def __torch_function__(
+        self, func: Callable[..., object], _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is torch.rand and not {"device", "size"} & kwargs.keys() and args in (((),), ([],)):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
 
 
 def main_device(model: nn.Module, call: Call) -> torch.device:

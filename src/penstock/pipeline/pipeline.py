@@ -240,8 +240,10 @@ class Pipeline(ModelInterface):
             if check and schedule.num_mbs > 1 and on_meta is None:
                 exactness.check(captured.split(()), captured.model, example=example, split=split)
 
-        with nullcontext() if on_meta is None else on_meta.emptied():
-            loader = None if weights is None else open_loader(module, weights, on_meta, progress)
+        with (
+            nullcontext() if on_meta is None else on_meta.emptied(),
+            open_loader(module, weights, on_meta, progress, self._lane_group.control.gather) as loader,
+        ):
             self._planned = plan_model(request, check_exactness, self._lane_group)
             self.schedule, self.cuts = self.plan.schedule, self.plan.cuts
             if keep == CHOSEN_BY_NODE and self.schedule.versions is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.errors import UsageError
 from penstock.loading.pretrained_writer import PretrainedWriter
-from penstock.loading.weight_loader import ModelOnMeta, WeightLoader
+from penstock.loading.weight_loader import ModelOnMeta, WeightLoader, in_all_processes
 from penstock.model.preserve import on_device
 from penstock.model.stages import Chain, Stage
 from penstock.pipeline.executor_setup import stage_on
@@ -83,21 +84,12 @@ class Weights:
                 tensor = stage.held.get(name)
                 if all(tensor is not other for other in own.setdefault(name, [])):
                     own[name].append(tensor)
-        if loader is None:
-            self._empty -= set() if on_meta is None else on_meta.fill(own)
-            return
-        error: PenstockError | None = None
-        gc.collect()  # what the capture has left, before memory is filled
-        try:
-            loader.fill(own)
-        except PenstockError as raised:
-            error = raised
-        faults = self._lane_group.control.gather("" if error is None else str(error))
-        if error is not None:
-            raise error
-        if any(faults):
-            raise CheckpointError(next(filter(None, faults)))
-        self._empty.clear()
+        if loader is not None:
+            gc.collect()  # what the capture has left, before memory is filled
+            in_all_processes(self._lane_group.control.gather, partial(loader.fill, own))
+            self._empty.clear()
+        elif on_meta is not None:
+            self._empty -= in_all_processes(self._lane_group.control.gather, partial(on_meta.fill, own))
 
     def _find_holders(self, chain: Chain) -> dict[str, tuple[int, ...]]:
         """Return the parameters that several lanes hold, each with its lanes."""

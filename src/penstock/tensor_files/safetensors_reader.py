@@ -119,8 +119,10 @@ class SafetensorsReader:
         read_fully(self._handle, view, at, self.path, what)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
+        """Close the file; a second call does nothing."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
 
     def __enter__(self) -> SafetensorsReader:
         return self

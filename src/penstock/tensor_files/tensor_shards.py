@@ -170,8 +170,10 @@ class Shard:
         return view
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
+        """Close the file; a second call does nothing."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
 
     def __enter__(self) -> Shard:
         return self

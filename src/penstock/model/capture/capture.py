@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from penstock.errors import CaptureError, PenstockError, UsageError, error_in_short, nearest
@@ -12,6 +13,7 @@ from penstock.model.capture.exported import Exported
 from penstock.model.capture.replay.module_shell import hooks_in
 from penstock.model.capture.replayed import Replayed
 from penstock.model.example import Call, read_example
+from penstock.model.parameters import held_tensors, main_device
 from penstock.model.source import line_of
 
 Captured = Direct | Exported | Replayed  # a model captured by one of the capture paths
@@ -56,6 +58,7 @@ def capture(
     mode = model.training if training is None else training
     sequence = sequence_of(model)
     if sequence is not None and path in ("auto", "direct") and len(sequence) >= (num_stages or 2):
+        _refuse_plain_tensors_on_meta(model)
         return _direct(model, call, sequence, training=mode)
     if path == "direct":
         raise CaptureError("the model is not a sequence of modules, so capture_path='direct' cannot capture it")
@@ -69,12 +72,32 @@ def capture(
             if path == "export":
                 raise
             refusal = str(error)
+    _refuse_plain_tensors_on_meta(model)  # a trace sees whether forward uses them; a replay would not
     try:
         return Replayed(model, call, training=mode, reason=refusal or "requested")
     except PenstockError as error:
         raise CaptureError(_both(refusal, str(error))) from error
     except Exception as error:
-        raise CaptureError(_both(refusal, f"{error_in_short(error)} {line_of(error)}")) from error
+        told = _both(refusal, f"{error_in_short(error)} {line_of(error)}")
+        if main_device(model, call).type == "meta":
+            told += ". On meta no tensor has values; if forward reads some, build the model with its weights instead"
+        raise CaptureError(told) from error
+
+
+def _refuse_plain_tensors_on_meta(model: nn.Module) -> None:
+    """Refuse a model with tensors on meta that are neither parameters nor buffers: nothing gives them values."""
+    held = {id(tensor) for tensor in held_tensors(model).values()}
+    found = [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in held
+    ]
+    if found:
+        raise CaptureError(
+            f"{', '.join(found[:3])}: a tensor on meta that is neither a parameter nor a buffer, so nothing can give it"
+            " values. Build the model in `with penstock.empty_weights():`, which keeps them, or register it as a buffer"
+        )
 
 
 def _stage_modules(modules: Sequence[nn.Module], example: object, training: bool | None) -> Captured:

@@ -263,9 +263,13 @@ def _split(exported: Exported, cuts: tuple[int, ...]) -> Chain:
         where = next((tensor.device for tensor in stage.held.tensors()), None)  # a lane may have moved the stage
         for name in (*program.held_names, *program.reassigned):
             if name not in stage.held:
-                if any(name in other.held and other is not stage for other in stages):
-                    _check_place(name, tensors[name], where)
-                tensor = tensors[name] if where is None else on_device(tensors[name], where)
+                tensor = tensors[name]
+                holders = [other for other in stages if name in other.held]
+                if tensor.is_meta and holders:  # only the lanes have its values
+                    tensor = holders[0].held.get(name)
+                if holders:
+                    _check_place(name, tensor, where)
+                tensor = tensor if where is None else on_device(tensor, where)
                 stage.held.add(name, tensor, is_persistent=name not in hidden and name not in unsaved)
 
     programs, _ = side(exported.training)
@@ -296,7 +300,12 @@ def _misfit(stages: Sequence[Stage], programs: Sequence[Program], training: bool
 
 
 def _check_place(name: str, tensor: torch.Tensor, device: torch.device | None) -> None:
-    """Refuse a parameter of another stage that is on another device: it cannot be on two devices."""
+    """Refuse a tensor of another stage that is not here: in another process, or a parameter on another device."""
+    if tensor.is_meta and device not in (None, tensor.device):
+        raise CaptureError(
+            f"in evaluation a stage uses {name}, but in training only a stage in another process does, and the model "
+            "was on meta: cut the model elsewhere, or build it with its weights"
+        )
     if isinstance(tensor, nn.Parameter) and not tensor.is_meta and device not in (None, tensor.device):
         raise CaptureError(
             f"in evaluation a stage on {device} uses {name}, but in training only a stage on {tensor.device} does: "

@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import OutputError, UsageError, error_in_short
 from penstock.loading.weight_files import INDEX, SINGLE
+from penstock.loading.weight_loader import in_all_processes
 from penstock.loading.weight_recipes import is_of_transformers
 from penstock.tensor_files.disk import Disk
 from penstock.tensor_files.tensor_shards import check_storable, write_shard
@@ -65,20 +66,17 @@ class PretrainedWriter:
 
     def _together(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work returns
         """Do something in all processes; raise in all of them if it fails in one."""
-        error: Exception | None = None
-        result = None
-        try:
-            result = work()
-        except (OutputError, UsageError) as raised:
-            error = raised
-        except OSError as raised:
-            error = OutputError(f"{raised.filename or 'the folder'}: cannot be written: {raised.strerror or raised}")
-        faults = [fault for fault in self._gather("" if error is None else str(error)) if fault]
-        if error is not None:
-            raise error
-        if faults:
-            raise OutputError(faults[0])
-        return result
+
+        def told() -> Any:  # noqa: ANN401
+            try:
+                return work()
+            except OutputError:
+                raise
+            except OSError as error:
+                place = error.filename or "the folder"
+                raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
+
+        return in_all_processes(self._gather, told, OutputError)
 
     def _begin(self, path: Path, hidden: Path, *, overwrite: bool) -> None:
         if not self._is_first:

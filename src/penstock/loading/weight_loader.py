@@ -318,12 +318,19 @@ def _filled_later(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def in_all_processes(gather: Callable[[Any], list[Any]], work: Callable[[], _R]) -> _R:
+def in_all_processes(
+    gather: Callable[[Any], list[Any]],
+    work: Callable[[], _R],
+    error_of: Callable[[str], PenstockError] = lambda fault: CheckpointError(
+        f"another process could not load its weights: {fault}"
+    ),
+) -> _R:
     """Do something in all processes; raise in all of them if it fails in one, so that none waits for the others.
 
     Args:
         gather: returns the JSON values of all processes; they all must make the same calls.
         work: what to do; it does not communicate.
+        error_of: returns the error of the processes that did not fail, from the message of one that did.
     """
     made: list[_R] = []
     error: Exception | None = None
@@ -336,7 +343,7 @@ def in_all_processes(gather: Callable[[Any], list[Any]], work: Callable[[], _R])
     if error is not None:
         raise error
     if faults:
-        raise CheckpointError(f"another process could not load its weights: {faults[0]}")
+        raise error_of(faults[0])
     return made[0]
 
 
